@@ -1,0 +1,88 @@
+"""The atsplan command: a click group that loads each command when it is called, and the exit codes.
+
+0 fine, 1 the answer is no, 2 the input is wrong, 3 the engine or the machine failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+# name -> (module, one line for --help); modules load on use, so that `atsplan --help` stays fast
+COMMANDS = {
+    "inventory": ("commands.inventory", "What a model file holds: tensors, layers, bytes by role."),
+    "profile": ("commands.profile", "Measure this machine for a model: operators, links, whole-model runs."),
+    "heat": ("commands.heat", "Expert routing: trace, import, merge, report, export."),
+    "simulate": ("commands.simulate", "Replay a routing trace against expert caches."),
+    "solve": ("commands.solve", "Place every tensor under a memory budget and write the plan."),
+    "sweep": ("commands.sweep", "Budget against predicted speed, as a table and a picture."),
+    "explain": ("commands.explain", "Where the time goes, what limits the plan, what more memory would buy."),
+    "check": ("commands.check", "Check plan files without model or GPU; for CI."),
+    "diff": ("commands.diff", "What moved between two plans, and what it costs."),
+    "fmt": ("commands.fmt", "Rewrite plan files in canonical form."),
+    "rewrite": ("commands.rewrite", "Compile a GGUF file to match a plan."),
+    "verify": ("commands.verify", "Prove a rewritten file against its source and plan."),
+    "run": ("commands.run", "Load a model by its plan and generate text."),
+    "bench": ("commands.bench", "Measure a plan against baselines at equal memory."),
+    "serve": ("commands.serve", "An OpenAI-compatible server for a plan."),
+    "export": ("commands.export", "Command lines for stock tools that realise a plan."),
+    "doctor": ("commands.doctor", "Engine, devices, and what is possible on this machine."),
+    "demo": ("commands.demo", "The whole way on a small generated model."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called, and whose errors become exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name][0])
+        command = module.command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from planner.errors import AtsplanError
+
+        try:
+            return super().invoke(ctx)
+        except AtsplanError as problem:
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"atsplan: {problem}", err=True)
+            sys.exit(problem.exit_code)
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("atsplan: interrupted", err=True)
+            sys.exit(130)
+        except BrokenPipeError:
+            # The reader of our output went away (`| head`): not an error of ours.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+        except OSError as problem:
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"atsplan: {problem.filename or 'system'}: {problem.strerror or problem}", err=True)
+            sys.exit(2)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="atsplan")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def main(debug: bool) -> None:
+    """Plan where every tensor of a GGUF model lives, rewrite the file to match, load it with llama.cpp."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The vocabulary of atsplan and its solver: inventory, units, profile, problem, plan."""

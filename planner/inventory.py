@@ -1,0 +1,91 @@
+"""What a model file holds: architecture, hyperparameters and the tensor table. No weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from planner.records import Record, Shape, digest, dump, load
+
+Scalar = bool | int | float | str
+Hparam = Scalar | tuple[Scalar, ...]
+
+
+class Shard(Record):
+    """One file of the model."""
+
+    file: str  # name without folder
+    size_bytes: int = Field(ge=0)
+    data_offset: int = Field(ge=0)  # where tensor data starts, from the start of the file
+    alignment: int = Field(gt=0)
+
+
+class Tensor(Record):
+    """One named weight; `shape` in ggml order (ne0 first, the contiguous one)."""
+
+    name: str
+    type: str  # ggml's own spelling: f32, q4_K, mxfp4; type153 for a number we have no name for
+    shape: Shape
+    size_bytes: int = Field(ge=0)  # from the offsets in the file, never from type arithmetic
+    shard: int = Field(ge=0)
+    offset: int = Field(ge=0)  # of the payload, from the start of its shard
+
+
+class Inventory(Record):
+    """The tensor table of one model, in file order."""
+
+    schema_: int = Field(1, alias="schema", ge=1, le=1)
+    name: str
+    architecture: str
+    header_digest: str  # over the header bytes of all shards; "" when made from a bare table
+    hparams: dict[str, Hparam]  # keys without the architecture prefix: block_count, expert_count …
+    shards: tuple[Shard, ...]
+    tensors: tuple[Tensor, ...]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of that name; KeyError when there is none."""
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
+
+    def number(self, key: str, default: int = 0) -> int:
+        """An integer hyperparameter; the maximum when it is an array per layer."""
+        value = self.hparams.get(key, default)
+        if isinstance(value, tuple):
+            return max((int(v) for v in value), default=default)
+        return int(value)
+
+    def per_layer(self, key: str, n_layers: int, default: int = 0) -> tuple[int, ...]:
+        """An integer hyperparameter for each layer, scalar values repeated."""
+        value = self.hparams.get(key, default)
+        if isinstance(value, tuple):
+            values = tuple(int(v) for v in value)
+            return (values + (values[-1] if values else default,) * n_layers)[:n_layers]
+        return (int(value),) * n_layers
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(t.size_bytes for t in self.tensors)
+
+    def table_digest(self) -> str:
+        """Digest of architecture, hyperparameters and tensor table, whatever the order of the file."""
+        lines = [f"{t.name} {t.type} {'x'.join(map(str, t.shape))} {t.size_bytes}" for t in self.tensors]
+        hparams = [f"{k}={v!r}" for k, v in sorted(self.hparams.items())]
+        return digest(self.architecture, "\n".join(hparams), "\n".join(sorted(lines)))
+
+
+def to_text(inventory: Inventory) -> str:
+    """Canonical YAML of an inventory."""
+    return dump(inventory)
+
+
+def from_text(text: str, path: str) -> Inventory:
+    """Inventory from YAML text; FieldProblem names the line of what is wrong."""
+    return load(text, Inventory, path)
+
+
+def by_name(inventory: Inventory) -> Mapping[str, Tensor]:
+    """Tensors by name."""
+    return {t.name: t for t in inventory.tensors}

@@ -1,0 +1,141 @@
+"""The plan: where each unit lives, why, what it costs, and what llama.cpp must be told."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from planner.records import Record, dump, load
+from planner.workload import Workload
+
+
+class ModelRef(Record):
+    """The model a plan belongs to."""
+
+    name: str
+    architecture: str
+    table_digest: str
+    header_digest: str = ""
+    tensors: int = Field(ge=0)
+    size_bytes: int = Field(ge=0)
+
+
+class MachineRef(Record):
+    """The machine a plan was priced for."""
+
+    name: str
+    profile_digest: str
+    measured: bool  # False: assumed, not measured
+    engine: str
+
+
+class DeviceUse(Record):
+    """What fills a device, in bytes; the parts add up to at most the budget."""
+
+    name: str
+    kind: str
+    budget_bytes: int = Field(ge=0)
+    weights_bytes: int = Field(ge=0)
+    kv_bytes: int = Field(ge=0)
+    state_bytes: int = Field(ge=0)
+    compute_bytes: int = Field(ge=0)
+    cache_bytes: int = Field(0, ge=0)
+    reserve_bytes: int = Field(0, ge=0)  # driver context, projector, draft, other users
+    memory_from: str = "formula"  # or "engine": the dry load of llama.cpp
+
+    @property
+    def used_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.kv_bytes
+            + self.state_bytes
+            + self.compute_bytes
+            + self.cache_bytes
+            + self.reserve_bytes
+        )
+
+
+class LayerRange(Record):
+    """Consecutive layers with one layer device; the output head counts as the layer after the last."""
+
+    first: int = Field(ge=0)
+    last: int = Field(ge=0)
+    device: str
+
+
+class Placement(Record):
+    """One unit and its site: gpu:DEVICE, cpu, cache:DEVICE, stripe:DEVICE:K."""
+
+    unit: str
+    site: str
+    size_bytes: int = Field(ge=0)
+    time_ns: int = Field(ge=0)
+    why: str
+
+
+class Override(Record):
+    """One entry of tensor_buft_overrides, in the engine's first-match order."""
+
+    pattern: str
+    buffer: str  # buffer type name: CPU, CUDA0 …
+    tensors: int = Field(gt=0)  # how many it places
+
+
+class Prediction(Record):
+    """Predicted cost and how sure we are."""
+
+    tpot_ns: int = Field(ge=0)
+    prefill_ns: int = Field(ge=0)
+    error_ppm: int = Field(ge=0)  # relative half-width of the interval
+    splits: int = Field(ge=0)
+    objective_ns: int = Field(ge=0)
+    bound_ns: int = Field(ge=0)  # no placement under this budget has a lower objective
+    gap_ppm: int = Field(ge=0)
+    status: str  # optimal, feasible (time limit), baseline
+
+
+class Baseline(Record):
+    """What a stock rule would have done under the same budget."""
+
+    name: str  # all-cpu, ngl, n-cpu-moe, n-cpu-ffn, fit
+    setting: str  # the llama.cpp flags
+    feasible: bool
+    tpot_ns: int = Field(ge=0)  # 0 when infeasible
+    prefill_ns: int = Field(ge=0)
+    vram_bytes: int = Field(ge=0)
+
+
+class ExpertOrder(Record):
+    """The order in which the rewriter lays the experts of one layer: original ids, hot first."""
+
+    layer: int = Field(ge=0)
+    order: tuple[int, ...]
+
+
+class Plan(Record):
+    """A decision that can be reviewed, checked without model or GPU, compiled and loaded."""
+
+    schema_: int = Field(1, alias="schema", ge=1, le=1)
+    command: str
+    version: str
+    model: ModelRef
+    machine: MachineRef
+    workload: Workload
+    devices: tuple[DeviceUse, ...]
+    layers: tuple[LayerRange, ...]
+    predicted: Prediction
+    baselines: tuple[Baseline, ...]
+    notes: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
+    units: tuple[Placement, ...]
+    overrides: tuple[Override, ...]
+    experts: tuple[ExpertOrder, ...] = ()
+
+
+def to_text(plan: Plan) -> str:
+    """Canonical YAML of a plan."""
+    return dump(plan)
+
+
+def from_text(text: str, path: str) -> Plan:
+    """Plan from YAML text; FieldProblem names the line of what is wrong."""
+    return load(text, Plan, path)

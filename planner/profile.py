@@ -1,0 +1,110 @@
+"""The profile of a machine: devices, links, operator timings, calibration; measured or assumed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from planner.records import Record, Shape, dump, load
+
+
+class Device(Record):
+    """What ggml calls a device: CPU, CUDA0, Vulkan0, RPC0[host:port]."""
+
+    name: str
+    kind: Literal["cpu", "gpu", "igpu", "rpc"]
+    description: str
+    id: str = ""  # PCI id or UUID, to find the device again when the order changes
+    memory_bytes: int = Field(ge=0)  # total; 0 when the device does not say
+    free_bytes: int = Field(ge=0)  # when profiled
+    bandwidth_bytes_per_s: int = Field(gt=0)  # achieved by a matrix-vector product far larger than the caches
+    flops_per_s: int = Field(gt=0)  # achieved by a quantised matrix product at prefill batch
+    op_overhead_ns: int = Field(ge=0)  # cost of one small operator in a graph
+    context_bytes: int = Field(0, ge=0)  # memory the driver takes for a context on this device
+    max_alloc_bytes: int = Field(0, ge=0)  # largest single buffer; 0 = no limit known
+    memory_pool: str = ""  # devices of one non-empty pool share one memory: iGPU, RPC on one host
+    threads: int = Field(0, ge=0)  # CPU: best count for decode
+
+
+class Link(Record):
+    """Copies between two devices, one direction."""
+
+    source: str
+    target: str
+    bandwidth_bytes_per_s: int = Field(gt=0)
+    latency_ns: int = Field(ge=0)  # of one small copy, synchronisation included
+    zero_copy_bytes_per_s: int = Field(0, ge=0)  # target kernels reading source memory directly; 0 = cannot
+
+
+class OpTiming(Record):
+    """One measured case: an operator at its real type and shape."""
+
+    op: str  # ggml's name: MUL_MAT, MUL_MAT_ID, GET_ROWS, FLASH_ATTN_EXT, GATED_DELTA_NET …
+    type: str  # of the weight (or of K for attention)
+    shape: Shape  # of the weight in ggml order; (head_dim, n_head, n_head_kv) for attention
+    batch: int = Field(gt=0)  # tokens
+    used: int = Field(0, ge=0)  # experts used per token, for MUL_MAT_ID
+    depth: int = Field(0, ge=0)  # KV cells, for attention
+    device: str
+    buffer: str  # the weight's buffer type: CPU, CPU_REPACK, CUDA_Host, CUDA0 …
+    time_ns: int = Field(gt=0)  # median
+    spread_ns: int = Field(ge=0)  # interquartile range
+    samples: int = Field(gt=0)
+
+
+class Calibration(Record):
+    """Whole-model corrections; `model` is a table digest, "" for the generated model of the profiler."""
+
+    model: str
+    split_ns: int = Field(ge=0)  # one change of backend in the graph
+    mixed_ns: int = Field(ge=0)  # once per token as soon as any CPU split exists beside a GPU
+    token_ns: int = Field(ge=0)  # once per token: sampling, launch, output copy
+    scale_ppm: dict[str, int] = Field(default_factory=dict)  # per device: measured over summed operators
+    residual_ppm: int = Field(0, ge=0)  # worst relative error over the runs it was fitted from
+    runs: int = Field(0, ge=0)
+
+
+class Fingerprint(Record):
+    """What the timings belong to."""
+
+    cpu: str
+    cores: int = Field(ge=0)
+    memory_bytes: int = Field(ge=0)
+    os: str
+    engine: str  # library and build
+    driver: str = ""
+    numa: str = ""  # node map and policy while profiling
+
+
+class Profile(Record):
+    """All that the solver knows about a machine."""
+
+    schema_: int = Field(1, alias="schema", ge=1, le=1)
+    name: str
+    measured: bool  # False: a named machine description, assumed from public figures
+    source: str  # the command, or where assumed figures come from
+    created: str  # ISO date; "" for assumed machines
+    fingerprint: Fingerprint
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+    timings: tuple[OpTiming, ...] = ()
+    calibrations: tuple[Calibration, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def device(self, name: str) -> Device:
+        """The device of that name; KeyError when there is none."""
+        for device in self.devices:
+            if device.name == name:
+                return device
+        raise KeyError(name)
+
+
+def to_text(profile: Profile) -> str:
+    """Canonical YAML of a profile."""
+    return dump(profile)
+
+
+def from_text(text: str, path: str) -> Profile:
+    """Profile from YAML text; FieldProblem names the line of what is wrong."""
+    return load(text, Profile, path)

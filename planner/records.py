@@ -1,0 +1,153 @@
+"""Records that live in files, and their one canonical YAML text.
+
+Keys stand in the order of the record's fields, leaves are written in flow style, numbers are
+plain integers where the meaning is bytes or nanoseconds; `load(dump(x)) == x` and
+`dump(load(text)) == text` for every text that `dump` made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+
+from planner.errors import FieldProblem
+
+
+class Record(BaseModel):
+    """An immutable record: unknown keys refused, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+def _shape(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not _SHAPE.fullmatch(value):
+        raise ValueError("expected sizes such as 2048x768x128")
+    return tuple(int(size) for size in value.split("x"))
+
+
+# One line a tensor in the files: a shape is written as text, ne0 first.
+Shape = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_shape, json_schema_input_type=str),
+    PlainSerializer(lambda sizes: "x".join(map(str, sizes)), return_type=str),
+]
+_SHAPE = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")
+
+R = TypeVar("R", bound=Record)
+Location = tuple[str | int, ...]
+
+try:  # libyaml is some twenty times faster and writes the same text
+    _LOADER: Any = yaml.CSafeLoader
+    _DUMPER: Any = yaml.CSafeDumper
+except AttributeError:  # pragma: no cover - PyYAML without libyaml
+    _LOADER = yaml.SafeLoader
+    _DUMPER = yaml.SafeDumper
+
+# PyYAML reads YAML 1.1, where `012` is ten and `12:30` seven hundred and fifty: other spellings are refused.
+_PLAIN_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+
+
+def dump(record: Record, header: str = "") -> str:
+    """Canonical text of a record; `header` lines are written first as comments."""
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines())
+    data = record.model_dump(mode="json", by_alias=True, exclude_none=True)
+    body: str = yaml.dump(
+        data, Dumper=_DUMPER, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=True
+    )
+    return comments + body
+
+
+def load(text: str, kind: type[R], path: str) -> R:
+    """Read a record from YAML text.
+
+    Raises FieldProblem with the line for a syntax error, an unknown or missing key, a wrong type
+    or value, a repeated key. `path` is only used in messages.
+    """
+    node = _compose(text, path)
+    _refuse_ambiguous(node, path, ())
+    try:
+        data = yaml.load(text, Loader=_LOADER)
+        return kind.model_validate_json(_as_json(data), strict=True)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False)[0]
+        where = tuple(first["loc"])
+        raise FieldProblem(path, _line_of(node, where), _spell(where), first["msg"].lower()) from None
+    except (TypeError, ValueError) as problem:
+        raise FieldProblem(path, 0, "", str(problem)) from None
+
+
+def digest(*parts: str) -> str:
+    """SHA-256 over text parts, as `sha256:` and 64 hex digits."""
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(part.encode())
+        state.update(b"\0")
+    return "sha256:" + state.hexdigest()
+
+
+def _as_json(data: Any) -> str:
+    # Strict validation from JSON accepts lists for tuples and strings for enums, and nothing else.
+    return json.dumps(data, allow_nan=False, default=str)
+
+
+def _compose(text: str, path: str) -> yaml.Node:
+    try:
+        node = yaml.compose(text, Loader=_LOADER)
+    except yaml.MarkedYAMLError as problem:
+        line = problem.problem_mark.line + 1 if problem.problem_mark else 0
+        raise FieldProblem(path, line, "", f"not YAML: {problem.problem}") from None
+    except (yaml.YAMLError, RecursionError) as problem:
+        raise FieldProblem(path, 0, "", f"not YAML: {problem}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise FieldProblem(path, 1, "", "expected a mapping of keys at the top level")
+    return node
+
+
+def _refuse_ambiguous(node: yaml.Node, path: str, where: Location) -> None:
+    """Refuse repeated keys, anchors that hide repeats, and integers YAML 1.1 reads otherwise."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise FieldProblem(path, key.start_mark.line + 1, _spell((*where, name)), "key appears twice")
+            seen.add(name)
+            _refuse_ambiguous(value, path, (*where, name))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _refuse_ambiguous(value, path, (*where, index))
+    elif node.tag == "tag:yaml.org,2002:int" and not _PLAIN_INTEGER.fullmatch(node.value):
+        line = node.start_mark.line + 1
+        raise FieldProblem(path, line, _spell(where), f"write {node.value} as a plain decimal integer")
+
+
+def _line_of(node: yaml.Node, where: Location) -> int:
+    line: int = node.start_mark.line + 1
+    for step in where:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == str(step):
+                    line, node = key.start_mark.line + 1, value
+                    break
+            else:
+                return line
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            node = node.value[step]
+            line = node.start_mark.line + 1
+        else:
+            return line
+    return line
+
+
+def _spell(where: Location) -> str:
+    text = ""
+    for step in where:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text

@@ -1,0 +1,27 @@
+"""What the plan is for: context, depth, prompt and generation, batch and KV types."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from planner.records import Record
+
+KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+
+
+class Workload(Record):
+    """One use of a model."""
+
+    n_ctx: int = Field(4096, gt=0)  # cells the KV cache holds, for all sequences together
+    depth: int = Field(0, ge=0)  # cells filled while the priced token is decoded
+    prompt: int = Field(512, ge=0)  # tokens of a typical prompt
+    gen: int = Field(256, gt=0)  # tokens of a typical answer
+    n_seq: int = Field(1, gt=0)
+    n_batch: int = Field(2048, gt=0)
+    n_ubatch: int = Field(512, gt=0)
+    type_k: KvType = "f16"
+    type_v: KvType = "f16"
+    flash_attn: bool = True
+    mtp: bool = False  # load NextN/MTP blocks

@@ -1,0 +1,1 @@
+"""Compiles a GGUF file to match a plan, and proves the result."""

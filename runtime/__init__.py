@@ -1,0 +1,1 @@
+"""Loads a planned model through libllama and judges it against the plan."""
