@@ -83,6 +83,17 @@ def load(text: str, kind: type[R], path: str) -> R:
         raise FieldProblem(path, 0, "", str(problem)) from None
 
 
+class Lines:
+    """Line numbers of the values in one YAML text."""
+
+    def __init__(self, text: str, path: str) -> None:
+        self._root = _compose(text, path)
+
+    def of(self, *where: str | int) -> int:
+        """Line (from 1) of the value at that path; of the nearest parent when it is not there."""
+        return _line_of(self._root, where)
+
+
 def digest(*parts: str) -> str:
     """SHA-256 over text parts, as `sha256:` and 64 hex digits."""
     state = hashlib.sha256()

@@ -1,0 +1,46 @@
+"""Where a command gets its model table, profile and plan from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.console import read_text
+from planner.errors import OptionProblem
+
+if TYPE_CHECKING:
+    from planner.inventory import Inventory
+    from planner.plan import Plan
+    from planner.profile import Profile
+
+
+def load_inventory(path: Path) -> Inventory:
+    """Inventory of a GGUF file (any shard, or a folder of shards) or of an inventory.yaml."""
+    if path.suffix in {".yaml", ".yml"}:
+        from planner.inventory import from_text
+
+        return from_text(read_text(path), str(path))
+    from planner.gguf_file import read_model
+
+    return read_model(path).inventory
+
+
+def load_profile(path: Path | None, machine: str | None) -> Profile:
+    """Profile from a file, or a machine description that ships with the program; exactly one is needed."""
+    if (path is None) == (machine is None):
+        raise OptionProblem("--profile/--machine", "", "give exactly one of the two")
+    if path is not None:
+        from planner.profile import from_text
+
+        return from_text(read_text(path), str(path))
+    from planner.machines import load
+
+    assert machine is not None
+    return load(machine)
+
+
+def load_plan(path: Path) -> Plan:
+    """Plan from its file."""
+    from planner.plan import from_text
+
+    return from_text(read_text(path), str(path))
