@@ -71,7 +71,7 @@ def load(text: str, kind: type[R], path: str) -> R:
     or value, a repeated key. `path` is only used in messages.
     """
     node = _compose(text, path)
-    _refuse_ambiguous(node, path, ())
+    _refuse_ambiguous(node, path, (), set())
     try:
         data = yaml.load(text, Loader=_LOADER)
         return kind.model_validate_json(_as_json(data), strict=True)
@@ -79,6 +79,8 @@ def load(text: str, kind: type[R], path: str) -> R:
         first = problem.errors(include_url=False)[0]
         where = tuple(first["loc"])
         raise FieldProblem(path, _line_of(node, where), _spell(where), first["msg"].lower()) from None
+    except yaml.MarkedYAMLError as problem:
+        raise FieldProblem(path, _mark(problem), "", f"not YAML: {problem.problem}") from None
     except (TypeError, ValueError) as problem:
         raise FieldProblem(path, 0, "", str(problem)) from None
 
@@ -112,8 +114,7 @@ def _compose(text: str, path: str) -> yaml.Node:
     try:
         node = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as problem:
-        line = problem.problem_mark.line + 1 if problem.problem_mark else 0
-        raise FieldProblem(path, line, "", f"not YAML: {problem.problem}") from None
+        raise FieldProblem(path, _mark(problem), "", f"not YAML: {problem.problem}") from None
     except (yaml.YAMLError, RecursionError) as problem:
         raise FieldProblem(path, 0, "", f"not YAML: {problem}") from None
     if not isinstance(node, yaml.MappingNode):
@@ -121,22 +122,33 @@ def _compose(text: str, path: str) -> yaml.Node:
     return node
 
 
-def _refuse_ambiguous(node: yaml.Node, path: str, where: Location) -> None:
-    """Refuse repeated keys, anchors that hide repeats, and integers YAML 1.1 reads otherwise."""
+def _mark(problem: yaml.MarkedYAMLError) -> int:
+    return problem.problem_mark.line + 1 if problem.problem_mark else 0
+
+
+def _refuse_ambiguous(node: yaml.Node, path: str, where: Location, seen: set[int]) -> None:
+    """Refuse aliases, repeated or compound keys, and integers that YAML 1.1 reads otherwise."""
+
+    def refuse(at: yaml.Node, why: str, place: Location = where) -> None:
+        raise FieldProblem(path, at.start_mark.line + 1, _spell(place), why)
+
+    if id(node) in seen:
+        refuse(node, "YAML aliases are not used here")
+    seen.add(id(node))
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, value in node.value:
-            name = str(key.value)
-            if name in seen:
-                raise FieldProblem(path, key.start_mark.line + 1, _spell((*where, name)), "key appears twice")
-            seen.add(name)
-            _refuse_ambiguous(value, path, (*where, name))
+            if not isinstance(key, yaml.ScalarNode):
+                refuse(key, "a key must be a word")
+            if key.value in names:
+                refuse(key, "key appears twice", (*where, key.value))
+            names.add(key.value)
+            _refuse_ambiguous(value, path, (*where, key.value), seen)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            _refuse_ambiguous(value, path, (*where, index))
+            _refuse_ambiguous(value, path, (*where, index), seen)
     elif node.tag == "tag:yaml.org,2002:int" and not _PLAIN_INTEGER.fullmatch(node.value):
-        line = node.start_mark.line + 1
-        raise FieldProblem(path, line, _spell(where), f"write {node.value} as a plain decimal integer")
+        refuse(node, f"write {node.value} as a plain decimal integer")
 
 
 def _line_of(node: yaml.Node, where: Location) -> int:

@@ -1,0 +1,106 @@
+"""Files are canonical, strict, and name the line of what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.errors import FieldProblem
+from planner.inventory import Inventory, Shard, Tensor, from_text, to_text
+from planner.profile import Calibration
+from planner.records import Lines, digest, dump, load
+
+TINY = Inventory(
+    name="tiny",
+    architecture="llama",
+    header_digest="",
+    hparams={"block_count": 1, "eps": 1e-6, "flag": True, "heads": (4, 0), "theta": 1e6, "kind": "none"},
+    shards=(Shard(file="tiny.gguf", size_bytes=96, data_offset=32, alignment=32),),
+    tensors=(Tensor(name="output.weight", type="f32", shape=(4, 4), size_bytes=64, shard=0, offset=32),),
+)
+
+TEXT = """\
+schema: 1
+name: tiny
+architecture: llama
+header_digest: ''
+hparams:
+  block_count: 1
+  eps: 1.0e-06
+  flag: true
+  heads: [4, 0]
+  theta: 1000000.0
+  kind: none
+shards:
+- {file: tiny.gguf, size_bytes: 96, data_offset: 32, alignment: 32}
+tensors:
+- {name: output.weight, type: f32, shape: 4x4, size_bytes: 64, shard: 0, offset: 32}
+"""
+
+
+def test_text_is_canonical_both_ways() -> None:
+    assert to_text(TINY) == TEXT
+    assert from_text(TEXT, "x") == TINY
+    assert to_text(from_text(TEXT, "x")) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "part"),
+    [
+        ("schema: 1", "schema: 2", 1, "schema"),
+        ("schema: 1", "schema: '1'", 1, "schema"),
+        ("block_count: 1", "block_count: 012", 6, "plain decimal"),
+        ("block_count: 1", "block_count: 12:30", 6, "plain decimal"),
+        ("block_count: 1", "block_count: 0x10", 6, "plain decimal"),
+        ("block_count: 1", "block_count: 1_000", 6, "plain decimal"),
+        ("size_bytes: 64", "size_bytes: 1e-07", 15, "tensors[0].size_bytes"),
+        ("size_bytes: 64", "size_bytes: -1", 15, "greater than or equal to 0"),
+        ("size_bytes: 64", "size_bytes: 64.5", 15, "integer"),
+        ("size_bytes: 64", "size_bytes: true", 15, "integer"),
+        ("shape: 4x4", "shape: 4*4", 15, "2048x768x128"),
+        ("name: tiny\n", "name: tiny\nname: other\n", 3, "twice"),
+        ("name: tiny\n", "", 1, "name: field required"),
+        ("name: tiny\n", "name: tiny\nnmae: x\n", 3, "nmae: extra inputs"),
+        ("name: tiny\n", "name: [tiny\n", 3, "not YAML"),
+        ("name: tiny\n", "\tname: tiny\n", 2, "not YAML"),
+        ("name: tiny\n", "name: !!python/object:os.system x\n", 2, "not YAML"),
+    ],
+)
+def test_faults_name_the_line(old: str, new: str, line: int, part: str) -> None:
+    with pytest.raises(FieldProblem) as caught:
+        from_text(TEXT.replace(old, new, 1), "tiny.yaml")
+    assert caught.value.line == line
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "just words", "- a\n- b", "\0", "a: &x [*x]", "? [a]\n: b"])
+def test_texts_that_are_no_record_are_refused(text: str) -> None:
+    with pytest.raises(FieldProblem):
+        from_text(text, "x.yaml")
+
+
+def test_lines_finds_values_and_nearest_parents() -> None:
+    lines = Lines(TEXT, "x")
+    assert [lines.of("hparams", "eps"), lines.of("tensors", 0, "shape"), lines.of("hparams", "none")] == [
+        7,
+        15,
+        5,
+    ]
+
+
+def test_digest_separates_its_parts() -> None:
+    assert digest("ab", "c") != digest("a", "bc")
+
+
+def test_table_digest_ignores_file_order_and_nothing_else() -> None:
+    second = TINY.tensors[0].model_copy(update={"name": "a", "offset": 96})
+    one = TINY.model_copy(update={"tensors": (*TINY.tensors, second)})
+    two = TINY.model_copy(update={"tensors": (second, *TINY.tensors), "header_digest": "other"})
+    assert one.table_digest() == two.table_digest() != TINY.table_digest()
+    bigger = one.model_copy(update={"hparams": {**one.hparams, "block_count": 2}})
+    assert bigger.table_digest() != one.table_digest()
+
+
+def test_defaults_and_maps_survive_the_round_trip() -> None:
+    record = Calibration(model="", split_ns=50_000, mixed_ns=0, token_ns=1, scale_ppm={"CPU": 1_000_000})
+    assert load(dump(record), Calibration, "x") == record
