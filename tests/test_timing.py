@@ -1,0 +1,108 @@
+"""Operator times: the measured case, the line between cases, the scaled neighbour, the roofline."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner import machines, timing
+from planner.profile import OpTiming, Profile
+from planner.timing import Case, bytes_read, experts_touched, lookup, operations
+
+BASE = machines.load("rtx4090-ddr5")
+EXPERTS = (2048, 768, 128)
+
+
+def case(op: str = "MUL_MAT", time_ns: int = 1000, **changes: object) -> OpTiming:
+    values: dict[str, object] = {
+        "op": op, "type": "q4_K", "shape": (2048, 4096), "batch": 1, "device": "CPU", "buffer": "CPU",
+        "time_ns": time_ns, "spread_ns": 10, "samples": 20,
+    }  # fmt: skip
+    return OpTiming.model_validate(values | changes)
+
+
+def profile(*cases: OpTiming) -> Profile:
+    return BASE.model_copy(update={"timings": cases})
+
+
+def test_the_measured_case_is_returned_as_it_is() -> None:
+    known = profile(case(time_ns=1234), case(time_ns=99, shape=(2048, 2048)), case(time_ns=77, batch=512))
+    assert lookup(known, "MUL_MAT", "q4_K", (2048, 4096), 1, "CPU") == timing.Time(1234, True, "measured")
+
+
+def test_between_two_measured_depths_the_straight_line_holds() -> None:
+    flash = [
+        case("FLASH_ATTN_EXT", ns, type="f16", shape=(128, 32, 4), depth=depth)
+        for depth, ns in ((0, 1000), (4096, 5096), (16384, 17384))
+    ]
+    known = profile(*flash)
+    assert lookup(known, "FLASH_ATTN_EXT", "f16", (128, 32, 4), 1, "CPU", depth=1024).ns == 2024
+    assert lookup(known, "FLASH_ATTN_EXT", "f16", (128, 32, 4), 1, "CPU", depth=8192).ns == 9192
+
+
+def test_a_neighbour_is_scaled_by_bytes_beyond_the_overhead() -> None:
+    overhead = BASE.device("CPU").op_overhead_ns
+    known = profile(case(time_ns=overhead + 100_000))
+    twice = lookup(known, "MUL_MAT", "q4_K", (2048, 8192), 1, "CPU")
+    assert (twice.basis, twice.measured) == ("scaled", False)
+    assert twice.ns == pytest.approx(overhead + 200_000, abs=2)
+
+
+def test_buffers_are_separate_cases() -> None:
+    known = profile(
+        case(time_ns=500), case(time_ns=400, buffer="CPU_REPACK"), case(time_ns=450, buffer="CUDA_Host"),
+        case(time_ns=90, device="CUDA0", buffer="CUDA0"),
+        case(time_ns=900, device="CUDA0", buffer="CUDA_Host"),
+    )  # fmt: skip
+
+    def ns(device: str, buffer: str) -> int:
+        return lookup(known, "MUL_MAT", "q4_K", (2048, 4096), 1, device, buffer).ns
+
+    assert [ns("CPU", b) for b in ("", "CPU_REPACK", "CUDA_Host")] == [500, 400, 450]
+    assert [ns("CUDA0", b) for b in ("", "CUDA0", "CUDA_Host")] == [90, 90, 900]
+
+
+def test_zero_copy_without_a_case_is_bound_by_the_link_not_by_the_vram() -> None:
+    link = next(link for link in BASE.links if link.target == "CUDA0")
+    far = lookup(BASE, "MUL_MAT_ID", "q4_K", EXPERTS, 1, "CUDA0", "CUDA_Host", used=8)
+    near = lookup(BASE, "MUL_MAT_ID", "q4_K", EXPERTS, 1, "CUDA0", used=8)
+    moved = bytes_read(Case("MUL_MAT_ID", "q4_K", EXPERTS, 1, used=8))
+    assert far.ns == pytest.approx(
+        near.ns + moved * 1e9 * (1 / link.zero_copy_bytes_per_s - 1 / 857e9), rel=1e-3
+    )
+
+
+def test_a_decoded_token_is_charged_for_active_experts_only() -> None:
+    one = bytes_read(Case("MUL_MAT_ID", "q4_K", EXPERTS, 1, used=8))
+    assert one == 8 * 768 * 2048 // 256 * 144
+    assert bytes_read(Case("MUL_MAT", "q4_K", EXPERTS, 1)) == one * 16
+    assert operations(Case("MUL_MAT_ID", "q4_K", EXPERTS, 1, used=8)) == 2 * 2048 * 768 * 8
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(experts=st.integers(1, 512), used=st.integers(1, 16), batch=st.integers(1, 4096))
+def test_experts_touched_grows_from_one_tokens_share_to_all(experts: int, used: int, batch: int) -> None:
+    touched = experts_touched(experts, used, batch)
+    assert min(used, experts) <= touched + 1e-9
+    assert touched <= experts
+    assert touched <= experts_touched(experts, used, batch + 1) + 1e-9
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    rows=st.integers(1, 64),
+    batch=st.sampled_from([1, 2, 8, 64, 512]),
+    kind=st.sampled_from(["q4_K", "q6_K", "type153"]),
+)
+def test_more_rows_never_cost_less(rows: int, batch: int, kind: str) -> None:
+    known = profile(case(time_ns=40_000), case(time_ns=90_000, shape=(2048, 9000)))
+    small, large = (
+        lookup(known, "MUL_MAT", kind, (2048, 512 * n), batch, "CPU").ns for n in (rows, rows + 1)
+    )
+    assert 0 < small <= large
+
+
+def test_an_unknown_device_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        lookup(BASE, "MUL_MAT", "q4_K", (256, 256), 1, "CUDA7")
