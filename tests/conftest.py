@@ -1,0 +1,44 @@
+"""Models that every test may read: generated once a session, small, of fixed seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import node_engine, server_engine, vulkan_engine
+
+from profiler.synth import SynthSpec, write
+
+__all__ = ["node_engine", "server_engine", "vulkan_engine"]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the session's models."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def dense_model(models: Path) -> Path:
+    """Llama, 4 layers, q8_0, 2.8 MB."""
+    return write(models / "dense.gguf", SynthSpec("llama"))
+
+
+@pytest.fixture(scope="session")
+def moe_model(models: Path) -> Path:
+    """Qwen3-MoE, 4 layers of 8 experts (2 used), mixed types, 5 MB; its routing is skewed."""
+    types = {"experts": "q4_K", "attention": "q8_0", "output": "q6_K"}
+    return write(models / "moe.gguf", SynthSpec("qwen3moe", types=types, skew=1.0))
+
+
+@pytest.fixture(scope="session")
+def gdn_model(models: Path) -> Path:
+    """Qwen3.5-MoE, 4 layers (three gated-delta-net, one attention) of 8 experts, q8_0."""
+    return write(models / "gdn.gguf", SynthSpec("qwen35moe"))
+
+
+@pytest.fixture(scope="session")
+def split_model(models: Path) -> Path:
+    """The first file of a Qwen3-MoE model split into several."""
+    (models / "split").mkdir()
+    return write(models / "split" / "moe.gguf", SynthSpec("qwen3moe", n_layers=2, shard_tensors=12))

@@ -1,0 +1,142 @@
+"""Imports flow one way, the solver core touches no files, heavy libraries load where they are used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAY_IMPORT = {
+    "planner": set[str](),
+    "rewriter": {"planner"},
+    "runtime": {"planner"},
+    "profiler": {"planner", "runtime"},
+    "commands": {"planner", "rewriter", "runtime", "profiler"},
+}
+PURE = ("problem", "cost", "solve", "evaluate", "baselines", "units", "roles", "budget", "coverage")
+IO_MODULES = {
+    "os",
+    "io",
+    "pathlib",
+    "subprocess",
+    "sys",
+    "yaml",
+    "click",
+    "mmap",
+    "ctypes",
+    "tempfile",
+}
+ONLY_IN = {"ortools": "planner/solve.py", "networkx": "planner/units.py"}
+# Loaded inside the function that needs them; numpy only where a module works on arrays, never in a command.
+HEAVY = {"ortools", "networkx", "gguf", "matplotlib", "rich", "xllamacpp", "pandas"}
+WITHOUT_NUMPY = ("commands", "rewriter")
+
+
+def imported(path: Path) -> Iterator[tuple[str, bool]]:
+    """Top-level name of every import in a file, and whether it runs when the module is imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inner = {id(node) for function in ast.walk(tree) if _is_late(function) for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            names = [node.module or ""]
+        for name in names:
+            yield name.split(".")[0], id(node) not in inner
+
+
+def _is_late(node: ast.AST) -> bool:
+    """Functions, and `if TYPE_CHECKING:` blocks."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+
+
+def files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_packages_import_only_what_lies_upstream(package: str) -> None:
+    others = {*MAY_IMPORT, "atsplan", "tests", "benchmarks"} - {package}
+    found = files(package)
+    assert found, package
+    for path in found:
+        assert {name for name, _ in imported(path)} & others <= MAY_IMPORT[package], path
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_the_solver_core_does_no_io(name: str) -> None:
+    path = ROOT / "planner" / f"{name}.py"
+    assert not {name for name, _ in imported(path)} & IO_MODULES
+
+
+def test_evaluation_shares_nothing_with_the_solver() -> None:
+    tree = ast.parse((ROOT / "planner/evaluate.py").read_text(encoding="utf-8"))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not modules & {"planner.solve", "planner.cost", "planner.baselines"}
+
+
+@pytest.mark.parametrize(("library", "home"), ONLY_IN.items())
+def test_big_libraries_stay_in_one_file(library: str, home: str) -> None:
+    users = [path for package in MAY_IMPORT for path in files(package) if (library, True) in imported(path)]
+    late = [path for package in MAY_IMPORT for path in files(package) if (library, False) in imported(path)]
+    assert {path.relative_to(ROOT).as_posix() for path in (*users, *late)} <= {home}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_heavy_libraries_are_imported_late(package: str) -> None:
+    for path in files(package):
+        early = {name for name, at_import in imported(path) if at_import}
+        assert not early & (HEAVY | {"numpy"} if package in WITHOUT_NUMPY else HEAVY), path
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules in sys.modules of a fresh interpreter after `code`."""
+    code += "\nimport sys; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_loads_no_library_but_click() -> None:
+    loaded = loaded_by(
+        "import click.testing, atsplan\nclick.testing.CliRunner().invoke(atsplan.main, ['--help'])"
+    )
+    assert "click" in loaded
+    assert not loaded & {*HEAVY, "pydantic", "yaml", *MAY_IMPORT}
+
+
+def test_every_module_imports_alone() -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for package in MAY_IMPORT
+        for path in files(package)
+        if path.name not in ("__init__.py", "__main__.py")
+    ]
+    code = """
+import importlib, sys
+for name in %r:
+    for loaded in [m for m in sys.modules if m.split('.')[0] in %r]:
+        del sys.modules[loaded]
+    importlib.import_module(name)
+""" % (modules, list(MAY_IMPORT))  # noqa: UP031 - braces are the code's
+    assert not loaded_by(code) & {"ortools", "matplotlib", "xllamacpp", "gguf"}
+
+
+@pytest.mark.parametrize("package", [*MAY_IMPORT, "atsplan"])
+def test_no_other_distribution_owns_our_names(package: str) -> None:
+    assert set(packages_distributions().get(package, [])) == {"atsplan"}
+
+
+def test_test_files_are_flat_and_packages_are_typed() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+    for package in MAY_IMPORT:
+        assert (ROOT / package / "py.typed").exists()
