@@ -1,17 +1,28 @@
-"""What llama.cpp must be told to realise a plan: a plain record between plan and runtime."""
+"""What llama.cpp must be told to realise a plan: a plain record between plan and runtime.
+
+The engine counts the output head as one more layer after the last, and NextN blocks as layers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
+from planner.errors import InputError
+from planner.plan import LayerRange, Plan
 from planner.workload import Workload
+
+CPU = "CPU"
+MAX_DEVICES = 16  # llama_max_devices() of every build seen
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
     """The load parameters of one model, in the engine's own terms."""
 
-    devices: tuple[str, ...]  # explicit device list, repeats and CPU allowed, at most 16
+    devices: tuple[str, ...]  # explicit device list, repeats and CPU allowed, at most 16; (): CPU only
     tensor_split: tuple[int, ...]  # layers per entry of `devices`; the output head is one layer
     n_gpu_layers: int
     overrides: tuple[tuple[str, str], ...]  # (pattern, buffer type name), first match wins
@@ -21,3 +32,123 @@ class LoadSpec:
     use_extra_bufts: bool = True  # CPU_REPACK
     cache_bytes: int = 0
     threads: int = 0  # 0: the engine's default
+    notes: tuple[str, ...] = ()  # where the engine cannot be told the plan exactly
+
+
+@dataclass(eq=False)
+class LayerGap(InputError):
+    """A plan that gives some layer no device, or two."""
+
+    layer: int
+    why: str
+
+    def message(self) -> str:
+        return f"plan: layers: layer {self.layer} {self.why}"
+
+
+def load_spec(plan: Plan) -> LoadSpec:
+    """The parameters that realise a plan. Raises LayerGap when its layer ranges are not complete.
+
+    Layers of the CPU that come first need no entry in the device list (the engine counts from the
+    end); any other order is spelt as an explicit list, in which a device may stand several times.
+    """
+    devices = plan_layer_devices(plan)
+    runs, notes = _at_most(MAX_DEVICES, _runs(devices))
+    skipped = runs[0][1] if runs[0][0] == CPU else 0
+    listed = runs[1:] if skipped else runs
+    return LoadSpec(
+        devices=tuple(device for device, _ in listed),
+        tensor_split=tuple(count for _, count in listed),
+        n_gpu_layers=len(devices) - skipped,
+        overrides=tuple((o.pattern, o.buffer) for o in plan.overrides),
+        workload=plan.workload,
+        cache_bytes=sum(use.cache_bytes for use in plan.devices),
+        notes=notes,
+    )
+
+
+def plan_layer_devices(plan: Plan) -> tuple[str, ...]:
+    """The device of every layer the engine counts, NextN blocks included, the output head last."""
+    blocks = [int(m[1]) + 1 for p in plan.units if (m := re.match(r"blk\.(\d+)\.", p.unit))]
+    return layer_devices(plan.layers, max(blocks, default=0))
+
+
+def layer_devices(ranges: Iterable[LayerRange], n_blocks: int = 0) -> tuple[str, ...]:
+    """The device of each layer and, last, of the output head.
+
+    Where the ranges count fewer than `n_blocks` layers the missing ones are NextN blocks, which stand
+    between the last layer and the output head: they go where the output head is.
+    """
+    found: list[str] = []
+    for each in sorted(ranges, key=lambda r: r.first):
+        if each.first != len(found) or each.last < each.first:
+            raise LayerGap(min(each.first, len(found)), "has no device, or more than one")
+        found += [each.device] * (each.last - each.first + 1)
+    if not found:
+        raise LayerGap(0, "has no device")
+    return (*found, *[found[-1]] * (n_blocks + 1 - len(found)))
+
+
+def map_devices(spec: LoadSpec, names: Mapping[str, str]) -> LoadSpec:
+    """The same placement on other devices, `names` from the plan's to those here; CPU stays CPU.
+
+    A device mapped to CPU turns its layers into CPU layers and its overrides into CPU overrides.
+    """
+    layers = [names.get(d, d) for d, count in _entries(spec) for _ in range(count)]
+    runs = _runs(layers)
+    skipped = runs[0][1] if runs[0][0] == CPU else 0
+    listed = runs[1:] if skipped else runs
+    return replace(
+        spec,
+        devices=tuple(device for device, _ in listed),
+        tensor_split=tuple(count for _, count in listed),
+        n_gpu_layers=len(layers) - skipped,
+        overrides=tuple((pattern, _renamed(buffer, names)) for pattern, buffer in spec.overrides),
+        cache_bytes=spec.cache_bytes if any(d != CPU for d, _ in runs) else 0,
+    )
+
+
+def devices_of(spec: LoadSpec) -> tuple[str, ...]:
+    """Every device a spec names, each once, in order of appearance; stripes by their device."""
+    named = [*spec.devices, *(buffer.split(":")[1] for _, buffer in spec.overrides if ":" in buffer)]
+    named += [buffer for _, buffer in spec.overrides if ":" not in buffer and buffer != CPU]
+    return tuple(dict.fromkeys(named))
+
+
+def _entries(spec: LoadSpec) -> list[tuple[str, int]]:
+    listed = list(zip(spec.devices, spec.tensor_split, strict=True))
+    return listed or [(CPU, 1)]
+
+
+def _renamed(buffer: str, names: Mapping[str, str]) -> str:
+    if not buffer.startswith("stripe:"):
+        return names.get(buffer, buffer)
+    _, device, width = buffer.split(":")
+    target = names.get(device, device)
+    return CPU if target == CPU else f"stripe:{target}:{width}"
+
+
+def _runs(devices: Sequence[str]) -> list[tuple[str, int]]:
+    return [(device, len(list(group))) for device, group in groupby(devices)]
+
+
+def _at_most(limit: int, runs: list[tuple[str, int]]) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+    """Runs joined until a device list can hold them: the shortest run takes its longer neighbour's device."""
+    joined, moved = list(runs), 0
+    while len(joined) - (joined[0][0] == CPU) > limit:
+        index = min(range(len(joined)), key=lambda i: (joined[i][1], i))
+        near = [i for i in (index - 1, index + 1) if 0 <= i < len(joined)]
+        target = max(near, key=lambda i: joined[i][1])
+        moved += joined[index][1]
+        joined[index] = (joined[target][0], joined[index][1])
+        joined = _merged(joined)
+    if not moved:
+        return joined, ()
+    return joined, (
+        f"the engine takes {limit} entries in a device list, the plan needs {len(runs)}: "
+        f"{moved} layers follow their neighbours",
+    )
+
+
+def _merged(runs: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [(device, sum(n for _, n in group)) for device, group in groupby(runs, key=lambda r: r[0])]
