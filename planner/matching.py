@@ -29,7 +29,7 @@ class Match:
 
 
 def matches(inventory: Inventory, overrides: Sequence[tuple[str, str]]) -> tuple[Match, ...]:
-    """What each (pattern, buffer) places, with its faults: matches nothing, shadowed, loose ends, bad syntax."""
+    """What each (pattern, buffer) places, with its faults: no match, shadowed, loose ends, bad syntax."""
     taken: dict[str, int] = {}
     found = []
     for index, (pattern, buffer) in enumerate(overrides):
@@ -43,7 +43,7 @@ def matches(inventory: Inventory, overrides: Sequence[tuple[str, str]]) -> tuple
 
 
 def placed(inventory: Inventory, overrides: Sequence[tuple[str, str]]) -> Mapping[str, str]:
-    """Tensor name to the buffer of the first override that matches it; tensors that none matches are absent."""
+    """Tensor name to the buffer of the first override that matches it; absent when none does."""
     return {name: m.buffer for m in matches(inventory, overrides) for name in m.tensors}
 
 

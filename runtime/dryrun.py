@@ -1,0 +1,177 @@
+"""Exact bytes per device without loading weights: a `no_alloc` load by the engine, in a child process."""
+
+from __future__ import annotations
+
+import ctypes as c
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.errors import EngineProblem
+from planner.loading import CPU, LoadSpec
+from planner.workload import Workload
+from runtime import child, load
+from runtime.ggml import Handle
+from runtime.libllama import Engine
+from runtime.logs import Tail
+
+_BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Bytes of one device: weights; KV cache, recurrent state, output and MoE cache; compute buffers."""
+
+    model: int
+    context: int
+    compute: int
+
+    @property
+    def total(self) -> int:
+        return self.model + self.context + self.compute
+
+    def __add__(self, other: Breakdown) -> Breakdown:
+        return Breakdown(self.model + other.model, self.context + other.context, self.compute + other.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a load would take, and the graph it would build."""
+
+    devices: Mapping[str, Breakdown]  # host memory of whatever kind counts as CPU
+    buffers: Mapping[str, Breakdown]  # the same by buffer type: CPU, CPU_REPACK, CUDA_Host, CUDA0 …
+    nodes: int  # of the decode graph
+    splits_prefill: int
+    splits_decode: int
+    notes: tuple[str, ...]  # what the engine disabled or refused to honour
+
+
+def memory(engine: Engine, model_path: Path, spec: LoadSpec) -> Mapping[str, Breakdown]:
+    """Bytes per device that loading `model_path` by `spec` takes, exactly as the engine counts them.
+
+    Runs in a child process; an abort of the engine becomes EngineProblem with its last message.
+    """
+    return measure(engine, model_path, spec).devices
+
+
+def measure(engine: Engine, model_path: Path, spec: LoadSpec) -> DryRun:
+    """Memory and graph of a load; see `memory`."""
+    request = {"engine": str(engine.path), "model": str(Path(model_path).resolve()), "spec": to_json(spec)}
+    answer = child.ask("runtime.dryrun", request, engine.label)
+    return DryRun(
+        devices={name: Breakdown(*sizes) for name, sizes in answer["devices"].items()},
+        buffers={name: Breakdown(*sizes) for name, sizes in answer["buffers"].items()},
+        nodes=answer["nodes"],
+        splits_prefill=answer["splits"][0],
+        splits_decode=answer["splits"][1],
+        notes=tuple(answer["notes"]),
+    )
+
+
+def to_json(spec: LoadSpec) -> dict[str, Any]:
+    """A spec as plain data."""
+    plain = {name: getattr(spec, name) for name in LoadSpec.__dataclass_fields__ if name != "workload"}
+    return {**plain, "workload": spec.workload.model_dump()}
+
+
+def from_json(data: Mapping[str, Any]) -> LoadSpec:
+    """A spec from the plain data that `to_json` made."""
+    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    plain["overrides"] = tuple((pattern, buffer) for pattern, buffer in data["overrides"])
+    plain["workload"] = Workload(**data["workload"])
+    return LoadSpec(**plain)
+
+
+def breakdown(engine: Engine, context: Handle) -> dict[str, Breakdown]:
+    """Bytes of a live context by buffer type name."""
+    if not engine.has(_BREAKDOWN):
+        raise EngineProblem(engine.label, "this build does not report memory (llama_get_memory_breakdown)")
+    # A std::map by value comes back through a hidden pointer; libstdc++ and libc++ differ in its nodes.
+    room = (c.c_uint64 * 6)()
+    getattr(engine.lib, _BREAKDOWN)(c.cast(room, c.c_void_p), context)
+    found: dict[str, Breakdown] = {}
+    for buffer, *sizes in _nodes(room[2]):
+        name = engine.ggml.buft_name(buffer)
+        found[name] = found.get(name, Breakdown(0, 0, 0)) + Breakdown(*sizes)
+    return dict(sorted(found.items()))
+
+
+def by_device(engine: Engine, buffers: Mapping[str, Breakdown]) -> dict[str, Breakdown]:
+    """Buffer types summed up per device; host buffers of any device count as CPU."""
+    types = engine.ggml.all_buffer_types()
+    found: dict[str, Breakdown] = {}
+    for name, sizes in buffers.items():
+        handle = types.get(name)
+        host = handle is None or engine.lib.ggml_backend_buft_is_host(handle)
+        device = CPU if host or handle is None else engine.ggml.buft_device(handle)
+        found[device] = found.get(device, Breakdown(0, 0, 0)) + sizes
+    return found
+
+
+def _nodes(node: int) -> Iterator[tuple[int, int, int, int]]:
+    """Key and three sizes of every node of a red-black tree: colour, parent, left, right, then the value."""
+    if not node:
+        return
+    words = (c.c_uint64 * 8).from_address(node)
+    yield from _nodes(words[2])
+    yield words[4], words[5], words[6], words[7]
+    yield from _nodes(words[3])
+
+
+def _measure_here(request: Mapping[str, Any]) -> dict[str, Any]:
+    engine = Engine.find(request["engine"])
+    spec, said, kept = from_json(request["spec"]), Tail(4000), load.Kept()
+    load.check(engine, spec)
+    with ExitStack() as stack:
+        model = stack.enter_context(
+            load.model(engine, Path(request["model"]), spec, load.model_params(engine, spec, kept, True))
+        )
+        params = load.context_params(engine, spec, kept)
+        with engine.log(said.add):
+            context = engine.lib.llama_init_from_model(model, params)
+        if not context:
+            raise EngineProblem(engine.label, said.cause() or "could not create a context")
+        stack.callback(engine.lib.llama_free, context)
+        buffers = breakdown(engine, context)
+        devices = by_device(engine, buffers)
+    nodes, splits = _graph(list(said.lines))
+    return {
+        "devices": {name: list(asdict(sizes).values()) for name, sizes in devices.items()},
+        "buffers": {name: list(asdict(sizes).values()) for name, sizes in buffers.items()},
+        "nodes": nodes,
+        "splits": splits,
+        "notes": _notes(list(said.lines)),
+    }
+
+
+_SPLITS = re.compile(
+    r"graph(?: \(pp.*?\))?: nodes\s*=\s*(\d+)(?: / (\d+))?.*?splits\s*=\s*(\d+)(?: / (\d+))?"
+)
+_SPLITS_OLD = re.compile(r"graph (nodes|splits)\s*=\s*(\d+)(?: \(with bs=\d+\), (\d+) \(with bs=1\))?")
+_DISABLED = re.compile(
+    r"(?:set to disabled|not supported|fused \S+.*disabled|no layer has all of its experts.*)"
+)
+
+
+def _graph(lines: list[str]) -> tuple[int, tuple[int, int]]:
+    """Nodes of the decode graph, splits of the prefill and the decode graph; zeros when not said."""
+    nodes, splits = 0, (0, 0)
+    for line in lines:
+        if found := _SPLITS.search(line):
+            nodes = int(found[2] or found[1])
+            splits = int(found[3]), int(found[4] or found[3])
+        elif old := _SPLITS_OLD.search(line):
+            last = int(old[3] or old[2])
+            nodes, splits = (last, splits) if old[1] == "nodes" else (nodes, (int(old[2]), last))
+    return nodes, splits
+
+
+def _notes(lines: list[str]) -> list[str]:
+    return [line.strip() for line in lines if _DISABLED.search(line)]
+
+
+if __name__ == "__main__":
+    child.serve(_measure_here)

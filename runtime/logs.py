@@ -1,0 +1,48 @@
+"""What the engine says: which of its lines explains a failure."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+ERROR = 4  # ggml_log_level
+CONTINUED = 5
+
+_ABORT = re.compile(r"^(?:\S*/)?[\w.-]+\.(?:cpp|cc|c|cu|cuh|h|hpp|m|mm):\d+: (.+)")
+_CAUSE = re.compile(
+    r"error loading model|out of memory|failed to allocate|cannot run the operation|requires|not supported"
+    r"|no such|unable to|invalid|what\(\):",
+    re.IGNORECASE,
+)
+_FAILED = re.compile(r"error|fail|abort|exception", re.IGNORECASE)
+_PREFIX = re.compile(r"^[\w~:]+: (?=\S)")
+
+
+class Tail:
+    """The last lines of a log, fed in fragments."""
+
+    def __init__(self, lines: int = 200) -> None:
+        self.lines: deque[str] = deque(maxlen=lines)
+        self._open = ""
+
+    def add(self, level: int, text: str) -> None:
+        """One log call: a fragment, a line or several lines."""
+        *whole, self._open = (self._open + text).split("\n")
+        self.lines.extend(line for line in whole if line.strip())
+
+    def cause(self) -> str:
+        """The line that explains a failure; "" when nothing was said."""
+        return cause([*self.lines, self._open])
+
+
+def cause(lines: list[str]) -> str:
+    """The most telling line: an abort's own message, else a named cause, else the last line of failure."""
+    said = [line.strip() for line in lines if line.strip()]
+    for line in reversed(said):
+        if abort := _ABORT.match(line):
+            return abort[1]
+    for pattern in (_CAUSE, _FAILED):
+        for line in said:
+            if pattern.search(line):
+                return _PREFIX.sub("", line)
+    return said[-1] if said else ""
