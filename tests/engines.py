@@ -18,7 +18,7 @@ ENVIRONMENT = {**os.environ, "GGML_NO_BACKTRACE": "1", "GGML_VK_VISIBLE_DEVICES"
 _LIST_DEVICES = """
 import sys
 from runtime.libllama import Engine
-print(*(device.name for device in Engine.find(sys.argv[1]).ggml.devices))
+print(*(device.name for device in Engine.find(sys.argv[1]).ggml.devices()))
 """
 
 
