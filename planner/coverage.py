@@ -63,7 +63,7 @@ def hot_order(heat: Heat, n_group: int = 1) -> tuple[ExpertOrder, ...]:
     if not heat.parts:
         return ()
     sources = sources_of(heat)
-    orders = _orders(_shares(sources), n_group)
+    orders = _orders(shares(sources), n_group)
     return tuple(
         ExpertOrder(layer=layer, order=tuple(int(e) for e in order))
         for layer, order in zip(sources.layers, orders, strict=True)
@@ -95,7 +95,7 @@ def held_out(sources: Sources, n_group: int = 1) -> Floats:
     weight = np.zeros(len(sources.layers))
     for fold in range(fold_of.max() + 1):
         train, test = _subset(sources, fold_of != fold), _subset(sources, fold_of == fold)
-        orders = _orders(_shares(train), n_group)
+        orders = _orders(shares(train), n_group)
         for index in range(len(test.names)):
             w = test.trust[index] * train.trust.sum(axis=0)
             total += w[:, None] * cumulative(test.counts[index], orders)
@@ -133,7 +133,7 @@ def expected_distinct(heat: Heat, n_tokens: int) -> dict[int, float]:
     if not heat.parts:
         return {}
     sources = sources_of(heat)
-    inclusion = np.minimum(1.0, _shares(sources) * max(1, heat.n_used))
+    inclusion = np.minimum(1.0, shares(sources) * max(1, heat.n_used))
     distinct = (1.0 - (1.0 - inclusion) ** n_tokens).sum(axis=1)
     return {la: float(d) for la, d in zip(sources.layers, distinct, strict=True)}
 
@@ -148,7 +148,7 @@ def _subset(sources: Sources, keep: NDArray[np.bool_]) -> Sources:
     return Sources(names, sources.layers, sources.counts[keep], sources.trust[keep])
 
 
-def _shares(sources: Sources) -> Floats:
+def shares(sources: Sources) -> Floats:
     """Smoothed share of each expert, (layers, experts): trusted sources count alike."""
     counts = sources.counts + PSEUDO_COUNT
     each = counts / counts.sum(axis=2, keepdims=True)
@@ -159,9 +159,9 @@ def _shares(sources: Sources) -> Floats:
     )
 
 
-def _orders(shares: Floats, n_group: int) -> Ints:
+def _orders(rows: Floats, n_group: int) -> Ints:
     """Expert ids, hot first, (layers, experts)."""
-    rounded = np.round(shares, 12)  # sums of floats must not decide ties
+    rounded = np.round(rows, 12)  # sums of floats must not decide ties
     if n_group <= 1:
         return np.asarray(np.argsort(-rounded, axis=1, kind="stable"))
     blocks = rounded.reshape(len(rounded), n_group, -1)
@@ -173,7 +173,7 @@ def _orders(shares: Floats, n_group: int) -> Ints:
 
 def _discounted(sources: Sources, n_group: int) -> Floats:
     """In-sample coverage of all sources together, pulled towards uniform by their trust."""
-    own = cumulative(sources.counts.sum(axis=0), _orders(_shares(sources), n_group))
+    own = cumulative(sources.counts.sum(axis=0), _orders(shares(sources), n_group))
     uniform = np.linspace(0.0, 1.0, own.shape[1])
     trust = sources.trust.max(axis=0)[:, None]
     return np.asarray(uniform + trust * (own - uniform))
