@@ -54,7 +54,7 @@ class Session:
     """A model loaded by a spec; a context manager.
 
     `own` maps buffer names that ggml does not know to handles; `observe` makes `nodes()` work at the
-    price of slower decoding.
+    price of slower decoding; `on_node` is a cb_eval of the caller's own (tensor address, ask, user data).
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class Session:
         spec: LoadSpec,
         own: Mapping[str, Handle] | None = None,
         observe: bool = False,
+        on_node: Callable[[int, bool, int | None], bool] | None = None,
     ) -> None:
         self.engine, self.path, self.spec = engine, Path(path), spec
-        self._own = own
+        self._own, self._on_node = own, on_node
         self._stack = ExitStack()
         self._observer = truth.Observer(engine) if observe else None
         self.model: Handle = 0
@@ -80,7 +81,7 @@ class Session:
             stack.callback(kept.objects.clear)
             params = load.model_params(self.engine, self.spec, kept, own=self._own)
             self.model = stack.enter_context(load.model(self.engine, self.path, self.spec, params))
-            context = load.context_params(self.engine, self.spec, kept, self._observer)
+            context = load.context_params(self.engine, self.spec, kept, self._on_node or self._observer)
             self.context = stack.enter_context(load.context(self.engine, self.model, context))
             self._stack = stack.pop_all()
         self.vocab: Handle = self.engine.lib.llama_model_get_vocab(self.model)
