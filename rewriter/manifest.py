@@ -1,0 +1,51 @@
+"""The manifest beside a rewritten file: a digest of every tensor as the original source has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from planner.records import Record, dump, load
+
+
+class ManifestFile(Record):
+    """One output file."""
+
+    file: str
+    size_bytes: int = Field(ge=0)
+
+
+class ManifestTensor(Record):
+    """A tensor: SHA-256 of its payload with its experts in original order."""
+
+    name: str
+    size_bytes: int = Field(ge=0)
+    sha256: str
+
+
+class Manifest(Record):
+    """What a rewrite made and proved."""
+
+    schema_: int = Field(1, alias="schema", ge=1, le=1)
+    model: str
+    source_header: str
+    plan_digest: str
+    claims: tuple[str, ...]
+    files: tuple[ManifestFile, ...]
+    tensors: tuple[ManifestTensor, ...]
+
+
+def manifest_path(out: Path) -> Path:
+    """Where the manifest of an output stands."""
+    return out.with_name(out.name + ".manifest.yaml")
+
+
+def to_text(manifest: Manifest) -> str:
+    """Canonical YAML of a manifest."""
+    return dump(manifest)
+
+
+def from_text(text: str, path: str) -> Manifest:
+    """Manifest from YAML text; FieldProblem names the line of what is wrong."""
+    return load(text, Manifest, path)

@@ -1,0 +1,222 @@
+"""Proof that a rewritten model is its source in another order.
+
+Both sides are read back from disk by the second reader; every payload is compared by SHA-256 with
+its experts put back into their original order, every metadata entry byte by byte, and the order of
+the file against the plan in loops of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.errors import AnswerIsNo
+from planner.gguf_file import ModelFile
+from planner.inventory import Tensor
+from planner.plan import Plan
+from planner.roles import Role, part_of
+from planner.stamp import EXPERTS, PLAN_DIGEST, PREFIX, SOURCE_HEADER, plan_digest
+from planner.units import units_of
+from rewriter.manifest import ManifestTensor
+from rewriter.payloads import Payload, digests
+from rewriter.witness import Seen, Weight, look
+
+WEIGHTS_EXACT = "weights byte-exact: every tensor's bytes are those of the source"
+WEIGHTS_PERMUTED = "weights byte-exact under the recorded permutation of experts"
+LOGITS_EXACT = "logits bit-exact on the same backend: no expert moved"
+LOGITS_CLOSE = "logits equal up to rounding, greedy tokens may differ in rare ties: experts moved"
+
+Found = Mapping[str, tuple[Seen, Weight]]
+Orders = Mapping[int, tuple[int, ...]]
+Advance = Callable[[int], None]
+
+
+@dataclass(eq=False)
+class NotFaithful(AnswerIsNo):
+    """A rewritten file that is not what source and plan make of it."""
+
+    path: str
+    problems: tuple[str, ...]
+
+    def message(self) -> str:
+        more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+        return f"{self.path}: not a faithful rewrite: {self.problems[0]}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared, and what may be claimed."""
+
+    tensors: tuple[ManifestTensor, ...]
+    size_bytes: int  # of payloads, one side
+    seconds: float
+    moved_layers: tuple[int, ...]
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        return claims(bool(self.moved_layers))
+
+
+def claims(moved: bool) -> tuple[str, ...]:
+    """What a verified rewrite may promise, in words that hold."""
+    return (WEIGHTS_PERMUTED, LOGITS_CLOSE) if moved else (WEIGHTS_EXACT, LOGITS_EXACT)
+
+
+def verify(
+    source: ModelFile, outputs: Sequence[Path], plan: Plan | None, advance: Advance = lambda _: None
+) -> Verification:
+    """Compare a rewritten model with its source and, when given, its plan.
+
+    `outputs` are all files of the rewritten model in order. Raises NotFaithful with every
+    difference found.
+    """
+    started = time.monotonic()
+    ours = [look(path) for path in source.paths]
+    theirs = [look(path) for path in outputs]
+    problems = [*_metadata(ours, theirs), *_table(ours, theirs), *_offsets(theirs)]
+    if plan is not None:
+        problems += _stamp(source, theirs[0], plan)
+        problems += _plan_order(source, theirs, plan)
+    _raise(outputs, problems)
+    before, after = _orders(ours[0]), _orders(theirs[0])
+    found = _compare(source, ours, theirs, before, after, advance)
+    _raise(outputs, found[1])
+    size = sum(tensor.size_bytes for tensor in found[0])
+    moved = tuple(sorted(n for n, order in after.items() if order != tuple(range(len(order)))))
+    return Verification(found[0], size, time.monotonic() - started, moved)
+
+
+def _raise(outputs: Sequence[Path], problems: list[str]) -> None:
+    if problems:
+        raise NotFaithful(str(outputs[0]), tuple(problems))
+
+
+def _metadata(ours: list[Seen], theirs: list[Seen]) -> Iterator[str]:
+    """Every entry of the source, byte by byte; nothing new but what speaks of layout."""
+    expected = {key: seen for seen in reversed(ours) for key in seen.entries if not _speaks_of_layout(key)}
+    first = theirs[0]
+    for key, seen in expected.items():
+        if key not in first.entries:
+            yield f"metadata key {key} is missing"
+        elif seen.value(key) != first.value(key):
+            yield f"metadata key {key} differs"
+    for seen in theirs:
+        for key in seen.entries:
+            if key not in expected and not _speaks_of_layout(key):
+                yield f"metadata key {key} was added"
+
+
+def _speaks_of_layout(key: str) -> bool:
+    return key == "general.alignment" or key.startswith((PREFIX, "split."))
+
+
+def _table(ours: list[Seen], theirs: list[Seen]) -> Iterator[str]:
+    """The same tensors with the same types and dimensions."""
+    left, right = _weights(ours), _weights(theirs)
+    for name in left.keys() - right.keys():
+        yield f"tensor {name} is missing"
+    for name in right.keys() - left.keys():
+        yield f"tensor {name} was added"
+    for name in left.keys() & right.keys():
+        if (left[name][1].dims, left[name][1].kind) != (right[name][1].dims, right[name][1].kind):
+            yield f"tensor {name} has another type or shape"
+    if sum(len(seen.weights) for seen in theirs) != len(right):
+        yield "a tensor appears in two shards"
+
+
+def _weights(files: list[Seen]) -> Found:
+    return {name: (seen, weight) for seen in files for name, weight in seen.weights.items()}
+
+
+def _offsets(theirs: list[Seen]) -> Iterator[str]:
+    """Table order is data order, and every payload starts on the alignment: the engine insists on both."""
+    for seen in theirs:
+        last = -1
+        for name, weight in seen.weights.items():
+            if (weight.start - seen.data_start) % seen.alignment:
+                yield f"tensor {name} is not aligned to {seen.alignment}"
+            if weight.start <= last:
+                yield f"tensor {name} lies before the one that precedes it in the table"
+            last = weight.start
+
+
+def _stamp(source: ModelFile, first: Seen, plan: Plan) -> Iterator[str]:
+    if first.text(PLAN_DIGEST) != plan_digest(plan):
+        yield "it was made by another plan"
+    recorded = look(source.paths[0]).text(SOURCE_HEADER) or source.inventory.header_digest
+    if first.text(SOURCE_HEADER) != recorded:
+        yield "it was made from another source"
+    orders = _orders(first)
+    for wanted in plan.experts:
+        if orders.get(wanted.layer, tuple(range(len(wanted.order)))) != wanted.order:
+            yield f"experts of layer {wanted.layer} are not in the order of the plan"
+    for layer in orders.keys() - {wanted.layer for wanted in plan.experts}:
+        yield f"experts of layer {layer} are in an order that the plan does not ask for"
+
+
+def _plan_order(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[str]:
+    """Each site's tensors stand together, in the order of the graph."""
+    place: dict[str, tuple[str, int]] = {}
+    sites = {placement.unit: _memory(placement.site) for placement in plan.units}
+    for index, unit in enumerate(units_of(source.inventory).units):
+        for name in unit.tensors:
+            place[name] = (sites.get(unit.name, "unplaced"), index)
+    left: set[str] = set()
+    memory, last = "", -1
+    for name in (name for seen in theirs for name in seen.weights):
+        here, index = place.get(name, ("", -1))
+        if here in left:
+            yield f"tensor {name} stands apart from the others of {here}"
+        elif here != memory:
+            left.add(memory)
+            memory = here
+        elif index < last:
+            yield f"tensor {name} stands after tensors that the graph reads later"
+        last = index
+
+
+def _memory(site: str) -> str:
+    """`stripe:CUDA0:12` -> `stripe:CUDA0`; layers of a stripe differ in width, not in memory."""
+    return site.rpartition(":")[0] if site.startswith("stripe:") else site.replace("gpu:CPU", "cpu")
+
+
+def _orders(first: Seen) -> Orders:
+    keys = [key for key in first.entries if key.startswith(EXPERTS)]
+    return {int(key[len(EXPERTS) :]): first.numbers(key) for key in keys}
+
+
+def _compare(
+    source: ModelFile, ours: list[Seen], theirs: list[Seen], before: Orders, after: Orders, advance: Advance
+) -> tuple[tuple[ManifestTensor, ...], list[str]]:
+    left, right = _weights(ours), _weights(theirs)
+    jobs: list[Payload] = []
+    for tensor in source.inventory.tensors:
+        for side, orders in ((left, before), (right, after)):
+            seen, weight = side[tensor.name]
+            order = _slices(tensor, orders)
+            jobs.append(Payload(seen.path, weight.start, tensor.size_bytes, order))
+    results = digests(jobs, advance)
+    tensors = []
+    problems = []
+    for n, tensor in enumerate(source.inventory.tensors):
+        if results[2 * n] != results[2 * n + 1]:
+            problems.append(f"tensor {tensor.name} has other bytes")
+        tensors.append(ManifestTensor(name=tensor.name, size_bytes=tensor.size_bytes, sha256=results[2 * n]))
+    return tuple(tensors), problems
+
+
+def _slices(tensor: Tensor, orders: Orders) -> tuple[int, ...]:
+    """The original number of the slice at each position, () for a tensor without expert axis."""
+    part = part_of(tensor)
+    order = orders.get(part.layer) if part.layer is not None else None
+    if not order or part.role not in (Role.EXPERTS, Role.EXPERT_SMALL, Role.ROUTER):
+        return ()
+    axis = tensor.shape[-1]
+    if axis == len(order):
+        return order
+    if "_chexps" in tensor.name and len(order) % axis == 0:
+        size = len(order) // axis
+        return tuple(order[n] // size for n in range(0, len(order), size))
+    return ()
