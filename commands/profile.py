@@ -1,0 +1,206 @@
+"""atsplan profile: measure this machine for a model and write profile.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commands import console
+
+if TYPE_CHECKING:
+    from planner.inventory import Inventory
+    from planner.profile import Profile
+    from profiler.session import Measured
+
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+
+
+@click.command(short_help="Measure this machine for a model.")
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Where to write the profile (YAML).")
+@click.option("--engine", help="llama.cpp library or build folder [default: the installed one].")
+@click.option("--device", "devices", multiple=True, help="Measure this device beside the CPU; repeatable.")
+@click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [default: find the best].")
+@click.option(
+    "--seconds", type=click.FloatRange(1), default=60.0, show_default=True, help="Aim for the cases."
+)
+@click.option("--ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt batch.")
+@click.option("--depth", type=click.IntRange(0), default=65536, show_default=True, help="Deepest attention.")
+@click.option(
+    "--kv", multiple=True, type=click.Choice(KV_TYPES), help="KV cache type; repeatable [default: f16]."
+)
+@click.option("--strict", is_flag=True, help="Refuse a machine that is busy or unsteady.")
+@click.option("--name", default="", help="Name of the machine in the profile.")
+@click.option("--no-calibration", is_flag=True, help="Skip the whole-model runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+def command(
+    model: Path | None,
+    out: Path | None,
+    engine: str | None,
+    devices: tuple[str, ...],
+    threads: int,
+    seconds: float,
+    ubatch: int,
+    depth: int,
+    kv: tuple[str, ...],
+    strict: bool,
+    name: str,
+    no_calibration: bool,
+    as_json: bool,
+) -> None:
+    """Time every operator of MODEL (a GGUF file or an inventory) on every device, and the links between them.
+
+    An interrupted profile continues where it stopped when the same command is given again.
+    """
+    from profiler.session import Request
+
+    if out is not None and not out.parent.is_dir():
+        raise click.BadParameter(f"{out.parent} is no folder", param_hint="--out")
+    request = Request(
+        engine=engine,
+        devices=devices,
+        threads=threads,
+        seconds=seconds,
+        n_ubatch=ubatch,
+        max_depth=depth,
+        kv_types=kv or ("f16",),
+        strict=strict,
+        name=name,
+        command=_command(model, devices, ubatch),
+    )
+    measured = _measure(request, _inventory(model))
+    profile = measured.profile if no_calibration else _calibrated(measured.profile, request.engine, model)
+    _report(measured, profile, as_json)
+    if out is not None:
+        from planner.profile import to_text
+
+        console.write_text(out, to_text(profile))
+        console.say(f"wrote {out}")
+
+
+def _inventory(model: Path | None) -> Inventory | None:
+    if model is None:
+        return None
+    if model.suffix in (".yaml", ".yml"):
+        from planner.inventory import from_text
+
+        return from_text(console.read_text(model), str(model))
+    from planner.gguf_file import read_model
+
+    return read_model(model).inventory
+
+
+def _command(model: Path | None, devices: tuple[str, ...], ubatch: int) -> str:
+    words = ["atsplan profile", *([model.name] if model else []), *(f"--device {d}" for d in devices)]
+    return " ".join([*words, *([f"--ubatch {ubatch}"] if ubatch != 512 else [])])
+
+
+def _measure(request: Any, inventory: Inventory | None) -> Measured:
+    from profiler import session
+
+    with console.progress() as bar:
+        task = bar.add_task("devices and links", total=None, rate="")
+
+        def begin(total: int, known: int) -> None:
+            if known:
+                console.say(f"continuing an interrupted profile: {known} of {total} cases are known")
+            bar.update(task, description="operators", total=total, completed=known)
+
+        def case(line: dict[str, Any]) -> None:
+            if line["kind"] == "case":
+                bar.update(task, advance=1, rate=line["key"])
+
+        watch = session.Watcher(lambda text: bar.update(task, description=text), begin, case)
+        try:
+            return session.measure(request, inventory, watch)
+        except KeyboardInterrupt:
+            console.say("what was measured is kept: give the same command again to continue")
+            raise
+
+
+def _calibrated(profile: Profile, engine: str | None, model: Path | None) -> Profile:
+    return profile
+
+
+def _report(measured: Measured, profile: Profile, as_json: bool) -> None:
+    if as_json:
+        console.out_json(profile.model_dump(mode="json", by_alias=True))
+    else:
+        _devices(profile, measured.streams)
+        _links(profile)
+        _cases(measured)
+        _calibrations(profile)
+    for warning in profile.warnings:
+        console.say(f"warning: {warning}")
+
+
+def _devices(profile: Profile, streams: dict[str, int]) -> None:
+    table = console.table("device", "memory", "streams", "mat-vec q4_K", "product", "small op", "threads")
+    for d in profile.devices:
+        table.add_row(
+            f"{d.name} ({d.description})",
+            console.mib(d.memory_bytes),
+            f"{streams[d.name] / 1e9:.1f} GB/s",
+            f"{d.bandwidth_bytes_per_s / 1e9:.1f} GB/s",
+            f"{d.flops_per_s / 1e12:.2f} TFLOP/s",
+            f"{d.op_overhead_ns / 1e3:.1f} us",
+            str(d.threads or ""),
+        )
+    console.out_table(table)
+
+
+def _links(profile: Profile) -> None:
+    if not profile.links:
+        return
+    table = console.table("link", "copies", "latency", "kernels read")
+    for link in profile.links:
+        table.add_row(
+            f"{link.source} to {link.target}",
+            f"{link.bandwidth_bytes_per_s / 1e9:.1f} GB/s",
+            f"{link.latency_ns / 1e3:.1f} us",
+            f"{link.zero_copy_bytes_per_s / 1e9:.1f} GB/s" if link.zero_copy_bytes_per_s else "",
+        )
+    console.out_table(table)
+
+
+def _cases(measured: Measured) -> None:
+    from profiler.summarise import compulsory_bytes
+
+    if not measured.verdicts:
+        return
+    table = console.table("operator", "batch", "depth", "where", "time", "spread", "GB/s", "of stream")
+    for verdict in measured.verdicts:
+        case, place, timing = verdict.job.case, verdict.job.place, verdict.timing
+        where = place.device if place.buffer == place.device else f"{place.device} from {place.buffer}"
+        label = f"{case.op} {case.type} {'x'.join(map(str, case.shape))}"
+        head = (label, str(case.batch), str(case.depth or ""), where)
+        if timing is None:
+            table.add_row(*head, verdict.dropped, "", "", "")
+            continue
+        rate = compulsory_bytes(case) * 1e9 / timing.time_ns
+        stream = measured.streams.get(f"{place.device} {place.buffer}", measured.streams[place.device])
+        share = (f"{rate / 1e9:.1f}", f"{rate / stream:.0%}") if rate else ("", "")
+        table.add_row(
+            *head, f"{timing.time_ns / 1e3:.1f} us", f"{timing.spread_ns / timing.time_ns:.0%}", *share
+        )
+    console.out_table(table)
+
+
+def _calibrations(profile: Profile) -> None:
+    if not profile.calibrations:
+        return
+    table = console.table("calibration", "split", "mixed graph", "token", "scale", "worst residual", "runs")
+    for c in profile.calibrations:
+        scales = ", ".join(f"{name} {ppm / 1e6:.2f}" for name, ppm in c.scale_ppm.items())
+        table.add_row(
+            c.model[:19] or "generated model",
+            f"{c.split_ns / 1e3:.1f} us",
+            console.ms(c.mixed_ns),
+            console.ms(c.token_ns),
+            scales,
+            f"{c.residual_ppm / 1e4:.1f} %",
+            str(c.runs),
+        )
+    console.out_table(table)

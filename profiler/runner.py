@@ -1,0 +1,164 @@
+"""Drives the measuring child processes: progress, crashes, hangs, continuation.
+
+A crash or hang costs the one case it happened in; the next child takes up the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from planner.errors import EngineProblem
+from profiler.cases import Job, job_of
+from profiler.journal import Journal
+from runtime.logs import cause
+
+Line = dict[str, Any]
+SILENCE_S = 180.0  # no case takes as long; a child that says nothing hangs
+
+
+def figures(engine: str | None, devices: Sequence[str], threads: int) -> Iterator[Line]:
+    """Lines about devices, places and links. Raises EngineProblem when the engine fails."""
+    request = {"ask": "figures", "engine": engine, "devices": list(devices), "threads": threads}
+    with Child("profiler.measure", request) as child:
+        yield from child.lines()
+    if child.failure:
+        raise EngineProblem(engine or "libllama", child.failure)
+
+
+def cases(
+    jobs: Sequence[Job],
+    engine: str | None,
+    threads: int,
+    limit_s: float,
+    journal: Journal,
+    on_line: Callable[[Line], None],
+) -> None:
+    """Measure every job that the journal does not know; `on_line` sees each result as it comes."""
+
+    def keep(line: Line) -> None:
+        journal.add(line)
+        on_line(line)
+
+    known = {line["key"] for line in journal.lines if line["kind"] == "case"}
+    left = [job for job in jobs if job.key not in known]
+    while left:
+        request: Line = {"ask": "cases", "engine": engine, "threads": threads, "limit_s": limit_s}
+        done = _until_it_ends({**request, "jobs": [asdict(job) for job in left]}, keep)
+        left = [job for job in left if job.key not in done]
+
+
+def _until_it_ends(request: Line, keep: Callable[[Line], None]) -> set[str]:
+    """Keys that one child settled; the case in which it failed is settled as skipped."""
+    done: set[str] = set()
+    started = ""
+    with Child("profiler.measure", request) as child:
+        for line in child.lines():
+            if line["kind"] == "start":
+                started = line["key"]
+                continue
+            if line["kind"] == "case":
+                done.add(line["key"])
+            keep(line)
+    if child.failure:
+        keys = [job_of(data).key for data in request["jobs"]]
+        lost = started if started and started not in done else next(k for k in keys if k not in done)
+        done.add(lost)
+        keep({"kind": "case", "key": lost, "skipped": f"the engine failed: {child.failure}"})
+    return done
+
+
+class Child:
+    """A Python child process that answers a request with JSON lines; killed when the block ends early."""
+
+    def __init__(self, module: str, request: Line) -> None:
+        environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the child
+        )
+        self._said: deque[str] = deque(maxlen=20)
+        self._reader = threading.Thread(target=self._drain, daemon=True)
+        self._request = request
+
+    def __enter__(self) -> Child:
+        self._reader.start()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a child that died at once is found below
+            self._process.stdin.write(json.dumps(self._request))
+            self._process.stdin.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._reader.join(timeout=5)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def lines(self) -> Iterator[Line]:
+        """Lines as they appear, to the end of the child; one that falls silent is killed."""
+        assert self._process.stdout is not None
+        watch = _Watch(self._process)
+        try:
+            for text in self._process.stdout:
+                watch.reset()
+                if text.startswith("{"):  # an engine may print to stdout as well
+                    yield json.loads(text)
+        finally:
+            watch.stop()
+        self._process.wait()
+        self._reader.join(timeout=5)
+
+    @property
+    def failure(self) -> str:
+        """Why the child failed: what it said last, or the signal that ended it; "" when all is well."""
+        code = self._process.returncode
+        if not code:
+            return ""
+        if self._said:
+            return cause(list(self._said)) or self._said[-1]
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def _drain(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr:
+            for line in self._process.stderr:
+                if line.strip():
+                    self._said.append(line.strip())
+
+
+class _Watch:
+    """Kills a process after a silence."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._timer = self._start()
+
+    def reset(self) -> None:
+        self._timer.cancel()
+        self._timer = self._start()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _start(self) -> threading.Timer:
+        timer = threading.Timer(SILENCE_S, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        return timer

@@ -1,0 +1,193 @@
+"""From the lines of the measuring process to a profile: gates, warnings, figures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.errors import MachineError
+from planner.profile import Device, Fingerprint, Link, OpTiming, Profile
+from planner.timing import Case, bytes_read
+from profiler.cases import Job, Place
+from profiler.samples import possible
+
+Line = Mapping[str, Any]
+BUSY = 0.3  # load by others, as a share of the cores, from which timings are called contended
+WIDE = 0.25  # interquartile range over median of one case that is not steady
+MANY = 0.25  # share of unsteady cases that marks the whole profile
+PAGED = 16  # a large case this much slower than the device streams did not read device memory
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a measured case is worth."""
+
+    job: Job
+    timing: OpTiming | None
+    dropped: str = ""  # why there is none
+
+
+@dataclass(eq=False)
+class Contended(MachineError):
+    """A strict profile of a machine that is not quiet."""
+
+    warnings: tuple[str, ...]
+
+    def message(self) -> str:
+        return f"--strict: {'; '.join(self.warnings)}; stop other programs and profile again"
+
+
+def places(lines: Iterable[Line]) -> tuple[Place, ...]:
+    """The places that the measuring process found."""
+    return tuple(Place(**line["place"]) for line in lines if line["kind"] == "place")
+
+
+def devices(lines: Iterable[Line]) -> tuple[Device, ...]:
+    """Device records in the engine's order."""
+    names = Device.model_fields.keys()
+    found = []
+    for line in lines:
+        if line["kind"] == "device":
+            values = {k: v for k, v in line.items() if k in names} | {"kind": line["device_kind"]}
+            found.append(Device(**values))
+    return tuple(found)
+
+
+def links(lines: Sequence[Line]) -> tuple[Link, ...]:
+    """Link records; kernels read host memory at the zero-copy rate measured for their device."""
+    zero_copy = {line["device"]: line["bytes_per_s"] for line in lines if line["kind"] == "zero-copy"}
+    return tuple(
+        Link(
+            source=line["source"],
+            target=line["target"],
+            bandwidth_bytes_per_s=line["bandwidth_bytes_per_s"],
+            latency_ns=line["latency_ns"],
+            zero_copy_bytes_per_s=zero_copy.get(line["target"], 0) if line["source"] == "CPU" else 0,
+        )
+        for line in lines
+        if line["kind"] == "link"
+    )
+
+
+def verdicts(jobs: Sequence[Job], lines: Sequence[Line], streams: Mapping[str, int]) -> tuple[Verdict, ...]:
+    """A timing for every job, or why not; `streams` are bytes per second by device, or device and buffer."""
+    results = {line["key"]: line for line in lines if line["kind"] == "case"}
+    return tuple(_verdict(job, results[job.key], streams) for job in jobs if job.key in results)
+
+
+def _verdict(job: Job, line: Line, streams: Mapping[str, int]) -> Verdict:
+    if "skipped" in line:
+        return Verdict(job, None, line["skipped"])
+    place, case = job.place, job.case
+    stream = streams.get(f"{place.device} {place.buffer}", streams[place.device])
+    moved = compulsory_bytes(case)
+    if not possible(moved, line["time_ns"], stream):
+        rate = moved * 1e9 / line["time_ns"]
+        return Verdict(
+            job, None, f"{rate / 1e9:.1f} GB/s is more than the {stream / 1e9:.1f} GB/s it streams"
+        )
+    timing = OpTiming(
+        op=case.op,
+        type=case.type,
+        shape=case.shape,
+        batch=case.batch,
+        used=case.used,
+        depth=case.depth,
+        device=place.device,
+        buffer=place.buffer,
+        time_ns=line["time_ns"],
+        spread_ns=line["spread_ns"],
+        samples=line["samples"],
+    )
+    return Verdict(job, timing)
+
+
+def compulsory_bytes(case: Case) -> int:
+    """Bytes that no cache can have saved. A recurrent state is small enough to stay in one."""
+    if case.op in ("GATED_DELTA_NET", "SSM_SCAN", "GET_ROWS", "RMS_NORM"):
+        return 0
+    if case.op == "MUL_MAT_ID" and case.batch > 1:
+        case = replace(case, batch=1)  # of several tokens only one is sure to use experts of its own
+    return bytes_read(case)
+
+
+def streams(lines: Iterable[Line]) -> dict[str, int]:
+    """Stream bandwidth by device, and by `device buffer` for reads of host memory over a link."""
+    lines = list(lines)
+    found = {line["name"]: line["stream_bytes_per_s"] for line in lines if line["kind"] == "device"}
+    for line in lines:
+        if line["kind"] == "stream":
+            found[line["device"]] = max(found[line["device"]], line["bytes_per_s"])
+    rates = {line["device"]: line["bytes_per_s"] for line in lines if line["kind"] == "zero-copy"}
+    copies = {link["target"]: link["bandwidth_bytes_per_s"] for link in lines if link["kind"] == "link"}
+    for place in places(lines):
+        if place.kind == "zero-copy":
+            found[f"{place.device} {place.buffer}"] = max(rates[place.device], copies.get(place.device, 0))
+    return found
+
+
+def warnings(
+    judged: Sequence[Verdict], streams: Mapping[str, int], load: float, fingerprint: Fingerprint
+) -> tuple[str, ...]:
+    """What a reader of the profile must know before trusting it."""
+    timed = [v.timing for v in judged if v.timing]
+    wide = [t for t in timed if t.spread_ns > WIDE * t.time_ns]
+    fast = [v for v in judged if "more than the" in v.dropped]
+    failed = [v for v in judged if v.dropped.startswith("the engine failed")]
+    paged = [t for t in timed if _looks_paged(t, streams)]
+    found = []
+    if load > BUSY:
+        found.append(f"contended: other programs kept {load:.1f} of every core busy when it began")
+    if len(wide) > MANY * len(timed):
+        found.append(f"unsteady: {len(wide)} of {len(timed)} cases spread by more than {WIDE:.0%}")
+    if fast:
+        found.append(
+            f"dropped {len(fast)} impossible timings, the first: {fast[0].job.key}: {fast[0].dropped}"
+        )
+    if failed:
+        found.append(
+            f"the engine failed in {len(failed)} cases, the first: {failed[0].job.key}: {failed[0].dropped}"
+        )
+    if paged:
+        found.append(
+            f"{len(paged)} timings on {paged[0].device} look paged to host memory: free some, profile again"
+        )
+    if fingerprint.driver == "wddm":
+        found.append("WDDM driver: device memory spills to host memory without an error when it is full")
+    return tuple(found)
+
+
+def _looks_paged(timing: OpTiming, streams: Mapping[str, int]) -> bool:
+    if timing.device == "CPU" or timing.buffer != timing.device or timing.op not in ("MUL_MAT", "MUL_MAT_ID"):
+        return False
+    moved = bytes_read(_case(timing))
+    slow = moved * 1e9 / timing.time_ns < streams[timing.device] / PAGED
+    return slow and timing.batch == 1 and moved > 32 * 2**20
+
+
+def _case(timing: OpTiming) -> Case:
+    return Case(timing.op, timing.type, timing.shape, timing.batch, timing.used, timing.depth)
+
+
+def profile(
+    name: str,
+    command: str,
+    created: str,
+    fingerprint: Fingerprint,
+    lines: Sequence[Line],
+    judged: Sequence[Verdict],
+    notes: Sequence[str],
+) -> Profile:
+    """The profile of what was measured, before whole-model calibration."""
+    return Profile(
+        name=name,
+        measured=True,
+        source=command,
+        created=created,
+        fingerprint=fingerprint,
+        devices=devices(lines),
+        links=links(lines),
+        timings=tuple(v.timing for v in judged if v.timing),
+        warnings=tuple(notes),
+    )
