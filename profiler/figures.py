@@ -20,6 +20,7 @@ PRODUCT = Case("MUL_MAT", "q4_K", (4096, 4096), 1)
 BATCHED = Case("MUL_MAT", "q4_K", (4096, 4096), 512)
 STREAMS = (
     Case("CONT", "f32", (MiB, 4), 1),
+    Case("MUL_MAT", "f32", (4096, 2048), 1),
     Case("MUL_MAT", "f16", (4096, 4096), 1),
     Case("MUL_MAT", "q8_0", (4096, 4096), 1),
     PRODUCT,

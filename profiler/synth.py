@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import InputError
-from profiler.synth_archs import gemma3, llama, qwen2, qwen3, qwen3moe, qwen35
+from profiler import synth_archs as plain
+from profiler import synth_hybrids as hybrid
 from profiler.synth_build import ROLES, Builder, SynthSpec, TensorPlan
 from profiler.synth_bytes import (
     PEAK,
@@ -23,6 +24,7 @@ from profiler.synth_bytes import (
     size_bytes,
     type_number,
 )
+from profiler.synth_routing import skew_for
 from profiler.synth_vocab import vocabulary
 
 if TYPE_CHECKING:
@@ -40,18 +42,49 @@ class Habit:
     n_expert: int = 0
     n_shared: int = 0
     n_dense: int = 0
+    n_group: int = 0
     exp_probs_b: bool = False
-    n_layers: int = 0  # least number of layers that shows all kinds
+    expert_bias: bool = False
+    tied: bool = False
+    nextn: bool = False  # can have NextN blocks
+    fusible: bool = False  # may keep gate and up of the experts in one tensor
+    square: bool = False  # the heads together are as wide as the model
 
 
 ARCHITECTURES = {
-    "llama": Habit(llama),
-    "qwen2": Habit(qwen2),
-    "qwen3": Habit(qwen3),
-    "qwen3moe": Habit(qwen3moe, n_expert=8),
-    "gemma3": Habit(gemma3),
-    "qwen35": Habit(qwen35),
-    "qwen35moe": Habit(qwen35, n_expert=8, n_shared=1),
+    "llama": Habit(plain.llama),
+    "llama4": Habit(plain.llama4, n_expert=8, n_shared=1),
+    "qwen2": Habit(plain.qwen2),
+    "qwen3": Habit(plain.qwen3),
+    "qwen3moe": Habit(plain.qwen3moe, n_expert=8),
+    "qwen3next": Habit(hybrid.qwen3next, n_expert=8, n_shared=1, nextn=True, fusible=True),
+    "qwen35": Habit(hybrid.qwen35, nextn=True),
+    "qwen35moe": Habit(hybrid.qwen35, n_expert=8, n_shared=1, nextn=True, fusible=True),
+    "gemma3": Habit(plain.gemma3, tied=True),
+    "gemma3n": Habit(plain.gemma3n, tied=True),
+    "gemma4": Habit(plain.gemma4, tied=True, fusible=True),
+    "gpt-oss": Habit(plain.gpt_oss, n_expert=8, expert_bias=True),
+    "glm4moe": Habit(plain.glm4moe, n_expert=8, n_shared=1, n_dense=1, exp_probs_b=True, nextn=True),
+    "deepseek2": Habit(
+        plain.deepseek2,
+        n_expert=8,
+        n_shared=1,
+        n_dense=1,
+        n_group=4,
+        exp_probs_b=True,
+        nextn=True,
+        fusible=True,
+    ),
+    "kimi-linear": Habit(hybrid.kimi_linear, n_expert=8, n_shared=1, n_dense=1, exp_probs_b=True),
+    "nemotron_h": Habit(hybrid.nemotron_h),
+    "nemotron_h_moe": Habit(hybrid.nemotron_h, n_expert=8, n_shared=1, exp_probs_b=True),
+    "granitehybrid": Habit(hybrid.granite_hybrid),
+    "falcon-h1": Habit(hybrid.falcon_h1),
+    "jamba": Habit(hybrid.jamba, n_expert=8, square=True),
+    "lfm2": Habit(hybrid.lfm2, tied=True, square=True),
+    "lfm2moe": Habit(hybrid.lfm2, n_expert=8, n_dense=1, exp_probs_b=True, tied=True, square=True),
+    "mamba2": Habit(hybrid.mamba2),
+    "rwkv7": Habit(hybrid.rwkv7),
 }
 
 
@@ -98,16 +131,38 @@ def settled(spec: SynthSpec) -> SynthSpec:
         if role and role not in ROLES:
             raise SynthProblem("role", role, f"expected one of {', '.join(ROLES)}")
     habit = ARCHITECTURES[spec.arch]
+    _refuse_what_the_engine_refuses(spec, habit)
     n_expert = habit.n_expert if spec.n_expert is None else spec.n_expert
+    n_used = min(spec.n_used, n_expert)
     return replace(
         spec,
         n_expert=n_expert,
-        n_used=min(spec.n_used, n_expert) if n_expert else 0,
+        n_used=n_used,
+        skew=skew_for(spec.coverage, n_expert, n_used) if spec.coverage and n_expert else spec.skew,
         n_shared=habit.n_shared if spec.n_shared is None else spec.n_shared,
         n_dense=habit.n_dense if spec.n_dense is None else spec.n_dense,
+        n_group=spec.n_group or habit.n_group,
+        n_group_used=spec.n_group_used or habit.n_group // 2,
         exp_probs_b=habit.exp_probs_b if spec.exp_probs_b is None else spec.exp_probs_b,
+        expert_bias=spec.expert_bias or habit.expert_bias,
+        tied=spec.tied or habit.tied,
+        head_dim=spec.n_embd // spec.n_head if habit.square else spec.head_dim,
         name=spec.name or f"synth-{spec.arch}",
     )
+
+
+def _refuse_what_the_engine_refuses(spec: SynthSpec, habit: Habit) -> None:
+    """A file with a tensor that the engine's architecture does not know does not load."""
+    wanted = {
+        "n_nextn": spec.n_nextn > 0 and not habit.nextn,
+        "fused_gate_up": spec.fused_gate_up and not habit.fusible,
+        "expert_bias": spec.expert_bias and not habit.expert_bias,
+        "exp_probs_b": bool(spec.exp_probs_b) and not habit.exp_probs_b,
+        "n_vocab": spec.n_vocab < 257,
+    }
+    for field, wrong in wanted.items():
+        if wrong:
+            raise SynthProblem(field, str(getattr(spec, field)), f"not possible for {spec.arch}")
 
 
 def _write(path: Path, b: Builder) -> Path:

@@ -33,6 +33,7 @@ class SynthSpec:
     types: Mapping[str, str] = field(default_factory=dict)  # role -> type, over `type`
     seed: int = 1
     skew: float = 0.0  # deviation of the experts' constant logits, in deviations of what a token adds
+    coverage: float = 0.0  # instead of `skew`: share of choices on the hottest half of the experts
     fused_gate_up: bool = False
     expert_bias: bool = False
     exp_probs_b: bool | None = None
@@ -130,10 +131,10 @@ def start(b: Builder, *, rope: bool = True, scaled: bool = False) -> None:
     b.weight("token_embd", "embedding", s.n_embd, s.n_vocab, gain=gain)
 
 
-def finish(b: Builder, *, tied: bool = False) -> None:
+def finish(b: Builder, norm: str = "output_norm") -> None:
     """Final norm and output head."""
-    b.norm("output_norm")
-    if not (tied or b.spec.tied):
+    b.norm(norm)
+    if not b.spec.tied:
         b.weight("output", "output", b.spec.n_embd, b.spec.n_vocab)
 
 
@@ -203,3 +204,52 @@ def nextn(b: Builder, il: int) -> None:
     b.norm(f"{p}.enorm")
     b.norm(f"{p}.hnorm")
     b.norm(f"{p}.shared_head_norm")
+
+
+def expert_counts(b: Builder) -> None:
+    """Metadata of routed experts."""
+    s = b.spec
+    b.set(expert_count=b.n_expert, expert_used_count=s.n_used, expert_feed_forward_length=s.n_ff_exp)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Sizes of latent attention (MLA)."""
+
+    rank: int = 128  # of the compressed KV: what the cache holds
+    rope: int = 32  # positions, shared by all heads
+    plain: int = 64  # the rest of a key
+    value: int = 64
+
+
+def latent_sizes(b: Builder) -> Latent:
+    """Metadata of latent attention; over the metadata of `start`."""
+    latent = Latent()
+    b.set(
+        attention__head_count_kv=1,
+        attention__key_length=latent.rank + latent.rope,
+        attention__value_length=latent.rank,
+        attention__key_length_mla=latent.plain + latent.rope,
+        attention__value_length_mla=latent.value,
+        attention__kv_lora_rank=latent.rank,
+        rope__dimension_count=latent.rope,
+    )
+    return latent
+
+
+def latent_attention(b: Builder, il: int, latent: Latent, *, q_rank: int) -> None:
+    """Latent attention with its leading norm; `q_rank` 0: queries are not compressed."""
+    p, n, heads = f"blk.{il}", b.spec.n_embd, b.spec.n_head
+    query = heads * (latent.plain + latent.rope)
+    b.norm(f"{p}.attn_norm")
+    if q_rank:
+        b.weight(f"{p}.attn_q_a", "attention", n, q_rank)
+        b.norm(f"{p}.attn_q_a_norm", q_rank)
+        b.weight(f"{p}.attn_q_b", "attention", q_rank, query)
+    else:
+        b.weight(f"{p}.attn_q", "attention", n, query)
+    b.weight(f"{p}.attn_kv_a_mqa", "attention", n, latent.rank + latent.rope)
+    b.norm(f"{p}.attn_kv_a_norm", latent.rank)
+    b.weight(f"{p}.attn_k_b", "attention", latent.plain, latent.rank, heads)
+    b.weight(f"{p}.attn_v_b", "attention", latent.rank, latent.value, heads)
+    b.closing(f"{p}.attn_output", "attention", heads * latent.value, n)
