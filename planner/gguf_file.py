@@ -140,6 +140,8 @@ def _sizes(header: Header, file_bytes: int, path: str) -> tuple[tuple[int, ...],
     """Payload bytes per tensor, and what lies behind the last one."""
     exact = {kv.key[len(SIZE_KEY) :]: kv.value for kv in header.kvs if kv.key.startswith(SIZE_KEY)}
     order = sorted(range(len(header.infos)), key=lambda i: header.infos[i].offset)
+    if not order:
+        return (), max(0, file_bytes - header.data_offset)
     ends = [header.infos[i].offset for i in order[1:]] + [file_bytes - header.data_offset]
     _refuse_truncation(header, order, file_bytes, path)
     sizes = [0] * len(order)

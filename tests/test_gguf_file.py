@@ -1,0 +1,339 @@
+"""Sizes from offsets, truncation, shards: the reader on files of every kind of damage."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gguf_bytes import ARR, F32, I32, STR, U16, U32, T, arch, f32, gguf, info, kv, save, shard
+
+from planner.errors import FileProblem, InputError
+from planner.ggml_types import TYPES, tensor_bytes
+from planner.gguf_file import TruncatedTensor, read_model
+from planner.gguf_shards import ShardProblems
+
+W1, W2 = f32("a.weight", *range(10)), f32("b.weight", 1.0)
+
+
+def why(path: Path) -> str:
+    with pytest.raises(InputError) as problem:
+        read_model(path)
+    line = str(problem.value)
+    assert "\n" not in line
+    return line
+
+
+def test_sizes_leave_padding_out(tmp_path: Path) -> None:
+    model = read_model(save(tmp_path, gguf([arch()], [W1, W2])))
+    assert [(t.name, t.size_bytes, t.shape) for t in model.inventory.tensors] == [
+        ("a.weight", 40, (10,)),
+        ("b.weight", 4, (1,)),
+    ]
+    first, second = model.inventory.tensors
+    assert second.offset - first.offset == 64
+
+
+@pytest.mark.parametrize("alignment", [8, 64, 4096])
+def test_other_alignments(tmp_path: Path, alignment: int) -> None:
+    kvs = [arch(), kv("general.alignment", U32, alignment)]
+    model = read_model(save(tmp_path, gguf(kvs, [W1, W2], alignment=alignment)))
+    assert [t.size_bytes for t in model.inventory.tensors] == [40, 4]
+    assert model.inventory.shards[0].alignment == alignment
+    assert all(t.offset % alignment == 0 for t in model.inventory.tensors)
+
+
+@pytest.mark.parametrize("kind", [4, 31, 43, 139, 153, 9999])
+def test_unknown_types_are_opaque_bytes_of_their_gap(tmp_path: Path, kind: int) -> None:
+    # Like a fork's 4-byte header per row: 2 rows of 4 + 136 bytes.
+    odd = T("odd.weight", (256, 2), kind, bytes(range(140)) * 2)
+    model = read_model(save(tmp_path, gguf([arch()], [W1, odd, W2])))
+    tensor = model.inventory.tensor("odd.weight")
+    assert (tensor.type, tensor.size_bytes) == (f"type{kind}", 288)
+    assert f"1 tensors of unknown type{kind}" in " ".join(model.notes)
+
+
+def test_an_unknown_type_at_the_end_reaches_to_the_end_of_the_file(tmp_path: Path) -> None:
+    odd = T("odd.weight", (256, 2), 153, bytes(280))
+    model = read_model(save(tmp_path, gguf([arch()], [W1, odd], tail=False)))
+    assert model.inventory.tensor("odd.weight").size_bytes == 280
+
+
+def test_a_known_type_in_too_small_a_gap_is_damage(tmp_path: Path) -> None:
+    short = T("short.weight", (256, 2), 12, bytes(256))  # q4_K needs 288
+    line = why(save(tmp_path, gguf([arch()], [short, W2])))
+    assert "damaged: tensor short.weight needs 288 bytes, the next one starts after 256" in line
+
+
+def test_a_hole_behind_a_known_type_is_carried(tmp_path: Path) -> None:
+    wide = T("wide.weight", (256, 2), 12, bytes(352))
+    model = read_model(save(tmp_path, gguf([arch()], [wide, W2])))
+    assert model.inventory.tensor("wide.weight").size_bytes == 352
+
+
+def test_overlap_and_misalignment_are_damage(tmp_path: Path) -> None:
+    def table(*offsets: int) -> bytes:
+        infos = b"".join(info(f"t{n}", (8,), 0, offset) for n, offset in enumerate(offsets))
+        head = b"GGUF" + struct.pack("<IQQ", 3, len(offsets), 1) + arch() + infos
+        return head + bytes(-len(head) % 32) + bytes(96)
+
+    assert "needs 32 bytes, the next one starts after 0" in why(save(tmp_path, table(0, 0)))
+    assert "at offset 40, not a multiple of 32" in why(save(tmp_path, table(0, 40)))
+
+
+def test_tensors_are_listed_in_data_order(tmp_path: Path) -> None:
+    infos = info("late", (8,), 0, 32) + info("early", (8,), 0, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 2, 1) + arch() + infos
+    model = read_model(save(tmp_path, head + bytes(-len(head) % 32) + bytes(64)))
+    assert [t.name for t in model.inventory.tensors] == ["early", "late"]
+
+
+def test_a_row_that_is_not_whole_blocks_is_damage(tmp_path: Path) -> None:
+    line = why(save(tmp_path, gguf([arch()], [T("w", (100, 2), 12, bytes(288))])))
+    assert "a row of 100 values is not whole q4_K blocks of 256" in line
+
+
+@pytest.mark.parametrize(("cut", "missing", "others"), [(1, 1, 0), (4, 4, 0), (68, 40, 1), (44, 16, 1)])
+def test_truncated_data_names_the_tensor_and_the_bytes(
+    tmp_path: Path, cut: int, missing: int, others: int
+) -> None:
+    data = gguf([arch()], [W1, W2], tail=False)
+    path = save(tmp_path, data[: len(data) - cut])
+    with pytest.raises(TruncatedTensor) as problem:
+        read_model(path)
+    found = problem.value
+    assert found.tensor == ("a.weight" if others else "b.weight")
+    assert (found.missing_bytes, found.others) == (missing, others)
+    assert f"lacks {missing} bytes" in str(found)
+
+
+def test_a_truncated_unknown_type_is_noticed(tmp_path: Path) -> None:
+    data = gguf([arch()], [W1, T("odd", (8,), 153, bytes(64))], tail=False)
+    assert "tensor odd lacks" in why(save(tmp_path, data[:-64]))
+
+
+def test_every_truncation_of_a_whole_file_is_an_error(tmp_path: Path) -> None:
+    data = gguf([arch()], [W1, W2], tail=False)
+    for end in range(len(data)):
+        why(save(tmp_path, data[:end]))
+
+
+def test_trailing_bytes_are_noted(tmp_path: Path) -> None:
+    model = read_model(save(tmp_path, gguf([arch()], [W1]) + b"garbage"))
+    assert model.inventory.tensors[0].size_bytes == 40
+    assert model.notes == ("m.gguf: 7 bytes after the last tensor",)
+
+
+def test_a_raw_part_of_a_file_is_explained(tmp_path: Path) -> None:
+    data = gguf([arch()], [W1])
+    assert "join the parts with cat" in why(save(tmp_path, data[:-32], "m.gguf.part1of2"))
+
+
+def test_a_model_without_dense_names_is_not_damaged(tmp_path: Path) -> None:
+    experts = T("blk.0.ffn_up_exps.weight", (8, 4, 2), 0, bytes(256))
+    assert read_model(save(tmp_path, gguf([arch()], [experts]))).inventory.tensors[0].shape == (8, 4, 2)
+
+
+def test_a_file_without_architecture_is_refused(tmp_path: Path) -> None:
+    assert "no general.architecture" in why(save(tmp_path, gguf([], [W1])))
+
+
+def test_hyperparameters_lose_their_prefix(tmp_path: Path) -> None:
+    kvs = [
+        arch("qwen3moe"),
+        kv("general.name", STR, "Tiny"),
+        kv("qwen3moe.block_count", U32, 4),
+        kv("qwen3moe.attention.head_count_kv", ARR, (I32, [2, 0, 2, 0])),
+        kv("qwen3moe.rope.scale", F32, float("nan")),
+        kv("tokenizer.ggml.tokens", ARR, (STR, ["a"] * 7)),
+        kv("other.block_count", U32, 9),
+    ]
+    inventory = read_model(save(tmp_path, gguf(kvs, [W1]))).inventory
+    assert inventory.name == "Tiny"
+    assert inventory.hparams == {
+        "attention.head_count_kv": (2, 0, 2, 0),
+        "block_count": 4,
+        "vocab_size": 7,
+    }
+
+
+def test_the_header_digest_does_not_depend_on_weights_or_name(tmp_path: Path) -> None:
+    one = read_model(save(tmp_path, gguf([arch()], [f32("w", 1.0)]), "a.gguf")).inventory
+    two = read_model(save(tmp_path, gguf([arch()], [f32("w", 2.0)]), "b.gguf")).inventory
+    three = read_model(save(tmp_path, gguf([arch()], [f32("v", 2.0)]), "c.gguf")).inventory
+    assert one.header_digest == two.header_digest != three.header_digest
+
+
+def parts(folder: Path) -> list[Path]:
+    return [
+        shard(folder, 0, 3, 3, [f32("a", 1.0)]),
+        shard(folder, 1, 3, 3, [f32("b", 2.0)]),
+        shard(folder, 2, 3, 3, [f32("c", 3.0)]),
+    ]
+
+
+def test_shards_are_found_from_any_entry(tmp_path: Path) -> None:
+    files = parts(tmp_path)
+    entries = [*files, tmp_path, tmp_path / "m-*.gguf", tmp_path / "m-0000?-of-00003.gguf"]
+    for entry in entries:
+        model = read_model(entry)
+        assert model.paths == tuple(files)
+        assert [(t.name, t.shard) for t in model.inventory.tensors] == [("a", 0), ("b", 1), ("c", 2)]
+        assert model.inventory.name == "m"
+    assert "m-00002-of-00003.gguf is not the first shard" in read_model(files[1]).notes[0]
+
+
+def test_a_first_shard_without_tensors(tmp_path: Path) -> None:
+    first = shard(tmp_path, 0, 2, 1, [])
+    shard(tmp_path, 1, 2, 1, [f32("a", 1.0)])
+    assert [t.shard for t in read_model(first).inventory.tensors] == [1]
+
+
+def test_missing_shards_are_all_named(tmp_path: Path) -> None:
+    files = parts(tmp_path)
+    files[1].unlink()
+    files[2].unlink()
+    line = why(files[0])
+    assert "missing shard m-00002-of-00003.gguf; missing shard m-00003-of-00003.gguf" in line
+    assert "the shard is missing" in why(files[1])
+
+
+def test_the_missing_first_shard_is_named_from_another(tmp_path: Path) -> None:
+    files = parts(tmp_path)
+    files[0].unlink()
+    assert "missing shard m-00001-of-00003.gguf" in why(files[2])
+
+
+def test_every_problem_of_a_set_is_told_at_once(tmp_path: Path) -> None:
+    parts(tmp_path)
+    (tmp_path / "m-00002-of-00003.gguf").unlink()
+    (tmp_path / "m-00003-of-00003.gguf").write_text("<html>")
+    with pytest.raises(ShardProblems) as problem:
+        read_model(tmp_path / "m-00001-of-00003.gguf")
+    assert problem.value.problems == (
+        "missing shard m-00002-of-00003.gguf",
+        "m-00003-of-00003.gguf: not a GGUF but an HTML page: the download failed",
+    )
+
+
+def test_a_truncated_shard_names_the_tensor(tmp_path: Path) -> None:
+    files = parts(tmp_path)
+    files[1].write_bytes(files[1].read_bytes()[:-32])
+    assert "m-00002-of-00003.gguf: truncated: tensor b lacks 4 bytes" in why(files[0])
+
+
+Change = Callable[[Path], object]
+FOREIGN: dict[str, tuple[Change, str]] = {
+    "same-number": (lambda d: shutil.copy(d / "m-00002-of-00003.gguf", d / "m-00003-of-00003.gguf"),
+                    "both say split.no 1"),
+    "other-count": (lambda d: shard(d, 1, 3, 4, [f32("b", 2.0)]), "belongs to a model of 4 tensors"),
+    "repeated": (lambda d: shard(d, 1, 3, 3, [f32("a", 2.0)]), "both hold tensor a"),
+    "too-many": (lambda d: shard(d, 1, 3, 3, [f32("b", 2.0), f32("x", 2.0)]), "the shards hold 4"),
+    "no-keys": (lambda d: save(d, gguf([], [f32("b", 2.0)]), "m-00002-of-00003.gguf"), "split.no missing"),
+    "other-model": (
+        lambda d: save(
+            d,
+            gguf(
+                [arch("gemma3"), kv("split.no", U16, 1), kv("split.count", U16, 3),
+                 kv("split.tensors.count", I32, 3)],
+                [f32("b", 2.0)],
+            ),
+            "m-00002-of-00003.gguf",
+        ),
+        "general.architecture gemma3, the first shard llama",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_foreign_shard_is_named(tmp_path: Path, case: str) -> None:
+    parts(tmp_path)
+    change, message = FOREIGN[case]
+    change(tmp_path)
+    assert message in why(tmp_path / "m-00001-of-00003.gguf")
+
+
+def test_a_name_that_contradicts_the_file(tmp_path: Path) -> None:
+    first = parts(tmp_path)[0]
+    other = first.rename(tmp_path / "m-00001-of-00004.gguf")
+    assert "the name says 4 shards, split.count in the file 3" in why(other)
+    alone = save(tmp_path, gguf([arch()], [W1]), "x-00001-of-00002.gguf")
+    assert "the name says 2 shards, split.count in the file 0" in why(alone)
+    assert "shard 3 of 2 cannot be" in why(save(tmp_path, gguf([arch()], [W1]), "x-00003-of-00002.gguf"))
+
+
+def test_shards_joined_with_cat_are_recognised(tmp_path: Path) -> None:
+    files = parts(tmp_path)
+    joined = b"".join(path.read_bytes() for path in files)
+    assert "one of 3 shards under a name without" in why(save(tmp_path, files[0].read_bytes(), "r.gguf"))
+    assert "joined with cat" in why(save(tmp_path, joined, "joined.gguf"))
+    files[0].write_bytes(joined)
+    assert "joined with cat" in why(files[0])
+
+
+def test_a_folder_of_several_models_is_ambiguous(tmp_path: Path) -> None:
+    assert "no .gguf file there" in why(tmp_path)
+    save(tmp_path, gguf([arch()], [W1]), "a.gguf")
+    save(tmp_path, gguf([arch("clip")], [W1]), "mmproj-a.gguf")
+    assert read_model(tmp_path).paths == (tmp_path / "a.gguf",)
+    save(tmp_path, gguf([arch()], [W1]), "b.gguf")
+    assert "holds 2 models, name one: a.gguf, b.gguf" in why(tmp_path)
+
+
+def test_what_is_not_a_file(tmp_path: Path) -> None:
+    assert "no such file" in why(tmp_path / "absent.gguf")
+    assert "not a regular file" in why(Path("/dev/null"))
+
+
+def test_links_to_shards_are_followed_by_their_own_names(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    for path in parts(tmp_path):
+        blob = path.rename(tmp_path / "blobs" / str(hash(path.name)))
+        path.symlink_to(blob)
+    assert len(read_model(tmp_path / "m-00002-of-00003.gguf").paths) == 3
+
+
+def test_a_large_vocabulary_costs_no_objects(tmp_path: Path) -> None:
+    import tracemalloc
+
+    raw = b"".join(struct.pack("<Q5s", 5, b"token") for _ in range(260_000))
+    tokens = struct.pack("<Q", 21) + b"tokenizer.ggml.tokens" + struct.pack("<IIQ", ARR, STR, 260_000) + raw
+    path = save(tmp_path, gguf([arch(), tokens], [W1]))
+    tracemalloc.start()
+    model = read_model(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert model.inventory.hparams["vocab_size"] == 260_000
+    assert peak < 1 << 20
+
+
+def test_known_types_have_the_sizes_gguf_py_knows() -> None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    # gguf-py still has the older layout of q8_1, which is never stored.
+    for number in set(GGMLQuantizationType) - {GGMLQuantizationType.Q8_1}:
+        block, size = GGML_QUANT_SIZES[number]
+        assert (TYPES[number].block, TYPES[number].bytes) == (block, size), number
+        assert TYPES[number].name.lower() == number.name.lower()
+    assert tensor_bytes("q4_K", (512, 3, 2)) == 2 * 144 * 6
+
+
+def test_known_types_are_those_of_the_engine() -> None:
+    import ctypes
+
+    from runtime.libllama import Engine
+
+    lib = Engine.find(None).lib
+    lib.ggml_type_name.restype = ctypes.c_char_p
+    lib.ggml_blck_size.restype = ctypes.c_int64
+    lib.ggml_type_size.restype = ctypes.c_size_t
+    for number, kind in TYPES.items():
+        found = (lib.ggml_type_name(number).decode(), lib.ggml_blck_size(number), lib.ggml_type_size(number))
+        assert found == (kind.name, kind.block, kind.bytes)
+
+
+def test_problems_are_input_errors() -> None:
+    assert issubclass(TruncatedTensor, InputError) and issubclass(ShardProblems, InputError)
+    assert FileProblem("x", "y").exit_code == 2
