@@ -266,8 +266,6 @@ SOURCES = (
     Source("DeepSeek-V3.1-Terminus-q4_K", "deepseek2", f"{MAPS}/DeepSeek-V3.1-Terminus.q4_K.csv",
            "deepseek-ai--DeepSeek-V3_config.json", deepseek,
            f"{DUMP} Same shape as DeepSeek-V3 and R1. Without the MTP block."),
-    Source("DeepSeek-V2-Lite-f16", "deepseek2", "gguf_dumps/DeepSeek-V2-Lite.f16-shapes.csv",
-           "DeepSeek-V2-Lite", deepseek, f"{DUMP} {FROM_TYPES}"),
 )  # fmt: skip
 
 
