@@ -1,0 +1,83 @@
+"""Models of real size for the GPU benchmark: random weights, routers with a chosen skew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiler.synth import SynthSpec, write
+from profiler.synth_bytes import PEAK
+
+# Factor of the exponential law of the experts' constant logits; coverage of the hottest half beside it.
+ROUTING: Mapping[str, float] = {"uniform": 0.0, "moderate": 0.15, "strong": 0.36}  # 0.50, 0.60, 0.75
+
+MODELS: Mapping[str, SynthSpec] = {
+    "qwen3moe": SynthSpec(
+        arch="qwen3moe",
+        name="qwen3moe-128x8-48l",
+        n_layers=48,
+        n_embd=2048,
+        n_head=32,
+        n_head_kv=4,
+        head_dim=128,
+        n_expert=128,
+        n_used=8,
+        n_ff_exp=768,
+        n_ff=6144,
+        n_vocab=151936,
+        n_ctx_train=32768,
+        type="q4_K",
+        types={"output": "q6_K"},
+        skew=1.0,
+    ),
+    "qwen35moe": SynthSpec(
+        arch="qwen35moe",
+        name="qwen35moe-256x8-40l",
+        n_layers=40,
+        n_embd=2048,
+        n_head=16,
+        n_head_kv=2,
+        head_dim=256,
+        n_expert=256,
+        n_used=8,
+        n_ff_exp=512,
+        n_ff=2048,
+        n_vocab=151936,
+        n_ctx_train=32768,
+        type="q4_K",
+        types={"output": "q6_K"},
+        skew=1.0,
+    ),
+}
+
+
+def make(name: str, folder: Path) -> Path:
+    """The model file of that name, written once."""
+    path = folder / f"{name}.gguf"
+    return path if path.exists() else write(path, MODELS[name])
+
+
+def set_routing(path: Path, level: str) -> None:
+    """Rewrite the routers in place: hot experts first, skewed by `level`.
+
+    Element 0 of the residual stream is constant in a generated model, so column 0 of a router is a
+    constant logit for each expert.
+    """
+    factor = ROUTING[level]
+    for router in _routers(path):
+        n_expert = router.shape[0]
+        rank = (np.arange(n_expert) + 0.5) / n_expert
+        router[:, 0] = factor * (-np.log(rank) - 1) / PEAK
+        router.base.flush()
+
+
+def _routers(path: Path) -> Iterator[Any]:
+    from gguf import GGUFReader
+
+    for tensor in GGUFReader(path, "r").tensors:
+        if tensor.name.endswith("ffn_gate_inp.weight"):
+            shape = tuple(int(size) for size in tensor.shape[::-1])
+            yield np.memmap(path, np.float32, "r+", offset=int(tensor.data_offset), shape=shape)
