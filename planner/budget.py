@@ -1,0 +1,119 @@
+"""Budgets and reserves as a person writes them: `21500`, `21.5GiB`, `CUDA0=21500,CUDA1=8000`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+
+from planner.errors import OptionProblem
+from planner.profile import Device, Profile
+
+EVERY = ""  # the key of a size without a device: each GPU that is not named
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)")
+_UNITS = {
+    "": 2**20,
+    "b": 1,
+    "k": 2**10,
+    "kib": 2**10,
+    "kb": 10**3,
+    "m": 2**20,
+    "mib": 2**20,
+    "mb": 10**6,
+    "g": 2**30,
+    "gib": 2**30,
+    "gb": 10**9,
+    "t": 2**40,
+    "tib": 2**40,
+    "tb": 10**12,
+}
+_ABSURD = 2**50  # a pebibyte
+
+
+def parse_budget(text: str, option: str = "--budget") -> Mapping[str, int]:
+    """Bytes by device name; the key "" stands for every GPU that is not named.
+
+    A bare number counts MiB. Raises OptionProblem for anything that is not a positive size, or a
+    device given twice.
+    """
+    return _parse(text, option, zero=False)
+
+
+def parse_reserve(text: str, option: str = "--reserve") -> Mapping[str, int]:
+    """As `parse_budget`, for memory to keep free: zero is allowed."""
+    return _parse(text, option, zero=True)
+
+
+def _parse(text: str, option: str, *, zero: bool) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        device, equals, size = part.rpartition("=")
+        device = device.strip()
+        if equals and not device:
+            raise OptionProblem(option, text, "no device before `=`")
+        if device in found:
+            raise OptionProblem(option, text, f"{device or 'the size without a device'} is given twice")
+        found[device] = _bytes(size.strip(), option, text, zero=zero)
+    return found
+
+
+def _bytes(size: str, option: str, text: str, *, zero: bool) -> int:
+    match = _SIZE.fullmatch(size)
+    if match is None or match[2].lower() not in _UNITS:
+        raise OptionProblem(option, text, "expected a size such as 21500 (MiB), 21.5GiB or CUDA0=21500")
+    count = int(Decimal(match[1]) * _UNITS[match[2].lower()])
+    if count > _ABSURD:
+        raise OptionProblem(option, text, "is more memory than any machine has")
+    if count == 0 and not zero:
+        raise OptionProblem(option, text, "a budget must be above zero")
+    return count
+
+
+def budgets_for(profile: Profile, given: Mapping[str, int], option: str = "--budget") -> dict[str, int]:
+    """The budget of each device that may be used, in the profile's order.
+
+    GPUs that are not named stay unused, unless a size for every GPU is given; with nothing given each
+    device offers what was free when profiled, less a headroom. The CPU offers its free memory unless
+    named. Raises OptionProblem for a device that is unknown, too small, or of unknown size.
+    """
+    known = {device.name: device for device in profile.devices}
+    for name, size in given.items():
+        if name != EVERY and name not in known:
+            raise OptionProblem(option, name, f"no such device; there are {', '.join(known)}")
+        if name != EVERY:
+            _fits(known[name], size, option)
+    found: dict[str, int] = {}
+    for device in profile.devices:
+        size = _budget(device, given, option)
+        if size:
+            found[device.name] = size
+    return found
+
+
+def _budget(device: Device, given: Mapping[str, int], option: str) -> int:
+    if device.name in given:
+        return given[device.name]
+    if device.kind == "cpu":
+        return device.free_bytes or device.memory_bytes or _ABSURD
+    if EVERY in given:
+        _fits(device, given[EVERY], option)
+        return given[EVERY]
+    if given and set(given) != {"CPU"}:
+        return 0
+    available = device.free_bytes or device.memory_bytes
+    if not available:
+        raise OptionProblem(
+            option, device.name, "the device does not say how much memory it has: give a budget"
+        )
+    return available - headroom(available)
+
+
+def _fits(device: Device, size: int, option: str) -> None:
+    if device.memory_bytes and size > device.memory_bytes:
+        has = device.memory_bytes // 2**20
+        raise OptionProblem(option, f"{device.name}={size // 2**20}", f"the device has {has} MiB in all")
+
+
+def headroom(available: int) -> int:
+    """What to leave free where nobody set a budget: graphs and pools grow for hours after loading."""
+    return max(512 * 2**20, available * 4 // 100)

@@ -1,0 +1,210 @@
+"""Every way to place one layer: its layer device, and where its feed-forward or expert weights live."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from planner.options import CachePoint, SolveOptions
+from planner.price import OFFLOAD_BATCH, Prices, Times
+from planner.problem import Option
+from planner.profile import Device
+from planner.room import Room
+from planner.stripes import Stripe, stripe_widths
+from planner.units import BOUND, Kind, Unit
+
+PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
+_PPM = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """One place for one movable unit: bytes per device, times, and whether the CPU computes it."""
+
+    site: str
+    memory: tuple[int, ...]
+    times: Times
+    host: bool = False
+    shares: tuple[int, ...] = ()
+
+
+class Chooser:
+    """Makes the options of each decision; the same layer twice costs nothing the second time."""
+
+    def __init__(
+        self,
+        prices: Prices,
+        devices: tuple[Device, ...],
+        options: SolveOptions,
+        rooms: Mapping[str, Room],
+    ) -> None:
+        self.prices, self.devices, self.options, self.rooms = prices, devices, options, rooms
+        self.workload = prices.workload
+        self.cpu = next((i for i, d in enumerate(devices) if d.kind == "cpu"), -1)
+        self.first_gpu = next((i for i, d in enumerate(devices) if d.kind == "gpu"), -1)
+
+    def on_host(self, units: tuple[Unit, ...]) -> list[Option]:
+        """Tables that the engine keeps on the host."""
+        if self.cpu < 0:
+            return [Option(0, 0, ("cpu",) * len(units), 0, 0, (0,) * len(self.devices))]
+        name = self.devices[self.cpu].name
+        times = sum((self.prices.on(u, name) for u in units), Times(0, 0))
+        memory = self._bytes(self.cpu, sum(u.size_bytes for u in units))
+        return [Option(self.cpu, self.cpu, ("cpu",) * len(units), times.decode_ns, times.prefill_ns, memory)]
+
+    def uses_host(self, option: Option) -> bool:
+        """Whether the CPU computes any part, or any weight lies in host memory."""
+        return self.cpu in (option.entry, option.exit) or option.splits > 0
+
+    def exclusive(self) -> tuple[tuple[int, ...], ...]:
+        """Shares that exclude each other: one size of MoE cache for all layers."""
+        return ()
+
+    def layer(self, name: str, units: tuple[Unit, ...], kv: int, state: int) -> list[Option]:
+        """Options of a layer (or the output head) that keeps `kv` and `state` bytes beside its weights."""
+        found: list[Option] = []
+        for d, device in enumerate(self.devices):
+            if self._too_large(device, units):
+                continue
+            spots = [list(self._spots(unit, d)) for unit in units]
+            found += [self._option(d, units, chosen, kv + state) for chosen in itertools.product(*spots)]
+        return found
+
+    def _too_large(self, device: Device, units: tuple[Unit, ...]) -> bool:
+        """Whether some single buffer is larger than the device can allocate."""
+        limit = device.max_alloc_bytes
+        return bool(limit) and max(self._largest(units), self.rooms[device.name].largest_bytes) > limit
+
+    def _largest(self, units: tuple[Unit, ...]) -> int:
+        tensors = self.prices.tensors
+        return max((tensors[name].size_bytes for u in units for name in u.tensors), default=0)
+
+    def _spots(self, unit: Unit, d: int) -> Iterator[Spot]:
+        """Where a unit may live when the layer device is `d`."""
+        device = self.devices[d]
+        if d == self.cpu:
+            yield Spot("cpu", self._bytes(d, unit.size_bytes), self._host_times(unit, self.first_gpu), True)
+            return
+        here = self.prices.on(unit, device.name)
+        if unit.kind is Kind.OUTPUT:
+            here += self._logits(device)
+        yield Spot(f"gpu:{device.name}", self._bytes(d, unit.size_bytes + unit.tied_bytes), here)
+        if unit.kind in (Kind.FFN, Kind.EXPERTS) and self.cpu >= 0:
+            times = self._host_times(unit, d if device.kind == "gpu" else -1)
+            yield Spot("cpu", self._bytes(self.cpu, unit.size_bytes), times, True)
+        if unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
+            yield from self._stripes(unit, d, here)
+
+    def _host_times(self, unit: Unit, through: int) -> Times:
+        cpu = self.devices[self.cpu].name
+        return self.prices.on_host(unit, cpu, self.devices[through].name if through >= 0 else None)
+
+    def _logits(self, device: Device) -> Times:
+        """The copy of the logits to the host."""
+        size = 4 * self.workload.n_seq * self.prices.inventory.number("vocab_size")
+        if self.cpu < 0:
+            return Times(0, 0)
+        ns = self.prices.copy_ns(device.name, self.devices[self.cpu].name, size)
+        return Times(ns, ns)
+
+    def _stripes(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
+        device = self.devices[d]
+        curve = self.options.curves.get(unit.layer) if unit.layer is not None else None
+        if not curve or not self.options.stripes or not self.prices.zero_copy(device.name):
+            return
+        cold = self.prices.on(unit, device.name, "CUDA_Host")
+        for stripe in stripe_widths(unit, self.prices, curve, self.options.stripe_steps):
+            memory = [0] * len(self.devices)
+            memory[d], memory[self.cpu] = stripe.device_bytes, stripe.host_bytes
+            times = _blend(here, cold, stripe)
+            yield Spot(f"stripe:{device.name}:{stripe.k}", tuple(memory), times)
+
+    def _option(self, d: int, units: tuple[Unit, ...], spots: tuple[Spot, ...], kept: int) -> Option:
+        """One combination of spots, with the changes of device inside the layer."""
+        times = sum((s.times for s in spots), Times(0, 0))
+        memory = [sum(column) for column in zip(*(s.memory for s in spots), strict=True)] or [0] * len(
+            self.devices
+        )
+        memory[d] += kept
+        shares = {PER_DEVICE * d}
+        splits = 0
+        host_last = False
+        for unit, spot in zip(units, spots, strict=True):
+            shares |= set(spot.shares)
+            if d == self.cpu:
+                continue
+            if spot.host:
+                splits += 1
+                times += self._there(d, unit)
+                host_last = True
+            elif host_last and unit.kind not in BOUND:
+                splits += 1
+                times += self._hand_over(self.cpu, d, 1)
+                host_last = False
+        streaming = d if splits else self.first_gpu if d == self.cpu else -1
+        if streaming >= 0 and self._streams(streaming):
+            shares |= {PER_DEVICE * streaming + n for n in (0, 1, 2)}
+        if any(unit.kind is Kind.OUTPUT for unit in units):
+            shares |= {PER_DEVICE * d + n for n in (0, 1, 3)}
+        return Option(
+            entry=d,
+            exit=self.cpu if host_last else d,
+            sites=tuple(s.site for s in spots),
+            decode_ns=times.decode_ns,
+            prefill_ns=times.prefill_ns,
+            memory=tuple(memory),
+            shares=tuple(sorted(shares)),
+            splits=splits,
+            parts=tuple(s.times.decode_ns for s in spots),
+        )
+
+    def _streams(self, device: int) -> bool:
+        return self.devices[device].kind == "gpu" and self.workload.n_ubatch >= OFFLOAD_BATCH
+
+    def _there(self, d: int, unit: Unit) -> Times:
+        """From the layer device to the CPU and, for experts, one more row per expert on the way back."""
+        there = self._hand_over(d, self.cpu, 1)
+        if unit.used > 1:
+            width = 4 * self.prices.inventory.number("embedding_length")
+            names = self.devices[self.cpu].name, self.devices[d].name
+            rows = self.prices.copy_ns(*names, unit.used * width) - self.prices.copy_ns(*names, width)
+            there += Times(rows, 0)
+        return there
+
+    def _hand_over(self, source: int, target: int, rows: int) -> Times:
+        """One change of device; a prompt long enough to be streamed stays on the GPU."""
+        width = 4 * rows * self.prices.inventory.number("embedding_length")
+        names = self.devices[source].name, self.devices[target].name
+        decode = self.prices.hand_over(*names, width * self.workload.n_seq)
+        prefill = sum(
+            count * self.prices.hand_over(*names, width * batch)
+            for batch, count in self.prices.batches
+            if batch < OFFLOAD_BATCH
+        )
+        return Times(decode, prefill)
+
+    def _bytes(self, device: int, size: int) -> tuple[int, ...]:
+        return tuple(size if i == device else 0 for i in range(len(self.devices)))
+
+
+def _blend(hot: Times, cold: Times, stripe: Stripe) -> Times:
+    """Experts read partly from the device's memory and partly across the bus."""
+
+    def mix(near: int, far: int, cold_ppm: int) -> int:
+        return near + max(far - near, 0) * cold_ppm // _PPM
+
+    return Times(
+        mix(hot.decode_ns, cold.decode_ns, stripe.cold_decode_ppm),
+        mix(hot.prefill_ns, cold.prefill_ns, stripe.cold_prefill_ppm),
+        0,
+    )
+
+
+def hit_at(curve: tuple[CachePoint, ...], share_ppm: int) -> int:
+    """Hit rate of a cache of that share, between the points of its curve."""
+    points = [(0, 0), *((p.share_ppm, p.hit_ppm) for p in curve), (_PPM, _PPM)]
+    for (x0, y0), (x1, y1) in itertools.pairwise(sorted(points)):
+        if x0 <= share_ppm <= x1 and x0 != x1:
+            return y0 + (y1 - y0) * (share_ppm - x0) // (x1 - x0)
+    return _PPM

@@ -1,0 +1,284 @@
+"""From inventory, profile, budgets and workload to the placement problem in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from planner import kv
+from planner.arch import Layers, layers_of
+from planner.choices import Chooser
+from planner.inventory import Inventory
+from planner.options import SolveOptions
+from planner.pins import agrees, pinned
+from planner.price import Prices
+from planner.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
+from planner.profile import Device, Profile
+from planner.room import Room, room_of
+from planner.units import Kind, Unit, UnitTable, units_of
+from planner.workload import Workload
+
+INPUT = "input"
+OUTPUT = "output"
+_FIGURES = 10_000  # times are rounded to this share of a token, at least: finer is noise, and slow to prove
+_ON_HOST = frozenset({Kind.EMBEDDING, Kind.LOOKUP})
+_NOT_LOADED = frozenset({Kind.FOREIGN})
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model ready for planning: its units by decision, its caches."""
+
+    inventory: Inventory
+    table: UnitTable
+    layers: Layers
+    groups: tuple[tuple[str, tuple[Unit, ...]], ...]  # decision name and its units, in graph order
+    kv: Mapping[str, int]  # bytes by decision
+    state: Mapping[str, int]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self.table.units
+
+
+def model_of(inventory: Inventory, workload: Workload) -> Model:
+    """Group the units of a model into decisions: the input tables, each layer, the output head."""
+    table, layers = units_of(inventory), layers_of(inventory)
+    groups: dict[str, list[Unit]] = {INPUT: []}
+    for unit in table.units:
+        if unit.kind in _NOT_LOADED or (unit.kind is Kind.NEXTN and not workload.mtp):
+            continue
+        groups.setdefault(decision_of(unit), []).append(unit)
+    groups[OUTPUT] = groups.pop(OUTPUT, [])
+    caches = dict(zip(_names(layers.n_main), kv.kv_bytes(inventory, workload), strict=True))
+    if workload.mtp:
+        names = [f"blk.{n}" for n in range(layers.n_main, layers.n_all)]
+        caches |= dict(zip(names, kv.nextn_kv_bytes(inventory, workload), strict=True))
+    state = dict(zip(_names(layers.n_main), kv.state_bytes(inventory, workload), strict=True))
+    return Model(
+        inventory, table, layers, tuple((k, tuple(v)) for k, v in groups.items() if v), caches, state
+    )
+
+
+def decision_of(unit: Unit) -> str:
+    """The name of the decision a unit belongs to."""
+    if unit.kind in _ON_HOST:
+        return INPUT
+    return OUTPUT if unit.layer is None else f"blk.{unit.layer}"
+
+
+def _names(n_main: int) -> list[str]:
+    return [f"blk.{n}" for n in range(n_main)]
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A problem and what it was made from."""
+
+    model: Model
+    problem: Problem
+    prices: Prices
+    fixed: Mapping[str, Room]  # memory a device needs as soon as it is used
+
+
+def price(
+    model: Model,
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+) -> Priced:
+    """The placement problem on the devices that have a budget."""
+    devices = tuple(d for d in profile.devices if d.name in budgets and d.kind != "cpu")
+    devices += tuple(d for d in profile.devices if d.name in budgets and d.kind == "cpu")
+    prices = Prices(model.inventory, profile, workload, options.distinct)
+    n_gpus = sum(d.kind != "cpu" for d in devices)
+    rooms = {d.name: room_of(model.inventory, workload, d, n_gpus) for d in devices}
+    shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
+    chooser = Chooser(prices, devices, options, rooms)
+    wanted = pinned(options.pins, [u for _, g in model.groups for u in g], [d.name for d in devices])
+    decisions = tuple(_decision(chooser, model, name, units, options, wanted) for name, units in model.groups)
+    reserved = {d.name: sum(r.size_bytes for r in options.reserves if r.device == d.name) for d in devices}
+    pools = _pools(devices, profile)
+    problem = Problem(
+        devices=tuple(
+            Capacity(
+                d.name,
+                d.kind,
+                max(_budget(d, budgets, options) - reserved[d.name], 0),
+                _pool_index(pools, d),
+            )
+            for d in devices
+        ),
+        decisions=decisions,
+        edges=_edges(prices, devices, len(decisions)),
+        pools=pools,
+        shares=shares,
+        exclusive=chooser.exclusive(),
+        mixed=_mixed(model, prices, devices, decisions),
+        decode_weight=workload.gen,
+        decode_ns=prices.calibration.token_ns,
+        max_runs=options.max_runs,
+        contiguous=options.contiguous,
+    )
+    return Priced(model, rounded(problem), prices, rooms)
+
+
+def _budget(device: Device, budgets: Mapping[str, int], options: SolveOptions) -> int:
+    return 2**62 if device.kind == "cpu" and options.page else budgets[device.name]
+
+
+def _shares(index: int, device: Device, room: Room) -> tuple[Share, ...]:
+    """What the use of a device costs once, in the order of `choices.PER_DEVICE`."""
+    shared = room.shared_bytes
+    return (
+        Share(f"{device.name} in use", index, room.base_bytes + device.context_bytes),
+        Share(f"{device.name} streams or has the head", index, shared),
+        Share(f"{device.name} streams", index, room.staging_bytes - shared),
+        Share(f"{device.name} has the head", index, room.head_bytes - shared),
+    )
+
+
+def _pools(devices: tuple[Device, ...], profile: Profile) -> tuple[Pool, ...]:
+    """Memory that several devices share counts once: the least that any of them reports, less a reserve."""
+    names = dict.fromkeys(d.memory_pool for d in devices if d.memory_pool)
+    found = []
+    for name in names:
+        known = [d.free_bytes or d.memory_bytes for d in profile.devices if d.memory_pool == name]
+        size = min((k for k in known if k), default=0)
+        found.append(Pool(name, size - max(2**30, size * 4 // 100)))
+    return tuple(found)
+
+
+def _pool_index(pools: tuple[Pool, ...], device: Device) -> int:
+    return next((i for i, pool in enumerate(pools) if pool.name == device.memory_pool), -1)
+
+
+def _decision(
+    chooser: Chooser,
+    model: Model,
+    name: str,
+    units: tuple[Unit, ...],
+    options: SolveOptions,
+    wanted: Mapping[str, str],
+) -> Decision:
+    if name == INPUT:
+        found = chooser.on_host(units)
+    else:
+        found = chooser.layer(name, units, model.kv.get(name, 0), model.state.get(name, 0))
+    kept = [o for o in found if _allowed(chooser, o, name, units, options, wanted)]
+    return Decision(name, tuple(u.name for u in units), tuple(kept), name != INPUT)
+
+
+def _allowed(
+    chooser: Chooser,
+    option: Option,
+    name: str,
+    units: tuple[Unit, ...],
+    options: SolveOptions,
+    wanted: Mapping[str, str],
+) -> bool:
+    if name != INPUT:
+        if options.contiguous and not option.whole:
+            return False
+        if options.no_cpu and chooser.uses_host(option):
+            return False
+    return all(
+        agrees(site, wanted[unit.name])
+        for unit, site in zip(units, option.sites, strict=True)
+        if unit.name in wanted
+    )
+
+
+def _edges(prices: Prices, devices: tuple[Device, ...], n: int) -> tuple[Edge, ...]:
+    width = max(prices.inventory.number("embedding_length"), 1) * 4
+    decode = _matrix(prices, devices, [(prices.workload.n_seq, 1)], width)
+    prefill = _matrix(prices, devices, prices.batches, width)
+    return tuple(Edge(i, i + 1, decode, prefill) for i in range(n - 1))
+
+
+def _matrix(
+    prices: Prices,
+    devices: tuple[Device, ...],
+    batches: list[tuple[int, int]] | tuple[tuple[int, int], ...],
+    width: int,
+) -> Matrix:
+    return tuple(
+        tuple(
+            sum(count * prices.hand_over(source.name, target.name, batch * width) for batch, count in batches)
+            for target in devices
+        )
+        for source in devices
+    )
+
+
+def _mixed(
+    model: Model, prices: Prices, devices: tuple[Device, ...], decisions: tuple[Decision, ...]
+) -> tuple[Mixed, ...]:
+    """The fixed cost of a graph with CPU and other parts, and the fused kernels that such a graph loses."""
+    if all(d.kind == "cpu" for d in devices):
+        return ()
+    steps = sum(count for _, count in prices.batches)
+    ns = prices.calibration.mixed_ns
+    graph = Mixed("mixed graph", tuple(i for i, d in enumerate(decisions) if d.layer), ns, ns * steps)
+    recurrent = {f"blk.{n}" for n, is_recurrent in enumerate(model.layers.recurrent) if is_recurrent}
+    if not any(_delta_net(t.name) for t in model.inventory.tensors) or not recurrent:
+        return (graph,)
+    # A delta-net layer away from the GPU switches the fused operator off everywhere: the state is
+    # then read and written by some ten small operators in each such layer.
+    extra = 10 * max(d.op_overhead_ns for d in devices if d.kind != "cpu") * len(recurrent)
+    which = tuple(i for i, d in enumerate(decisions) if d.name in recurrent)
+    return (graph, Mixed("unfused delta net", which, extra, extra * steps))
+
+
+def _delta_net(name: str) -> bool:
+    return ".ssm_ba." in name or ".ssm_beta." in name
+
+
+def tick_of(problem: Problem) -> int:
+    """The rounding step of decode times: a power of ten, at most 1/10000 of the fastest token."""
+    fastest = problem.decode_ns + sum(
+        min((o.decode_ns for o in d.options), default=0) for d in problem.decisions
+    )
+    tick = 1
+    while tick * 10 * _FIGURES <= fastest:
+        tick *= 10
+    return tick
+
+
+def rounded(problem: Problem) -> Problem:
+    """Times rounded to a step far below any measurement's error, so that optimality can be proven."""
+    decode = tick_of(problem)
+    prefill = decode * max(problem.decode_weight, 1)
+
+    def near(ns: int, step: int) -> int:
+        return (ns + step // 2) // step * step
+
+    def matrix(values: Matrix, step: int) -> Matrix:
+        return tuple(tuple(near(ns, step) for ns in row) for row in values)
+
+    edges: dict[tuple[Matrix, Matrix], tuple[Matrix, Matrix]] = {}
+    for edge in problem.edges:
+        key = (edge.decode_ns, edge.prefill_ns)
+        if key not in edges:
+            edges[key] = (matrix(key[0], decode), matrix(key[1], prefill))
+    return replace(
+        problem,
+        decisions=tuple(
+            replace(
+                d,
+                options=tuple(
+                    replace(o, decode_ns=near(o.decode_ns, decode), prefill_ns=near(o.prefill_ns, prefill))
+                    for o in d.options
+                ),
+            )
+            for d in problem.decisions
+        ),
+        edges=tuple(Edge(e.source, e.target, *edges[e.decode_ns, e.prefill_ns]) for e in problem.edges),
+        mixed=tuple(
+            replace(m, decode_ns=near(m.decode_ns, decode), prefill_ns=near(m.prefill_ns, prefill))
+            for m in problem.mixed
+        ),
+        decode_ns=near(problem.decode_ns, decode),
+        prefill_ns=near(problem.prefill_ns, prefill),
+    )

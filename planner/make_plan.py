@@ -1,0 +1,142 @@
+"""From inventory, profile, budgets and workload to a plan, step by step; or to a refusal with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from planner import baselines
+from planner.baselines import Candidate
+from planner.cost import Model, Priced, model_of, price
+from planner.evaluate import evaluate
+from planner.inventory import Inventory
+from planner.options import SolveOptions
+from planner.plan import Plan
+from planner.problem import Solution
+from planner.profile import Profile
+from planner.record_plan import Chosen, record
+from planner.refusal import check_forced, refuse
+from planner.solve import Limits, Solved, solve
+from planner.workload import Workload
+
+_PPM = 10**6
+
+
+def make_plan(
+    inventory: Inventory,
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+) -> Plan:
+    """The best placement under the budgets, as a plan.
+
+    `budgets` holds bytes for every device that may be used, the CPU included. Raises Infeasible with
+    what is needed, what is there, and what to change.
+    """
+    model = model_of(inventory, workload)
+    everything = price(
+        model, profile, budgets, workload, replace(options, pins=(), contiguous=False, no_cpu=False)
+    )
+    constrained = price(model, profile, budgets, workload, options)
+    check_forced(constrained, budgets, options)
+    stock = baselines.candidates(everything, options.given)
+    host_only = _host_only(model, profile, budgets, workload, options)
+    chosen = choose(constrained, everything, stock, host_only, options)
+    if chosen is None:
+        raise refuse(constrained, budgets, options)
+    return record(chosen, (host_only[1], *stock) if host_only else stock, profile, budgets, workload, options)
+
+
+def _host_only(
+    model: Model, profile: Profile, budgets: Mapping[str, int], workload: Workload, options: SolveOptions
+) -> tuple[Priced, Candidate] | None:
+    """Everything on the CPU, GPUs not even opened: a problem of its own with a single answer."""
+    hosts = {d.name for d in profile.devices if d.kind == "cpu"}
+    if not hosts & set(budgets):
+        return None
+    alone = {name: size for name, size in budgets.items() if name in hosts}
+    free = replace(options, pins=(), contiguous=False, no_cpu=False, reserves=())
+    priced = price(model, profile, alone, workload, free)
+    return priced, baselines.candidates(priced)[0]
+
+
+def choose(
+    priced: Priced,
+    free: Priced,
+    stock: tuple[Candidate, ...],
+    host_only: tuple[Priced, Candidate] | None,
+    options: SolveOptions,
+) -> Chosen | None:
+    """The solver's answer, unless a stock rule is as good within the error of the prediction."""
+    usable = [c for c in (_translate(priced, each, free) for each in stock) if c is not None and c.feasible]
+    hint = min(usable, key=lambda c: _objective(c), default=None)
+    limits = Limits(wall_s=options.time_limit_s)
+    solved = solve(priced.problem, hint.solution if hint else None, limits)
+    found = _pick(priced, solved, usable)
+    if host_only is None or options.no_cpu or options.pins:
+        return found
+    alone, candidate = host_only
+    if not candidate.feasible or candidate.evaluation is None or candidate.solution is None:
+        return found
+    if found is None or candidate.evaluation.objective_ns <= found.evaluation.objective_ns:
+        bound = min(solved.bound_ns, candidate.evaluation.objective_ns) if solved.solution else 0
+        bound = bound or candidate.evaluation.objective_ns
+        return Chosen(alone, candidate.solution, candidate.evaluation, bound, "optimal", candidate.name)
+    return found
+
+
+def _pick(priced: Priced, solved: Solved, usable: list[Candidate]) -> Chosen | None:
+    solution = solved.solution
+    if solution is None and not usable:
+        return None
+    if solution is not None:
+        evaluation = evaluate(priced.problem, solution)
+        assert evaluation.feasible, evaluation.violations
+        limit = evaluation.objective_ns + evaluation.objective_ns * indistinct_ppm(priced) // _PPM
+        best = Chosen(priced, solution, evaluation, solved.bound_ns, solved.status, "")
+    else:
+        limit, best = 2**62, None
+    for candidate in usable:
+        if _objective(candidate) <= limit and candidate.solution and candidate.evaluation:
+            return Chosen(
+                priced,
+                candidate.solution,
+                candidate.evaluation,
+                solved.bound_ns,
+                "baseline",
+                candidate.name,
+            )
+    return best
+
+
+def _objective(candidate: Candidate) -> int:
+    return candidate.evaluation.objective_ns if candidate.evaluation else 2**62
+
+
+def _translate(priced: Priced, candidate: Candidate, free: Priced) -> Candidate | None:
+    """A stock placement in the constrained problem; None when a pin or a mode forbids it."""
+    if candidate.solution is None:
+        return None
+    choices = []
+    for decision, wanted in zip(
+        priced.problem.decisions, candidate.solution.chosen(free.problem), strict=True
+    ):
+        same = [
+            j for j, o in enumerate(decision.options) if (o.entry, o.sites) == (wanted.entry, wanted.sites)
+        ]
+        if not same:
+            return None
+        choices.append(same[0])
+    solution = Solution(tuple(choices))
+    return replace(candidate, solution=solution, evaluation=evaluate(priced.problem, solution))
+
+
+def indistinct_ppm(priced: Priced) -> int:
+    """How far two plans for one machine must differ to be told apart.
+
+    The error of a difference is far smaller than that of either time, as both share the machine: a
+    third of the calibration's residual, between 0.5 % and 2 %; 1 % without calibration.
+    """
+    residual = priced.prices.calibration.residual_ppm
+    return min(max(residual // 3, 5_000), 20_000) if residual else 10_000

@@ -1,0 +1,66 @@
+"""What a person may ask of the solver beside budget and workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planner.plan import ExpertOrder
+
+MAX_ENGINE_DEVICES = 16  # llama_max_devices: entries of the device list, repeats included
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Units that must live at a site; `site` may be `gpu` for any GPU."""
+
+    pattern: str
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Memory on a device that the plan leaves to something else."""
+
+    name: str  # projector, draft model, other users
+    device: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A placement made elsewhere (llama.cpp's own `--fit`), priced beside the baselines."""
+
+    name: str
+    setting: str
+    layer_devices: tuple[str, ...]  # one a main layer, the output head last
+    sites: Mapping[str, str]  # movable units that do not live on their layer device
+
+
+@dataclass(frozen=True, slots=True)
+class CachePoint:
+    """One point of a MoE cache's hit curve."""
+
+    share_ppm: int  # of a layer's expert bytes held in the cache
+    hit_ppm: int  # of routed choices served
+
+
+@dataclass(frozen=True, slots=True)
+class SolveOptions:
+    """Constraints and extras of one planning run."""
+
+    pins: tuple[Pin, ...] = ()
+    contiguous: bool = False  # whole layers only, one run per device
+    no_cpu: bool = False  # every layer and the output head whole on a GPU
+    page: bool = False  # host weights may exceed memory and are paged from disk
+    stripes: bool = True
+    stripe_steps: int = 16  # widths tried per layer
+    curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # coverage by layer
+    orders: tuple[ExpertOrder, ...] = ()  # hot first, for the rewriter
+    distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
+    cache: tuple[CachePoint, ...] = ()  # the engine has a MoE cache; concave hit curve
+    reserves: tuple[Reserve, ...] = ()
+    given: tuple[Given, ...] = ()
+    max_runs: int = MAX_ENGINE_DEVICES
+    time_limit_s: float = 20.0
+    command: str = ""

@@ -1,0 +1,59 @@
+"""User pins: `blk.0.*=gpu`, `blk.*.ffn_down_exps.weight=cpu`, matched by unit or tensor name."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+from planner.errors import OptionProblem
+from planner.options import Pin
+from planner.units import Unit
+
+OPTION = "--pin"
+_SITES = ("gpu", "cpu", "stripe", "cache")
+
+
+def parse_pin(text: str) -> Pin:
+    """A pin from `PATTERN=SITE`; SITE is cpu, gpu, gpu:DEVICE, DEVICE, stripe or cache."""
+    pattern, equals, site = text.rpartition("=")
+    if not equals or not pattern.strip() or not site.strip():
+        raise OptionProblem(OPTION, text, "expected PATTERN=SITE, for example 'blk.0.*=gpu'")
+    return Pin(pattern.strip(), site.strip())
+
+
+def pinned(pins: Sequence[Pin], units: Sequence[Unit], devices: Sequence[str]) -> dict[str, str]:
+    """The site each pinned unit must have.
+
+    Raises OptionProblem for a pattern that matches nothing, a site that does not exist, and a unit
+    pinned to two sites.
+    """
+    found: dict[str, str] = {}
+    for pin in pins:
+        site = _site(pin, devices)
+        matched = [unit for unit in units if matches(pin.pattern, unit)]
+        if not matched:
+            raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", "matches no tensor of this model")
+        for unit in matched:
+            if found.setdefault(unit.name, site) != site:
+                raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", f"{unit.name} is pinned twice")
+    return found
+
+
+def matches(pattern: str, unit: Unit) -> bool:
+    """Whether a glob matches the unit's name or one of its tensors."""
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (unit.name, *unit.tensors))
+
+
+def agrees(site: str, wanted: str) -> bool:
+    """Whether a site is what a pin asks for."""
+    return site == wanted or (":" not in wanted and site.split(":")[0] == wanted)
+
+
+def _site(pin: Pin, devices: Sequence[str]) -> str:
+    head, _, device = pin.site.partition(":")
+    if pin.site in devices:
+        return "cpu" if pin.site == "CPU" else f"gpu:{pin.site}"
+    if head not in _SITES or (device and device.split(":")[0] not in devices):
+        known = ", ".join((*_SITES, *devices))
+        raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", f"no such site; there are {known}")
+    return pin.site

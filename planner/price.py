@@ -1,0 +1,232 @@
+"""Time of one unit on one device: its operators one by one, from the profile, times the calibration.
+
+Decode prices one step of `n_seq` sequences at the workload's depth; prefill the whole prompt in
+ubatches. Everything is a sum that a person can follow: operators + small operators + attention or state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planner import timing
+from planner.arch import layers_of
+from planner.inventory import Inventory, Tensor, by_name
+from planner.kv import head_widths, kv_heads, state_widths
+from planner.profile import Calibration, Profile
+from planner.roles import Role, part_of
+from planner.sliding import sliding_layers, window
+from planner.units import Kind, Unit
+from planner.workload import Workload
+
+OFFLOAD_BATCH = 32  # from this batch on the engine copies host weights to a GPU and computes there
+_PPM = 10**6
+# Operators without weights that a unit adds to the graph: rope, cache writes, softmax, top-k, residual …
+_SMALL_OPS = {
+    Kind.ATTENTION: 6,
+    Kind.RECURRENT: 8,
+    Kind.ROUTER: 4,
+    Kind.FFN: 2,
+    Kind.EXPERTS: 3,
+    Kind.LAYER: 8,
+    Kind.OUTPUT: 0,
+    Kind.NEXTN: 8,
+}
+_SMALL_ROLES = frozenset({Role.NORM, Role.EXPERT_SMALL})
+# Two-dimensional, yet no matrix product: convolutions, decay tables, interpolation factors.
+_NOT_MULTIPLIED = ("conv1d", "shortconv.conv", "ssm_a", "ssm_d.", "lerp", "rope_f", "time_mix_first", "r_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Nanoseconds of one decode step and of the whole prompt, and the share that was measured."""
+
+    decode_ns: int
+    prefill_ns: int
+    measured_ns: int = 0  # of decode_ns
+
+    def __add__(self, other: Times) -> Times:
+        return Times(
+            self.decode_ns + other.decode_ns,
+            self.prefill_ns + other.prefill_ns,
+            self.measured_ns + other.measured_ns,
+        )
+
+
+@dataclass
+class Prices:
+    """Times of the units of one model on the devices of one profile."""
+
+    inventory: Inventory
+    profile: Profile
+    workload: Workload
+    distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
+    _memo: dict[object, tuple[int, bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tensors = by_name(self.inventory)
+        self._layers = layers_of(self.inventory)
+        self._slides = sliding_layers(self.inventory, self._layers.n_main)
+        self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
+        self._state = state_case(self.inventory, 1)
+        self.calibration = calibration_for(self.profile, self.inventory.table_digest())
+        full, rest = divmod(self.workload.prompt, self.workload.n_ubatch)
+        pieces = ((self.workload.n_ubatch, full), (rest, 1))
+        self.batches = tuple((batch, count) for batch, count in pieces if batch and count)
+
+    def on(self, unit: Unit, device: str, buffer: str = "") -> Times:
+        """A unit computed on a device that holds it in `buffer` ("": its own memory)."""
+        decode, measured = self._step(unit, device, buffer, self.workload.n_seq, self.workload.depth)
+        prefill = sum(
+            count * self._step(unit, device, buffer, batch, self.workload.prompt // 2)[0]
+            for batch, count in self.batches
+        )
+        return Times(decode, prefill, measured)
+
+    def on_host(self, unit: Unit, cpu: str, through: str | None) -> Times:
+        """A unit in host memory: decoded by the CPU; prompts by the GPU `through`, if any."""
+        here = self.on(unit, cpu)
+        if through is None:
+            return here
+        prefill = sum(count * self._streamed(unit, cpu, through, batch) for batch, count in self.batches)
+        return Times(here.decode_ns, prefill, here.measured_ns)
+
+    def _streamed(self, unit: Unit, cpu: str, through: str, batch: int) -> int:
+        depth = self.workload.prompt // 2
+        if batch < OFFLOAD_BATCH:
+            return self._step(unit, cpu, "", batch, depth)[0]
+        copied = self.copy_ns(cpu, through, self.touched_bytes(unit, batch))
+        return copied + self._step(unit, through, "", batch, depth)[0]
+
+    def touched_bytes(self, unit: Unit, batch: int) -> int:
+        """Weight bytes that a batch reads: of routed experts only those it uses."""
+        if not unit.experts:
+            return unit.size_bytes
+        touched = timing.experts_touched(unit.experts, unit.used, batch)
+        if unit.layer is not None and batch >= self.workload.n_ubatch:
+            touched = min(touched, self.distinct.get(unit.layer, touched))
+        return round(unit.size_bytes * touched / unit.experts)
+
+    def copy_ns(self, source: str, target: str, size_bytes: int) -> int:
+        """Time of one copy between two devices; through the host where they have no link of their own."""
+        if source == target:
+            return 0
+        for link in self.profile.links:
+            if link.source == source and link.target == target:
+                return link.latency_ns + size_bytes * timing.NS_PER_S // link.bandwidth_bytes_per_s
+        cpu = next((d.name for d in self.profile.devices if d.kind == "cpu"), "")
+        if cpu in (source, target) or not cpu:
+            return 0
+        return self.copy_ns(source, cpu, size_bytes) + self.copy_ns(cpu, target, size_bytes)
+
+    def hand_over(self, source: str, target: str, size_bytes: int) -> int:
+        """One change of device in the graph: the scheduler's overhead and the copy."""
+        if source == target:
+            return 0
+        return self.calibration.split_ns + self.copy_ns(source, target, size_bytes)
+
+    def zero_copy(self, device: str) -> int:
+        """Bytes per second at which kernels of a device read host memory; 0 where they cannot."""
+        return max((li.zero_copy_bytes_per_s for li in self.profile.links if li.target == device), default=0)
+
+    def _step(self, unit: Unit, device: str, buffer: str, batch: int, depth: int) -> tuple[int, int]:
+        """One pass over a unit: nanoseconds, and how many of them rest on measured cases."""
+        total = measured = 0
+        for name in unit.tensors:
+            ns, known = self._tensor(unit, self.tensors[name], device, buffer, batch)
+            total += ns
+            measured += ns if known else 0
+        for case in self._weightless(unit, batch, depth):
+            ns, known = self._lookup(case, device, "")
+            total += ns
+            measured += ns if known else 0
+        if unit.tied_bytes:
+            ns, known = self._tensor(unit, self.tensors["token_embd.weight"], device, buffer, batch)
+            total, measured = total + ns, measured + (ns if known else 0)
+        total += _SMALL_OPS.get(unit.kind, 0) * self.profile.device(device).op_overhead_ns
+        scale = self.calibration.scale_ppm.get(device, _PPM)
+        return total * scale // _PPM, measured * scale // _PPM
+
+    def _tensor(self, unit: Unit, tensor: Tensor, device: str, buffer: str, batch: int) -> tuple[int, bool]:
+        part = part_of(tensor)
+        if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP):
+            return self._lookup(timing.Case("GET_ROWS", tensor.type, tensor.shape, batch), device, buffer)
+        if part.role in _SMALL_ROLES or not _is_matrix(tensor):
+            return self.profile.device(device).op_overhead_ns, False
+        if part.role is Role.EXPERTS:
+            shape = (*tensor.shape[:2], unit.experts)
+            case = timing.Case("MUL_MAT_ID", tensor.type, shape, batch, unit.used)
+            ns, known = self._lookup(case, device, buffer)
+            alone = len(tensor.shape) < 3  # one file tensor per expert
+            return (ns // max(unit.experts, 1), False) if alone else (ns, known)
+        rows = batch if unit.kind is not Kind.OUTPUT else min(batch, self.workload.n_seq)
+        return self._lookup(timing.Case("MUL_MAT", tensor.type, tensor.shape, rows), device, buffer)
+
+    def _weightless(self, unit: Unit, batch: int, depth: int) -> tuple[timing.Case, ...]:
+        """The operators that read the cache instead of weights."""
+        layer = unit.layer
+        if layer is None or layer >= self._layers.n_main:
+            return ()
+        if unit.kind is Kind.RECURRENT:
+            return (timing.Case(self._state.op, "f32", self._state.shape, batch),)
+        if unit.kind in (Kind.ATTENTION, Kind.LAYER) and self._layers.attention[layer]:
+            return (self._attention(layer, batch, depth),)
+        return ()
+
+    def _attention(self, layer: int, batch: int, depth: int) -> timing.Case:
+        slides = self._slides[layer]
+        if slides and window(self.inventory):
+            depth = min(depth, window(self.inventory))
+        n_kv = max(self._heads[layer], 1)
+        head_dim = max(head_widths(self.inventory, slides)[0], 1)
+        n_head = self.inventory.per_layer("attention.head_count", layer + 1, n_kv)[layer]
+        return timing.Case(
+            "FLASH_ATTN_EXT", self.workload.type_k, (head_dim, max(n_head, 1), n_kv), batch, 0, depth
+        )
+
+    def _lookup(self, case: timing.Case, device: str, buffer: str) -> tuple[int, bool]:
+        key = (case, device, buffer)
+        if key not in self._memo:
+            time = timing.lookup(
+                self.profile,
+                case.op,
+                case.type,
+                case.shape,
+                case.batch,
+                device,
+                buffer,
+                case.used,
+                case.depth,
+            )
+            self._memo[key] = (time.ns, time.measured)
+        return self._memo[key]
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    if len(tensor.shape) < 2 or min(tensor.shape[:2]) < 2 or not tensor.name.endswith(".weight"):
+        return False
+    return not any(word in tensor.name for word in _NOT_MULTIPLIED)
+
+
+def state_case(inventory: Inventory, batch: int) -> timing.Case:
+    """The recurrent operator of one layer; its shape is that of the state: (state, head_dim, heads)."""
+    number, names = inventory.number, [t.name for t in inventory.tensors]
+    state, inner = number("ssm.state_size"), number("ssm.inner_size")
+    if not state or not inner:  # other mixers: the same bytes, read and written
+        width = max(number("kda.head_dim", number("wkv.head_size", 64)), 1)
+        return timing.Case(
+            "GATED_DELTA_NET", "f32", (width, max(state_widths(inventory)[1] // width, 1), 1), batch
+        )
+    if any(".ssm_x." in name for name in names):
+        return timing.Case("SSM_SCAN", "f32", (state, 1, inner), batch)
+    heads = max(number("ssm.time_step_rank"), 1)
+    delta = any(".ssm_ba." in name or ".ssm_beta." in name for name in names)
+    op = "GATED_DELTA_NET" if delta else "SSM_SCAN"
+    return timing.Case(op, "f32", (state, max(inner // heads, 1), heads), batch)
+
+
+def calibration_for(profile: Profile, model: str) -> Calibration:
+    """The calibration of that model, else of the profiler's generated model, else a cautious guess."""
+    by_model = {c.model: c for c in profile.calibrations}
+    guess = Calibration(model="", split_ns=40_000, mixed_ns=500_000, token_ns=300_000)
+    return by_model.get(model) or by_model.get("") or guess

@@ -1,0 +1,235 @@
+"""A chosen placement written down as a plan: sites with reasons, what fills each device, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from planner.baselines import Candidate
+from planner.cost import OUTPUT, Priced, decision_of
+from planner.evaluate import Evaluation
+from planner.options import SolveOptions
+from planner.overrides import overrides_of
+from planner.plan import (
+    Baseline,
+    DeviceUse,
+    ExpertOrder,
+    LayerRange,
+    MachineRef,
+    ModelRef,
+    Placement,
+    Plan,
+    Prediction,
+)
+from planner.problem import Decision, Option, Solution
+from planner.profile import Profile, to_text
+from planner.reasons import reason
+from planner.records import digest
+from planner.units import Unit
+from planner.workload import Workload
+
+_PPM = 10**6
+_ERROR_PPM = {True: 150_000, False: 300_000}  # without calibration: measured operators, assumed machine
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The placement that becomes the plan; `rule` names the stock rule it equals, if any."""
+
+    priced: Priced
+    solution: Solution
+    evaluation: Evaluation
+    bound_ns: int
+    status: str
+    rule: str
+
+
+def record(
+    chosen: Chosen,
+    stock: Sequence[Candidate],
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+) -> Plan:
+    """The plan of a chosen placement."""
+    priced = chosen.priced
+    devices = layer_devices(chosen)
+    sites = sites_of(chosen, devices)
+    units = priced.model.units
+    return Plan(
+        command=options.command,
+        version=version("atsplan"),
+        model=_model_ref(priced),
+        machine=machine_ref(profile),
+        workload=workload,
+        devices=_uses(chosen, budgets, options),
+        layers=ranges(devices),
+        predicted=prediction(chosen, profile),
+        baselines=tuple(_baseline(c, priced) for c in stock),
+        notes=_notes(chosen, profile, workload, options),
+        pins=tuple(f"{p.pattern}={p.site}" for p in options.pins),
+        units=tuple(_placement(chosen, unit, sites[unit.name]) for unit in units),
+        overrides=overrides_of(priced.model.inventory, units, [sites[u.name] for u in units], devices),
+        experts=_orders(sites, units, options),
+    )
+
+
+def layer_devices(chosen: Chosen) -> tuple[str, ...]:
+    """The layer device of each layer, speculative blocks included, and of the output head."""
+    priced = chosen.priced
+    names = [d.device for d in priced.problem.devices]
+    by_name = {decision.name: names[option.entry] for decision, option in _pairs(chosen) if decision.layer}
+    head = by_name.get(OUTPUT, "CPU")
+    return (*(by_name.get(f"blk.{n}", head) for n in range(priced.model.layers.n_all)), head)
+
+
+def sites_of(chosen: Chosen, devices: Sequence[str]) -> dict[str, str]:
+    """The site of every unit; those that are not loaded stay with their layer's device."""
+    found: dict[str, str] = {}
+    for decision, option in _pairs(chosen):
+        found.update(zip(decision.units, option.sites, strict=True))
+    for unit in chosen.priced.model.units:
+        home = devices[-1] if unit.layer is None else devices[min(unit.layer, len(devices) - 1)]
+        found.setdefault(unit.name, "cpu" if home == "CPU" else f"gpu:{home}")
+    return found
+
+
+def ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:
+    """Consecutive layers with one device."""
+    found: list[LayerRange] = []
+    for n, device in enumerate(devices):
+        if found and found[-1].device == device:
+            found[-1] = LayerRange(first=found[-1].first, last=n, device=device)
+        else:
+            found.append(LayerRange(first=n, last=n, device=device))
+    return tuple(found)
+
+
+def machine_ref(profile: Profile) -> MachineRef:
+    """The machine, by the digest of its profile's canonical text."""
+    return MachineRef(
+        name=profile.name,
+        profile_digest=digest(to_text(profile)),
+        measured=profile.measured,
+        engine=profile.fingerprint.engine,
+    )
+
+
+def prediction(chosen: Chosen, profile: Profile) -> Prediction:
+    """Predicted times, their error bar, and how close to the optimum they are proven to be."""
+    found, calibration = chosen.evaluation, chosen.priced.prices.calibration
+    error = calibration.residual_ppm or _ERROR_PPM[profile.measured]
+    bound = min(chosen.bound_ns, found.objective_ns)
+    gap = (found.objective_ns - bound) * _PPM // max(found.objective_ns, 1)
+    return Prediction(
+        tpot_ns=found.decode_ns,
+        prefill_ns=found.prefill_ns,
+        error_ppm=error,
+        splits=found.splits,
+        objective_ns=found.objective_ns,
+        bound_ns=bound,
+        gap_ppm=gap,
+        status=chosen.status,
+    )
+
+
+def _pairs(chosen: Chosen) -> list[tuple[Decision, Option]]:
+    problem = chosen.priced.problem
+    return list(zip(problem.decisions, chosen.solution.chosen(problem), strict=True))
+
+
+def _model_ref(priced: Priced) -> ModelRef:
+    inventory = priced.model.inventory
+    return ModelRef(
+        name=inventory.name,
+        architecture=inventory.architecture,
+        table_digest=inventory.table_digest(),
+        header_digest=inventory.header_digest,
+        tensors=len(inventory.tensors),
+        size_bytes=inventory.size_bytes,
+    )
+
+
+def _uses(chosen: Chosen, budgets: Mapping[str, int], options: SolveOptions) -> tuple[DeviceUse, ...]:
+    problem, model = chosen.priced.problem, chosen.priced.model
+    found = []
+    for d, device in enumerate(problem.devices):
+        total = chosen.evaluation.memory[d]
+        kept = [decision.name for decision, option in _pairs(chosen) if option.entry == d]
+        if not total and not kept:
+            continue
+        kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
+        asked = {s for _, option in _pairs(chosen) for s in option.shares}
+        shares = [s for i, s in enumerate(problem.shares) if i in asked and s.device == d]
+        once = sum(s.size_bytes for s in shares)
+        context = next(
+            (p.context_bytes for p in chosen.priced.prices.profile.devices if p.name == device.device), 0
+        )
+        context = context if shares else 0
+        found.append(
+            DeviceUse(
+                name=device.device,
+                kind=device.kind,
+                budget_bytes=budgets[device.device],
+                weights_bytes=total - kv - state - once,
+                kv_bytes=kv,
+                state_bytes=state,
+                compute_bytes=once - context,
+                reserve_bytes=context
+                + sum(r.size_bytes for r in options.reserves if r.device == device.device),
+            )
+        )
+    return tuple(found)
+
+
+def _baseline(candidate: Candidate, priced: Priced) -> Baseline:
+    found = candidate.evaluation
+    devices = priced.problem.devices
+    vram = 0
+    if found is not None and len(found.memory) == len(devices):
+        vram = sum(m for m, d in zip(found.memory, devices, strict=True) if not d.host)
+    return Baseline(
+        name=candidate.name,
+        setting=candidate.setting,
+        feasible=candidate.feasible,
+        tpot_ns=found.decode_ns if found and candidate.feasible else 0,
+        prefill_ns=found.prefill_ns if found and candidate.feasible else 0,
+        vram_bytes=vram,
+    )
+
+
+def _placement(chosen: Chosen, unit: Unit, site: str) -> Placement:
+    problem = chosen.priced.problem
+    name = decision_of(unit)
+    for decision, option in _pairs(chosen):
+        if decision.name == name and unit.name in decision.units:
+            index = decision.units.index(unit.name)
+            return Placement(
+                unit=unit.name,
+                site=site,
+                size_bytes=unit.size_bytes,
+                time_ns=option.parts[index] if option.parts else 0,
+                why=reason(problem, decision, option, index, unit),
+            )
+    return Placement(unit=unit.name, site=site, size_bytes=unit.size_bytes, time_ns=0, why="not loaded")
+
+
+def _notes(chosen: Chosen, profile: Profile, workload: Workload, options: SolveOptions) -> tuple[str, ...]:
+    found = []
+    if not profile.measured:
+        found.append(f"assumed, not measured: {profile.name}")
+    if chosen.rule:
+        found.append(f"same as the stock rule {chosen.rule}, or not told apart from it")
+    if not any(r.name == "projector" for r in options.reserves):
+        found.append("no memory reserved for a vision projector (--mmproj)")
+    found += [f"profile: {warning}" for warning in profile.warnings]
+    return tuple(found)
+
+
+def _orders(
+    sites: Mapping[str, str], units: Sequence[Unit], options: SolveOptions
+) -> tuple[ExpertOrder, ...]:
+    striped = {u.layer for u in units if sites[u.name].startswith("stripe:")}
+    return tuple(order for order in options.orders if order.layer in striped)

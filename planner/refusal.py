@@ -1,0 +1,143 @@
+"""When the answer is no: what is needed per device, what is there, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.cost import Priced
+from planner.errors import AnswerIsNo
+from planner.options import SolveOptions
+from planner.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The least that one device must hold, by part, against what it has."""
+
+    device: str
+    budget_bytes: int
+    weights_bytes: int
+    cache_bytes: int  # KV and recurrent state
+    compute_bytes: int  # buffers and driver context
+    reserve_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.cache_bytes + self.compute_bytes + self.reserve_bytes
+
+
+@dataclass(eq=False)
+class Infeasible(AnswerIsNo):
+    """No placement keeps all budgets."""
+
+    needs: tuple[Need, ...]
+    hints: tuple[str, ...]
+    why: str = ""
+
+    def message(self) -> str:
+        parts = [_sentence(need) for need in self.needs] or [self.why or "no placement keeps all limits"]
+        hint = f"; try {' or '.join(self.hints)}" if self.hints else ""
+        return "does not fit: " + "; ".join(parts) + hint
+
+
+def _sentence(need: Need) -> str:
+    def mib(size: int) -> str:
+        return f"{-(-size // 2**20)}"
+
+    parts = [
+        f"{name} {mib(size)}"
+        for name, size in (
+            ("weights", need.weights_bytes),
+            ("KV and state", need.cache_bytes),
+            ("compute", need.compute_bytes),
+            ("reserve", need.reserve_bytes),
+        )
+        if size
+    ]
+    return (
+        f"{need.device} needs {mib(need.total_bytes)} MiB, budget {need.budget_bytes // 2**20}: "
+        f"{', '.join(parts)}"
+    )
+
+
+def check_forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> None:
+    """Refuse at once what no search can save: a decision without options, or forced bytes above a limit.
+
+    Raises Infeasible. Returning does not promise that a placement exists.
+    """
+    problem = priced.problem
+    for decision in problem.decisions:
+        if not decision.options:
+            raise Infeasible((), (), f"{decision.name} has no allowed place under the pins and modes given")
+    needs = [_forced(priced, d, budgets, options) for d in range(len(problem.devices))]
+    short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
+    if short:
+        raise Infeasible(short, hints(priced, options))
+
+
+def refuse(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible:
+    """The refusal after a search: all devices together against all that must be held."""
+    problem = priced.problem
+    sizes = [min(sum(o.memory) for o in d.options) for d in problem.decisions]
+    caches = sum(priced.model.kv.values()) + sum(priced.model.state.values())
+    compute = sum(s.size_bytes for s in problem.shares if s.name.endswith("in use"))
+    total = sum(budgets.values())
+    need = Need(
+        "all devices together",
+        total,
+        max(sum(sizes) - caches, 0),
+        caches,
+        compute,
+        sum(r.size_bytes for r in options.reserves),
+    )
+    if need.total_bytes <= total:
+        return Infeasible((), hints(priced, options), "every device has room, but not for whole units")
+    return Infeasible((need,), hints(priced, options))
+
+
+def _forced(priced: Priced, device: int, budgets: Mapping[str, int], options: SolveOptions) -> Need:
+    problem = priced.problem
+    name = problem.devices[device].device
+    weights = caches = 0
+    for decision in problem.decisions:
+        least = min(decision.options, key=lambda o: o.memory[device])
+        kept = priced.model.kv.get(decision.name, 0) + priced.model.state.get(decision.name, 0)
+        held = least.memory[device]
+        here = kept if least.entry == device and held >= kept else 0
+        caches += here
+        weights += held - here
+    shares = _always(problem)
+    compute = sum(problem.shares[s].size_bytes for s in shares if problem.shares[s].device == device)
+    reserve = sum(r.size_bytes for r in options.reserves if r.device == name)
+    budget = min(budgets[name], problem.devices[device].capacity_bytes + reserve)
+    if problem.devices[device].capacity_bytes > budget:  # host memory that may be paged from disk
+        budget = problem.devices[device].capacity_bytes
+    return Need(name, budget, weights, caches, compute, reserve)
+
+
+def _always(problem: Problem) -> set[int]:
+    """Shares that every placement pays: some decision has no option without them."""
+    found: set[int] = set()
+    for decision in problem.decisions:
+        found |= set.intersection(*(set(o.shares) for o in decision.options))
+    return found
+
+
+def hints(priced: Priced, options: SolveOptions) -> tuple[str, ...]:
+    """What would free memory, most promising first."""
+    workload = priced.prices.workload
+    found = []
+    if sum(priced.model.kv.values()) and workload.n_ctx > 8192:
+        found.append(f"--ctx {max(workload.n_ctx // 2, 4096)}")
+    if sum(priced.model.kv.values()) and workload.type_k == "f16" and workload.flash_attn:
+        found.append("--kv-type q8_0")
+    if workload.n_ubatch > 256:
+        found.append(f"--ubatch {workload.n_ubatch // 2}")
+    if options.pins:
+        found.append("fewer pins")
+    if options.no_cpu or options.contiguous:
+        found.append("allowing the CPU")
+    elif not options.page:
+        found.append("a smaller quantisation")
+    return tuple(found)

@@ -1,0 +1,201 @@
+"""The placement problem as a CP-SAT model: least cost under all limits, with a proven bound.
+
+One worker, a fixed seed and a deterministic time limit make the answer the same on every machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from planner.problem import Edge, Problem, Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When to stop; deterministic seconds count work, not time."""
+
+    deterministic_s: float = 60.0
+    wall_s: float = 120.0
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The answer of the solver; `solution` is None when there is none or none was found."""
+
+    status: str  # optimal, feasible, infeasible, unknown
+    solution: Solution | None
+    objective_ns: int
+    bound_ns: int
+
+
+def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None = None) -> Solved:
+    """The cheapest placement that keeps every limit."""
+    from ortools.sat.python import cp_model
+
+    built = _Model(problem)
+    if hint is not None:
+        built.hint(hint)
+    solver = cp_model.CpSolver()
+    _configure(solver.parameters, limits or Limits())
+    status = solver.solve(built.model)
+    if status == cp_model.INFEASIBLE:
+        return Solved("infeasible", None, 0, 0)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Solved("unknown", None, 0, 0)
+    chosen = Solution(tuple(_index(solver, row) for row in built.choose))
+    optimal = status == cp_model.OPTIMAL
+    objective = round(solver.objective_value)
+    bound = objective if optimal else int(solver.best_objective_bound)
+    return Solved("optimal" if optimal else "feasible", chosen, objective, bound)
+
+
+def _configure(parameters: Any, limits: Limits) -> None:
+    parameters.num_workers = 1
+    parameters.random_seed = limits.seed
+    parameters.max_deterministic_time = limits.deterministic_s
+    parameters.max_time_in_seconds = limits.wall_s
+    parameters.relative_gap_limit = 0.0
+    parameters.absolute_gap_limit = 0.0
+    parameters.linearization_level = 2
+
+
+def _index(solver: Any, row: list[Any]) -> int:
+    return next(j for j, var in enumerate(row) if solver.boolean_value(var))
+
+
+class _Model:
+    """The CP-SAT model of one problem, built part by part."""
+
+    def __init__(self, problem: Problem) -> None:
+        from ortools.sat.python import cp_model
+
+        self.problem = problem
+        self.model = cp_model.CpModel()
+        self.choose = [
+            [self.model.new_bool_var(f"{d.name}.{j}") for j in range(len(d.options))]
+            for d in problem.decisions
+        ]
+        for row in self.choose:
+            self.model.add_exactly_one(row)
+        self.used = [self.model.new_bool_var(f"share{s}") for s in range(len(problem.shares))]
+        self.cost: list[Any] = [problem.price(problem.decode_ns, problem.prefill_ns)]
+        self._options()
+        self._edges()
+        self._mixed()
+        self._capacities()
+        self._runs()
+        self.model.minimize(sum(self.cost))
+
+    def hint(self, solution: Solution) -> None:
+        """Start the search from a known placement."""
+        for row, chosen in zip(self.choose, solution.choices, strict=True):
+            for j, var in enumerate(row):
+                self.model.add_hint(var, j == chosen)
+
+    def _options(self) -> None:
+        problem = self.problem
+        for i, j, option in problem.each_option():
+            self.cost.append(self.choose[i][j] * problem.price(option.decode_ns, option.prefill_ns))
+            for share in option.shares:
+                self.model.add_implication(self.choose[i][j], self.used[share])
+        for group in problem.exclusive:
+            self.model.add_at_most_one([self.used[s] for s in group])
+
+    def _at(self, index: int, device: int, *, entry: bool) -> list[Any]:
+        """The options of a decision that start (or end) on a device."""
+        options = self.problem.decisions[index].options
+        return [
+            var
+            for var, option in zip(self.choose[index], options, strict=True)
+            if (option.entry if entry else option.exit) == device
+        ]
+
+    def _edges(self) -> None:
+        for e, edge in enumerate(self.problem.edges):
+            self._edge(e, edge)
+
+    def _edge(self, e: int, edge: Edge) -> None:
+        """The hand-over as a unit flow from exit devices to entry devices: its linear relaxation is tight."""
+        devices = range(len(self.problem.devices))
+        sources = {p: self._at(edge.source, p, entry=False) for p in devices}
+        targets = {q: self._at(edge.target, q, entry=True) for q in devices}
+        flow = {
+            (p, q): self.model.new_bool_var(f"edge{e}.{p}.{q}")
+            for p in devices
+            for q in devices
+            if sources[p] and targets[q]
+        }
+        for p in devices:
+            if sources[p]:
+                self.model.add(sum(f for (s, _), f in flow.items() if s == p) == sum(sources[p]))
+            if targets[p]:
+                self.model.add(sum(f for (_, t), f in flow.items() if t == p) == sum(targets[p]))
+        for (p, q), var in flow.items():
+            price = self.problem.price(edge.decode_ns[p][q], edge.prefill_ns[p][q])
+            if price:
+                self.cost.append(var * price)
+
+    def _mixed(self) -> None:
+        problem = self.problem
+        for m, mixed in enumerate(problem.mixed):
+            host = self.model.new_bool_var(f"host{m}")
+            other = self.model.new_bool_var(f"other{m}")
+            both = self.model.new_bool_var(f"mixed{m}")
+            for i in mixed.decisions:
+                for var, option in zip(self.choose[i], problem.decisions[i].options, strict=True):
+                    if problem.on_host(option):
+                        self.model.add_implication(var, host)
+                    if problem.off_host(option):
+                        self.model.add_implication(var, other)
+            self.model.add_bool_or([both, ~host, ~other])
+            self.cost.append(both * problem.price(mixed.decode_ns, mixed.prefill_ns))
+
+    def _capacities(self) -> None:
+        problem = self.problem
+        loads = [self._load(d) for d in range(len(problem.devices))]
+        for device, load in zip(problem.devices, loads, strict=True):
+            self.model.add(sum(load) <= device.capacity_bytes)
+        for p, pool in enumerate(problem.pools):
+            together = [
+                term for d, load in zip(problem.devices, loads, strict=True) if d.pool == p for term in load
+            ]
+            self.model.add(sum(together) <= pool.capacity_bytes)
+
+    def _load(self, device: int) -> list[Any]:
+        terms = [
+            self.choose[i][j] * option.memory[device]
+            for i, j, option in self.problem.each_option()
+            if option.memory[device]
+        ]
+        for share, var in zip(self.problem.shares, self.used, strict=True):
+            if share.device == device:
+                terms.append(var * share.size_bytes)
+        return terms
+
+    def _runs(self) -> None:
+        problem = self.problem
+        if not problem.max_runs and not problem.contiguous:
+            return
+        devices = range(len(problem.devices))
+        starts: dict[int, list[Any]] = {d: [] for d in devices}
+        layers = [i for i, decision in enumerate(problem.decisions) if decision.layer]
+        for before, i in itertools.pairwise(layers):
+            for d in devices:
+                start = self.model.new_bool_var(f"start{i}.{d}")
+                now, before_here = self._at(i, d, entry=True), self._at(before, d, entry=True)
+                self.model.add(start >= sum(now) - sum(before_here))
+                starts[d].append(start)
+        if problem.max_runs:
+            self.model.add(sum(s for row in starts.values() for s in row) <= problem.max_runs - 1)
+        if problem.contiguous:
+            self._contiguous(starts, layers[0])
+
+    def _contiguous(self, starts: dict[int, list[Any]], first: int) -> None:
+        for i, j, option in self.problem.each_option():
+            if not option.whole and self.problem.decisions[i].layer:
+                self.model.add(self.choose[i][j] == 0)
+        for d, row in starts.items():
+            self.model.add(sum(row) + sum(self._at(first, d, entry=True)) <= 1)
