@@ -76,7 +76,7 @@ def model_params(
     params.tensor_split = _address(kept((c.c_float * max(16, engine.max_devices))(*spec.tensor_split)))
     params.n_gpu_layers = spec.n_gpu_layers
     params.main_gpu = spec.main_gpu
-    params.tensor_buft_overrides = _address(kept(_override_array(engine, spec, own or {})))
+    params.tensor_buft_overrides = _address(kept(_override_array(engine, spec, own or {}, no_alloc)))
     params.load_mode = _MMAP if spec.use_mmap and not no_alloc else _READ
     params.use_extra_bufts = spec.use_extra_bufts
     params.load_mtp = spec.workload.mtp
@@ -144,11 +144,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _override_array(engine: Engine, spec: LoadSpec, own: Mapping[str, Handle]) -> Any:
+def _override_array(engine: Engine, spec: LoadSpec, own: Mapping[str, Handle], no_alloc: bool) -> Any:
     known = {**engine.ggml.all_buffer_types(), **own}
     array = (Override * (len(spec.overrides) + 1))()  # the last entry stays NULL and ends the list
     for entry, (pattern, buffer) in zip(array, spec.overrides, strict=False):
         entry.pattern = pattern.encode()
+        if no_alloc and buffer.startswith("stripe:"):
+            buffer = buffer.split(":")[1]  # the device computes; what a stripe leaves on the host is not seen
         entry.buft = known.get(buffer) or _default_buffer(engine, buffer)
     return array
 

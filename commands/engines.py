@@ -1,0 +1,109 @@
+"""What run, bench, serve and export share: engine options, device maps, a plan checked against its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from commands.console import say
+from commands.models import load_plan
+from planner.errors import OptionProblem
+
+if TYPE_CHECKING:
+    from planner.gguf_file import ModelFile
+    from planner.loading import LoadSpec
+    from planner.plan import Plan
+    from runtime.libllama import Engine
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model, its plan, and what the engine must be told."""
+
+    file: ModelFile
+    plan: Plan
+    spec: LoadSpec
+    mapped: Mapping[str, str]  # plan's device to the one used here; empty: the plan's own
+
+    @property
+    def path(self) -> Path:
+        """The file to load: the first shard."""
+        return self.file.paths[0]
+
+
+def engine_options(function: F) -> F:
+    """--engine and --llama-h."""
+    function = click.option(
+        "--engine", metavar="PATH", help="llama.cpp library or build folder [default: the installed one]."
+    )(function)
+    return click.option(
+        "--llama-h",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="llama.h of that very build, when its struct layout is not known here.",
+    )(function)
+
+
+def plan_options(function: F) -> F:
+    """--plan, --device-map, --threads."""
+    function = click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [all].")(
+        function
+    )
+    function = click.option(
+        "--device-map",
+        "device_maps",
+        multiple=True,
+        metavar="CUDA0=CPU",
+        help="Use a device of this machine in place of the plan's; repeatable.",
+    )(function)
+    return click.option(
+        "--plan", "plan_path", required=True, type=click.Path(path_type=Path), help="The plan to load by."
+    )(function)
+
+
+def find_engine(path: str | None, llama_h: Path | None) -> Engine:
+    """The engine to use; EngineProblem says why there is none."""
+    from runtime.libllama import Engine
+
+    return Engine.find(path, llama_h)
+
+
+def open_job(model: Path, plan_path: Path, device_maps: tuple[str, ...], threads: int) -> Job:
+    """Read plan and model; the model must be the plan's, or rewritten from it (else exit 2)."""
+    from dataclasses import replace
+
+    from planner.gguf_file import read_model
+    from planner.loading import load_spec, map_devices
+    from planner.stamp import check_plan
+
+    plan = load_plan(plan_path)
+    file = read_model(model)
+    check_plan(file, plan, str(plan_path))
+    spec = load_spec(plan)
+    mapped = parse_map(device_maps, plan)
+    spec = replace(map_devices(spec, mapped) if mapped else spec, threads=threads)
+    for note in (*file.notes, *spec.notes):
+        say(f"note: {note}")
+    return Job(file, plan, spec, mapped)
+
+
+def parse_map(texts: tuple[str, ...], plan: Plan) -> dict[str, str]:
+    """`CUDA0=CPU` options as a mapping; OptionProblem for a device that the plan does not use."""
+    from planner.loading import CPU, devices_of, load_spec
+
+    known = {*devices_of(load_spec(plan)), *(use.name for use in plan.devices)} - {CPU}
+    found: dict[str, str] = {}
+    for text in texts:
+        source, equals, target = text.partition("=")
+        if not (source and equals and target):
+            raise OptionProblem("--device-map", text, "write it as CUDA0=CPU")
+        if source not in known:
+            there = ", ".join(sorted(known)) or "none but CPU"
+            raise OptionProblem("--device-map", text, f"the plan does not use {source} (it uses {there})")
+        found[source] = target
+    return found

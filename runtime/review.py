@@ -1,0 +1,105 @@
+"""A plan against what the engine says a load takes: bytes per device, budgets, memory free right now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.errors import MachineError
+from planner.loading import CPU
+from planner.plan import DeviceUse, Plan
+from runtime.dryrun import Breakdown
+from runtime.ggml import Device
+
+_PER_TENSOR = 4096  # bytes of alignment and row padding a device buffer may add to each tensor
+_MIB = 2**20
+
+
+@dataclass(eq=False)
+class OverBudget(MachineError):
+    """The engine needs more of a device than the plan may use."""
+
+    device: str
+    needed_bytes: int
+    budget_bytes: int
+    planned_bytes: int
+
+    def message(self) -> str:
+        return (
+            f"{self.device}: the engine needs {_mib(self.needed_bytes)}, the plan's budget is "
+            f"{_mib(self.budget_bytes)} (planned {_mib(self.planned_bytes)}): "
+            "solve again on this machine's profile, or with a smaller budget"
+        )
+
+
+@dataclass(eq=False)
+class NoRoom(MachineError):
+    """A device has less free memory now than the plan needs."""
+
+    device: str
+    needed_bytes: int
+    free_bytes: int
+    total_bytes: int
+
+    def message(self) -> str:
+        used = self.total_bytes - self.free_bytes
+        return (
+            f"{self.device}: needs {_mib(self.needed_bytes)}, free are {_mib(self.free_bytes)} of "
+            f"{_mib(self.total_bytes)} ({_mib(used)} in use): end what holds it or solve for a smaller budget"
+        )
+
+
+@dataclass(eq=False)
+class WeightsDiffer(MachineError):
+    """The engine puts other bytes of weights on a device than the plan."""
+
+    device: str
+    engine_bytes: int
+    planned_bytes: int
+
+    def message(self) -> str:
+        return (
+            f"{self.device}: the engine would load {self.engine_bytes} bytes of weights, "
+            f"the plan says {self.planned_bytes}"
+        )
+
+
+def check_budgets(plan: Plan, found: Mapping[str, Breakdown]) -> None:
+    """The engine's bytes against the plan, device by device. Raises WeightsDiffer, OverBudget.
+
+    Host memory is not compared: how a mapped file is counted differs between builds.
+    """
+    striped = any(o.buffer.startswith("stripe:") for o in plan.overrides)
+    for use in plan.devices:
+        have = found.get(use.name)
+        if use.name == CPU or have is None or striped:
+            continue
+        slack = _PER_TENSOR * plan.model.tensors
+        if abs(have.model - use.weights_bytes) > slack:
+            raise WeightsDiffer(use.name, have.model, use.weights_bytes)
+        needed = have.total + use.reserve_bytes
+        if needed > max(use.budget_bytes, use.used_bytes):
+            raise OverBudget(use.name, needed, use.budget_bytes, use.used_bytes)
+
+
+def check_room(found: Mapping[str, Breakdown], devices: tuple[Device, ...]) -> None:
+    """The engine's bytes against memory that is free now. Raises NoRoom.
+
+    Weights of the CPU may stay on disk (they are mapped): they do not count.
+    """
+    for device in devices:
+        have = found.get(device.name)
+        if have is None or not device.total_bytes:
+            continue
+        needed = have.context + have.compute if device.name == CPU else have.total
+        if needed > device.free_bytes:
+            raise NoRoom(device.name, needed, device.free_bytes, device.total_bytes)
+
+
+def planned(use: DeviceUse) -> Breakdown:
+    """A device's use as the engine divides it."""
+    return Breakdown(use.weights_bytes, use.kv_bytes + use.state_bytes + use.cache_bytes, use.compute_bytes)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / _MIB:,.1f} MiB".replace(",", " ")
