@@ -1,41 +1,77 @@
-"""Load models one after the other and decode: `python decode_models.py MODEL…`, one JSON line each.
+"""Models loaded and decoded in a child process: an engine that aborts ends the child, not the tests.
 
-Meant for a child process: a model the engine cannot take ends it, and the lines so far tell which one.
+A request has `model`, and may have `engine` (a folder), `devices`, `tensor_split`, `n_gpu_layers`,
+`overrides`, `repack`, `text`. The answer has the logits as lists, tokens, and where weights and work were.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from engines import ENVIRONMENT, ROOT
 
 from planner.loading import LoadSpec
 from planner.workload import Workload
-from runtime.libllama import Engine
-from runtime.session import Session
 
 TEXT = "The hat of the ant"
-ON_CPU = LoadSpec((), (), 0, (), Workload(n_ctx=256, n_batch=64, n_ubatch=64), threads=1)
+SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
+Answer = dict[str, Any]
 
 
-def decode(engine: Engine, path: Path) -> dict[str, object]:
-    """What a model makes of TEXT: its tokens, the spread of the logits, four greedy tokens."""
-    with Session(engine, path, ON_CPU) as session:
-        tokens = session.tokenize(TEXT)
-        text = b"".join(session.piece(token) for token in tokens).decode()
-        logits = session.logits(tokens)
-        made = session.generate(tokens, 4, ignore_end=True).tokens
-    return {
-        "model": path.name,
-        "tokens": tokens,
-        "text": text,
-        "shape": list(logits.shape),
-        "deviation": float(logits.std()),
-        "made": made,
-    }
+def decode_all(requests: Sequence[Mapping[str, object]]) -> list[Answer]:
+    """The answers to requests for one engine, from one child; a request it died of answers `error`."""
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps(requests),
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        timeout=300,
+        check=False,
+    )
+    answers: list[Answer] = [json.loads(line) for line in done.stdout.splitlines()]
+    lost = {"error": f"exit {done.returncode}: {done.stderr[-400:]}"}
+    return answers + [lost] * (len(requests) - len(answers))
+
+
+def _decode(engine: Any, request: Mapping[str, Any]) -> Answer:
+    from runtime.session import Session
+
+    spec = LoadSpec(
+        tuple(request.get("devices", ())),
+        tuple(request.get("tensor_split", ())),
+        request.get("n_gpu_layers", 0),
+        tuple((pattern, buffer) for pattern, buffer in request.get("overrides", ())),
+        SMALL,
+        use_extra_bufts=request.get("repack", False),
+        threads=1,
+    )
+    with Session(engine, Path(request["model"]), spec, observe=True) as session:
+        tokens = session.tokenize(request.get("text", TEXT))
+        return {
+            "tokens": tokens,
+            "text": b"".join(session.piece(token) for token in tokens).decode(),
+            "logits": session.logits(tokens).tolist(),
+            "made": session.generate(tokens, 4, ignore_end=True).tokens,
+            "weights": session.tensor_devices(),
+            "work": Counter(node.device for node in session.nodes()),
+        }
+
+
+def _answer() -> None:
+    from runtime.libllama import Engine
+
+    requests = json.load(sys.stdin)
+    engine = Engine.find(requests[0].get("engine"))
+    for request in requests:
+        print(json.dumps(_decode(engine, request)), flush=True)
 
 
 if __name__ == "__main__":
-    found = Engine.find()
-    for name in sys.argv[1:]:
-        print(json.dumps(decode(found, Path(name))), flush=True)
+    _answer()

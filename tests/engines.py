@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("ATSPLAN_TEST_CACHE", ROOT / ".cache"))
+SERVER_BUILD = CACHE / "engine-vulkan" / "bin"
+NODE_BUILD = CACHE / "engine-node" / "bins" / "linux-x64-vulkan"
 # A child process of its own for every question to an engine: they abort where others return an error.
 ENVIRONMENT = {**os.environ, "GGML_NO_BACKTRACE": "1", "GGML_VK_VISIBLE_DEVICES": "0"}
 _LIST_DEVICES = """
@@ -47,6 +49,20 @@ def device_names(engine: str) -> tuple[str, ...]:
     return tuple(asked.stdout.split())
 
 
+@cache
+def computes(engine: str) -> bool:
+    """Whether the processor here has every instruction a build uses: it decodes a small model."""
+    import tempfile
+
+    from decode_models import decode_all
+
+    from profiler.synth import SynthSpec, write
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = write(Path(folder) / "probe.gguf", SynthSpec("llama", n_layers=1, type="q8_0"))
+        return "error" not in decode_all([{"engine": engine, "model": str(model)}])[0]
+
+
 def _with_vulkan(folder: Path) -> Path:
     if not folder.is_dir():
         missing(f"no engine in {folder}")
@@ -57,21 +73,33 @@ def _with_vulkan(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def vulkan_engine() -> Path:
-    """Folder of a llama.cpp build that shows Vulkan0 here (in software when there is no GPU)."""
-    return _with_vulkan(CACHE / "engine-vulkan" / "bin")
+    """Folder of a llama.cpp build that shows Vulkan0 here (in software when there is no GPU) and computes."""
+    if SERVER_BUILD.is_dir() and computes(str(SERVER_BUILD)):
+        return _with_vulkan(SERVER_BUILD)
+    return _with_vulkan(NODE_BUILD)
 
 
 @pytest.fixture(scope="session")
 def node_engine() -> Path:
-    """Folder of another build with Vulkan, with loadable backends and other struct layouts."""
-    return _with_vulkan(CACHE / "engine-node" / "bins" / "linux-x64-vulkan")
+    """Folder of a build with Vulkan, loadable backends, and another struct layout than the embedded one."""
+    return _with_vulkan(NODE_BUILD)
 
 
 @pytest.fixture(scope="session")
 def server_engine() -> Path:
-    """The folder that holds a runnable llama-server and ggml-rpc-server."""
-    folder = CACHE / "engine-vulkan" / "bin"
+    """The folder of a runnable llama-server and ggml-rpc-server.
+
+    They start, list devices and parse arguments everywhere; that they compute is `computing_server`.
+    """
     for program in ("llama-server", "ggml-rpc-server"):
-        if not os.access(folder / program, os.X_OK):
-            missing(f"no {program} in {folder}")
-    return folder
+        if not os.access(SERVER_BUILD / program, os.X_OK):
+            missing(f"no {program} in {SERVER_BUILD}")
+    return SERVER_BUILD
+
+
+@pytest.fixture(scope="session")
+def computing_server(server_engine: Path) -> Path:
+    """A llama-server whose CPU backend this processor can run."""
+    if not computes(str(server_engine)):
+        pytest.skip(f"this processor lacks instructions that {server_engine} uses")
+    return server_engine

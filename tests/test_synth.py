@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from engines import ENVIRONMENT, ROOT
+from decode_models import TEXT, Answer, decode_all
 
 from profiler.synth import ARCHITECTURES, SynthProblem, SynthSpec, write
 from profiler.synth_bytes import TYPES, Source, raise_first, size_bytes, type_number
@@ -36,29 +32,22 @@ MODELS = {**{arch: SynthSpec(arch) for arch in ARCHITECTURES}, **VARIANTS}
 
 
 @pytest.fixture(scope="module")
-def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     """What the engine made of each model, all of them in one child process."""
     folder = tmp_path_factory.mktemp("synth")
-    paths = {str(write(folder / f"{name}.gguf", spec)): name for name, spec in MODELS.items()}
-    script = [sys.executable, str(ROOT / "tests" / "decode_models.py"), *paths]
-    done = subprocess.run(
-        script, capture_output=True, text=True, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, check=False
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    results = dict(zip(paths.values(), lines, strict=False))
-    for name in MODELS.keys() - results.keys():
-        results[name] = {"error": f"exit {done.returncode}: {done.stderr[-300:]}"}
-    return results
+    paths = [write(folder / f"{name}.gguf", spec) for name, spec in MODELS.items()]
+    return dict(zip(MODELS, decode_all([{"model": str(path)} for path in paths]), strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_engine_loads_and_decodes(decoded: dict[str, dict[str, Any]], name: str) -> None:
+def test_the_engine_loads_and_decodes(decoded: dict[str, Answer], name: str) -> None:
     result = decoded[name]
     assert "error" not in result, result["error"]
-    assert result["text"] == "The hat of the ant"
-    assert len(result["tokens"]) < len(result["text"])  # merges work
-    assert result["shape"] == [len(result["tokens"]), 512]
-    assert 0.3 < result["deviation"] < 3  # finite, and far from saturation
+    assert result["text"] == TEXT
+    assert len(result["tokens"]) < len(TEXT)  # merges work
+    logits = np.array(result["logits"])
+    assert logits.shape == (len(result["tokens"]), 512)
+    assert 0.3 < logits.std() < 3  # finite, and far from saturation
     assert len(result["made"]) == 4
 
 
