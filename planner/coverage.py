@@ -105,6 +105,11 @@ def held_out(sources: Sources, n_group: int = 1) -> Floats:
     return np.asarray(total / np.where(alone, 1.0, weight)[:, None])
 
 
+def held_out_one(sources: Sources, chosen: NDArray[np.bool_], judged: int, n_group: int = 1) -> Floats:
+    """Coverage of one source by orders chosen on the sources in `chosen`; (layers, experts + 1)."""
+    return cumulative(sources.counts[judged], _orders(shares(_subset(sources, chosen)), n_group))
+
+
 def cumulative(counts: Floats, orders: Ints) -> Floats:
     """Share of the counts (layers, experts) served by the first k of each order, k = 0..n_expert."""
     taken = np.take_along_axis(counts, orders, axis=1)
@@ -172,11 +177,26 @@ def _orders(rows: Floats, n_group: int) -> Ints:
 
 
 def _discounted(sources: Sources, n_group: int) -> Floats:
-    """In-sample coverage of all sources together, pulled towards uniform by their trust."""
-    own = cumulative(sources.counts.sum(axis=0), _orders(shares(sources), n_group))
+    """Coverage expected from all sources together, pulled towards uniform by their trust."""
+    pooled = sources.counts.sum(axis=0)
+    own = cumulative(_posterior(pooled), _orders(shares(sources), n_group))
     uniform = np.linspace(0.0, 1.0, own.shape[1])
     trust = sources.trust.max(axis=0)[:, None]
     return np.asarray(uniform + trust * (own - uniform))
+
+
+def _posterior(counts: Floats) -> Floats:
+    """Posterior mean share of each expert, so that the luck of the hottest is not taken for heat.
+
+    Dirichlet prior around uniform, its weight from the counts' own spread by the method of moments:
+    counts no more uneven than chance give uniform shares. Rows (layers, experts) add up to 1.
+    """
+    n, experts = counts.sum(axis=1, keepdims=True), counts.shape[1]
+    mean = np.maximum(n / experts, 1e-12)
+    spread = ((counts - mean) ** 2 / mean).sum(axis=1, keepdims=True) / max(1, experts - 1)
+    weight = np.where(spread > 1.0, (n - spread) / np.maximum(spread - 1.0, 1e-12), np.inf)
+    weight = np.clip(weight, 0.0, 1e15)
+    return np.asarray((counts + weight / experts) / np.maximum(n + weight, 1e-12))
 
 
 def _concave(curve: Floats) -> tuple[float, ...]:
