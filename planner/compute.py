@@ -50,23 +50,26 @@ def compute_items(
     *,
     layers: Collection[int] | None = None,
     head: bool = True,
+    outputs: int = 0,
     staged_bytes: int = 0,
     copies: int = 1,
     swa_full: bool = False,
 ) -> Compute:
-    """The compute buffer of a device that runs `layers` (None: all) and, with `head`, the output head.
+    """The compute buffer of a device that runs `layers` (None: all main ones) and, with `head`, the output.
 
+    `outputs`: rows of logits the context may ask for (0: any of a batch, as the engine does by itself).
     `staged_bytes` is what `staging_bytes` says of the tensors left in host memory; `copies` what
     `pipeline_copies` says of the placement.
     """
     tokens = batch_tokens(workload)
     shape = layers_of(inventory)
     chosen = range(shape.n_main) if layers is None else sorted(layers)
-    stages = [stage for n in chosen for stage in _stages(inventory, workload, shape, n, swa_full)]
+    tensors = _layer_tensors(inventory)
+    stages = [s for n in chosen for s in _stages(inventory, workload, shape, n, tensors, swa_full)]
     stage_bytes, stage = max(stages, default=(0, "none"))
     width = inventory.number("embedding_length") * _streams(inventory)
     return Compute(
-        logits=4 * vocabulary(inventory) * tokens if head else 0,
+        logits=4 * vocabulary(inventory) * min(outputs or tokens, tokens) if head else 0,
         masks=copies * sum(_masks(inventory, workload, shape, chosen, swa_full)),
         residual=4 * tokens * width * _LIVE + _per_layer_inputs(inventory, shape, tokens),
         stage=stage,
@@ -83,6 +86,7 @@ def compute_bytes(
     *,
     layers: Collection[int] | None = None,
     head: bool = True,
+    outputs: int = 0,
     staged_bytes: int = 0,
     copies: int = 1,
     swa_full: bool = False,
@@ -93,18 +97,19 @@ def compute_bytes(
         workload,
         layers=layers,
         head=head,
+        outputs=outputs,
         staged_bytes=staged_bytes,
         copies=copies,
         swa_full=swa_full,
     ).total
 
 
-def host_bytes(inventory: Inventory, workload: Workload) -> int:
+def host_bytes(inventory: Inventory, workload: Workload, *, swa_full: bool = False) -> int:
     """The compute buffer that stays in host memory when every layer and the head are on GPUs."""
     tokens = batch_tokens(workload)
-    inputs = 4 * tokens * inventory.number("embedding_length") + tokens * _INPUT_BYTES
+    inputs = 2 * 4 * tokens * inventory.number("embedding_length") + tokens * _INPUT_BYTES
     shape = layers_of(inventory)
-    masks = sum(_masks(inventory, workload, shape, range(shape.n_main), False))
+    masks = sum(_masks(inventory, workload, shape, range(shape.n_main), swa_full))
     return inputs + masks + _per_layer_inputs(inventory, shape, tokens)
 
 
@@ -154,31 +159,46 @@ def _masks(
     inventory: Inventory, workload: Workload, shape: Layers, layers: Collection[int], swa_full: bool
 ) -> Iterator[int]:
     cells = cells_of(inventory, workload, swa_full=swa_full)
-    slides = sliding_layers(inventory, shape.n_main)
+    slides = _slides(inventory, shape)
     one = (2 if workload.flash_attn else 4) * batch_tokens(workload)
-    if any(shape.attention[n] and not slides[n] for n in layers):
+    kinds = {slides[n] for n in layers if _attends(shape, n)}
+    if False in kinds:
         yield cells.full * one
-    if any(shape.attention[n] and slides[n] for n in layers):
+    if True in kinds:
         yield cells.sliding * one
 
 
+def _attends(shape: Layers, layer: int) -> bool:
+    """NextN blocks are full attentions whatever the main layers are."""
+    return layer >= shape.n_main or shape.attention[layer]
+
+
+def _slides(inventory: Inventory, shape: Layers) -> tuple[bool, ...]:
+    return (*sliding_layers(inventory, shape.n_main), *(False,) * shape.n_nextn)
+
+
 def _stages(
-    inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool
+    inventory: Inventory,
+    workload: Workload,
+    shape: Layers,
+    layer: int,
+    by_layer: Mapping[int, Mapping[str, Tensor]],
+    swa_full: bool,
 ) -> Iterator[tuple[int, str]]:
     """Bytes beside the residual stream, of each stage of a layer."""
-    tensors = _layer_tensors(inventory)[layer]
+    tensors = by_layer.get(layer, {})
     tokens = 4 * batch_tokens(workload)
     yield tokens * _dense_values(tensors), "ffn"
     yield tokens * _expert_values(inventory, tensors, layer), "experts"
-    if shape.attention[layer]:
+    if _attends(shape, layer):
         values = _attention_values(inventory, workload, shape, layer, swa_full)
         yield tokens * values, "attention"
-    if shape.recurrent[layer]:
+    if layer < shape.n_main and shape.recurrent[layer]:
         yield _recurrent_bytes(inventory, workload, tensors), "recurrent"
 
 
 def _layer_tensors(inventory: Inventory) -> Mapping[int, Mapping[str, Tensor]]:
-    found: dict[int, dict[str, Tensor]] = {n: {} for n in range(layers_of(inventory).n_all)}
+    found: dict[int, dict[str, Tensor]] = {}
     for tensor in inventory.tensors:
         head, _, rest = tensor.name.partition(".")
         number, _, stem = rest.partition(".")
@@ -207,7 +227,7 @@ def _expert_values(inventory: Inventory, tensors: Mapping[str, Tensor], layer: i
 def _attention_values(
     inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool
 ) -> int:
-    slides = sliding_layers(inventory, shape.n_main)[layer]
+    slides = _slides(inventory, shape)[layer]
     heads = inventory.per_layer("attention.head_count", shape.n_all)[layer]
     key, value = head_widths(inventory, slides)
     if is_latent(inventory):

@@ -6,6 +6,7 @@ follow the per-layer hyperparameters of the file, never an average layer.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from planner.arch import Layers, layers_of, shared_kv, stems_by_layer
@@ -19,6 +20,10 @@ _TENSOR_STEP = 32  # and every cache tensor to the alignment of a CPU buffer
 
 # DeepSeek-V4: every 4th token is kept in a first compressed cache, every 128th in a second.
 _V4_FINE, _V4_COARSE = 4, 128
+# Architectures whose state the engine can take back by some tokens, which costs copies of it.
+_ROLLBACK = re.compile(
+    r"kimi-k3|qwen35(moe)?|qwen4exp|deepseek4|glm5-next|nemotron_h(_moe)?|lfm2(moe)?|bailingmoe3"
+)
 _INDEXED = frozenset({"deepseek32", "glm-dsa", "glm5-next", "qwen4exp", "minimax-m3"})
 
 
@@ -80,10 +85,11 @@ def nextn_kv_bytes(inventory: Inventory, workload: Workload) -> tuple[int, ...]:
 def state_bytes(inventory: Inventory, workload: Workload, *, rollback: int = 0) -> tuple[int, ...]:
     """Recurrent state of each main layer in bytes: per sequence, independent of the context.
 
-    `rollback`: tokens that speculation may take back; each keeps one more copy of the state.
+    `rollback`: tokens that speculation may take back; each keeps one more copy of the state where the
+    engine can do so, elsewhere it makes no difference.
     """
     layers = layers_of(inventory)
-    rows = workload.n_seq * (1 + rollback)
+    rows = workload.n_seq * (1 + (rollback if _ROLLBACK.fullmatch(inventory.architecture) else 0))
     if inventory.architecture == "deepseek4":
         return tuple(_v4_state(inventory, rows, n) for n in range(layers.n_main))
     shift, matrix = state_widths(inventory)
