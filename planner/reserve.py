@@ -44,6 +44,7 @@ class Extras:
     draft_device: str = ""  # "": the first GPU
     rollback: int = 0  # tokens a speculative step may take back (its longest draft)
     mtp_device: str = ""  # where the NextN head runs, when the workload asks for it; "": the first GPU
+    mtp_placed: bool = True  # the solver places the head and its KV itself: no lines for them
     shared_compute_bytes: int = 0  # of the NextN head's compute, what the runtime shares with the model
     prompt_cache_bytes: int = 0  # host memory a server keeps for old prompts
     checkpoints: int = 0  # copies of sliding and recurrent state a server keeps per sequence
@@ -134,8 +135,9 @@ def _nextn(inventory: Inventory, workload: Workload, extras: Extras, device: str
     blocks = range(shape.n_main, shape.n_all)
     own = compute_bytes(inventory, workload, layers=blocks, outputs=workload.n_seq)
     plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=extras.rollback)
-    yield Reserve("MTP head", device, weight_bytes(head, GPU_STEP))
-    yield Reserve("MTP KV", device, sum(nextn_kv_bytes(inventory, workload)))
+    if not extras.mtp_placed:
+        yield Reserve("MTP head", device, weight_bytes(head, GPU_STEP))
+        yield Reserve("MTP KV", device, sum(nextn_kv_bytes(inventory, workload)))
     yield Reserve("MTP compute", device, max(own - extras.shared_compute_bytes, 0))
     yield Reserve("MTP state", device, sum(kept) - sum(plain))
 

@@ -166,14 +166,14 @@ def _unit(
     used = inventory.per_layer("expert_used_count", layer + 1, count)[layer] if layer is not None else 0
     used = min(used, count) or count
     tied = _tied_bytes(inventory) if kind is Kind.OUTPUT else 0
-    active = sum(_active_bytes(kind, tensor, part, used) for tensor, part in members) + tied
+    active = sum(active_bytes(kind, tensor, part, used) for tensor, part in members) + tied
     size = sum(tensor.size_bytes for tensor, _ in members)
     if not any(part.role is Role.EXPERTS for _, part in members):
         count = used = 0
     return Unit(name, kind, layer, tuple(t.name for t, _ in members), size, active, tied, count, used)
 
 
-def _active_bytes(kind: Kind, tensor: Tensor, part: Part, used: int) -> int:
+def active_bytes(kind: Kind, tensor: Tensor, part: Part, used: int) -> int:
     """Bytes of a tensor that one decoded token reads; `used` experts of those in the tensor."""
     if kind in (Kind.NEXTN, Kind.FOREIGN):
         return 0
