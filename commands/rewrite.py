@@ -15,6 +15,7 @@ from commands.console import mib, out, out_json, progress, read_text, say
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
+    from planner.gguf_file import ModelFile
     from rewriter.make import Progress, Report, RewriteOptions, Work
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -84,6 +85,8 @@ def command(
     with bar() as told:
         report = carry_out(file, plan, work, target, options, told)
     _show_report(report, as_json)
+    if undo:
+        _show_undone(file, target)
 
 
 def parse_size(option: str, text: str) -> int:
@@ -144,6 +147,18 @@ def bar() -> Iterator[Progress]:
             shown.update(task, completed=done, rate=rate)
 
         yield told
+
+
+def _show_undone(rewritten: ModelFile, target: Path) -> None:
+    """Whether the header is the original's, byte for byte; the weights are verified already."""
+    from planner.gguf_file import read_model
+    from planner.stamp import read_stamp
+
+    stamp = read_stamp(rewritten)
+    if stamp is not None and read_model(target).inventory.header_digest == stamp.source_header:
+        out("the header is the original's, byte for byte")
+    else:
+        say("the header differs from the original's: its tensors stood in several files, or out of order")
 
 
 def _show_work(work: Work, as_json: bool) -> None:

@@ -44,22 +44,23 @@ def gathers(
     moves: dict[str, Order] = {}
     by_layer = _by_layer(inventory)
     for layer in sorted({*wanted, *recorded}):
-        positions = _compose(wanted.get(layer), recorded.get(layer))
-        if positions is None or positions == tuple(range(len(positions))):
-            continue
         tensors = by_layer.get(layer, ())
         for order in (wanted.get(layer), recorded.get(layer)):
             if order is not None:
-                check_order(inventory, layer, tensors, order)
-        moves.update(_moves(inventory, layer, tensors, positions))
+                _check_order(inventory, layer, tensors, order)
+        positions = _compose(wanted.get(layer), recorded.get(layer))
+        if positions != tuple(range(len(positions))):
+            moves.update(_moves(inventory, layer, tensors, positions))
     return moves
 
 
-def check_order(inventory: Inventory, layer: int, tensors: tuple[Tensor, ...], order: Order) -> None:
+def _check_order(inventory: Inventory, layer: int, tensors: tuple[Tensor, ...], order: Order) -> None:
     """OrderRefused when this order of the layer's experts is not one, or its meaning would change."""
     count = _expert_count(layer, tensors)
     if sorted(order) != list(range(count)):
         raise OrderRefused(layer, f"the order is not a permutation of its {count} experts")
+    if order == tuple(range(count)):
+        return
     _refuse_meaning(inventory, layer, tensors)
     groups = inventory.per_layer("expert_group_count", layer + 1, 1)[layer]
     if groups > 1:
@@ -76,16 +77,13 @@ def inside_groups(order: Order, groups: int) -> Order:
     return tuple(sorted(order, key=lambda expert: expert // size)) if groups > 1 else order
 
 
-def _compose(wanted: Order | None, recorded: Order | None) -> Order | None:
-    """Source positions of the output's slices; None when the two orders are of different length."""
-    length = len(wanted if wanted is not None else recorded or ())
-    goal = wanted if wanted is not None else tuple(range(length))
+def _compose(wanted: Order | None, recorded: Order | None) -> Order:
+    """Source positions of the output's slices; one of the two orders is given, both are checked."""
+    goal = wanted or tuple(range(len(recorded or ())))
     if recorded is None:
         return goal
-    if len(recorded) != length:
-        return goal  # check_order names the one that is wrong
     place = {expert: position for position, expert in enumerate(recorded)}
-    return tuple(place.get(expert, expert) for expert in goal)
+    return tuple(place[expert] for expert in goal)
 
 
 def _by_layer(inventory: Inventory) -> Mapping[int, tuple[Tensor, ...]]:

@@ -172,7 +172,7 @@ def _alignment_entry(kv: KeyValue, shard: int, request: Request) -> Iterator[Ent
 
 def _file(model: ModelFile, request: Request, name: str, entries: list[Entry], chosen: Chosen) -> OutFile:
     offsets, data_bytes = _offsets(chosen, request.alignment)
-    entries = entries + _opaque_sizes(chosen, offsets, data_bytes)
+    entries = entries + _opaque_sizes(chosen, offsets, data_bytes, bool(request.tail_to))
     version = model.headers[0].header.version
     table = b"".join(
         encode.tensor_info(t.name, info.dims, info.type, offset)
@@ -202,13 +202,17 @@ def _offsets(chosen: Chosen, alignment: int) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), end
 
 
-def _opaque_sizes(chosen: Chosen, offsets: tuple[int, ...], data_bytes: int) -> list[Entry]:
+def _opaque_sizes(
+    chosen: Chosen, offsets: tuple[int, ...], data_bytes: int, tail_is_exact: bool
+) -> list[Entry]:
     """Exact sizes of opaque tensors that padding now follows, so that reading back finds the same size."""
-    gaps = [end - start for start, end in zip(offsets, (*offsets[1:], data_bytes), strict=True)]
+    ends = [*offsets[1:], data_bytes]
+    if tail_is_exact and chosen:
+        ends[-1] = offsets[-1] + chosen[-1][0].size_bytes
     return [
         _own(encode.kv_u64(SIZE_KEY + tensor.name, tensor.size_bytes))
-        for (tensor, _), gap in zip(chosen, gaps, strict=True)
-        if not is_known(tensor.type) and gap != tensor.size_bytes
+        for (tensor, _), start, end in zip(chosen, offsets, ends, strict=True)
+        if not is_known(tensor.type) and end - start != tensor.size_bytes
     ]
 
 

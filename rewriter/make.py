@@ -14,7 +14,7 @@ from planner.gguf_shards import parse_name
 from planner.plan import Plan
 from planner.stamp import check_plan, plan_digest, read_stamp
 from planner.units import units_of
-from rewriter.experts import gathers
+from rewriter.experts import OrderRefused, gathers
 from rewriter.layout import Layout, Request, make_layout
 from rewriter.manifest import Manifest, ManifestFile, manifest_path, to_text
 from rewriter.order import Region, regions
@@ -93,6 +93,7 @@ def rewrite(
 def decide(model: ModelFile, plan: Plan, name: str, options: RewriteOptions, plan_path: str) -> Work:
     """Everything a rewrite will do, without doing it. `name` is the output's."""
     check_plan(model, plan, plan_path)
+    _refuse_foreign_order(model, plan)
     found = regions(model.inventory, plan, units_of(model.inventory).units, plan_path)
     stamp = read_stamp(model)
     source = source_of(model, stamp)
@@ -108,6 +109,13 @@ def decide(model: ModelFile, plan: Plan, name: str, options: RewriteOptions, pla
         moves=gathers(model.inventory, experts, stamp.experts if stamp else {}),
     )
     return Work(make_layout(model, request), found, experts)
+
+
+def _refuse_foreign_order(model: ModelFile, plan: Plan) -> None:
+    """Another program's order of experts, whose numbers the plan cannot know."""
+    if plan.experts and model.get("mbolt.perm"):
+        why = "mbolt has reordered this file (mbolt.perm): reorder the original instead"
+        raise OrderRefused(plan.experts[0].layer, why)
 
 
 def carry_out(
