@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from planner.loading import LoadSpec
     from planner.plan import Plan
     from runtime.libllama import Engine
+    from runtime.worker import Checks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,6 +36,13 @@ class Job:
     def path(self) -> Path:
         """The file to load: the first shard."""
         return self.file.paths[0]
+
+    def checks(self) -> Checks:
+        """What to prove around a load; budgets only where the plan's own devices are used."""
+        from planner.expected import expected_devices
+        from runtime.worker import Checks
+
+        return Checks(None if self.mapped else self.plan, expected_devices(self.file.inventory, self.spec))
 
 
 def engine_options(function: F) -> F:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.console import ms, out, out_json, say
-from commands.engines import Job, engine_options, find_engine, open_job, plan_options
+from commands.engines import Job, engine_options, open_job, plan_options
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
-    from runtime.dryrun import Breakdown
-    from runtime.libllama import Engine
-    from runtime.session import Session, Timings
+    from runtime.session import Timings
+    from runtime.worker import Outcome
 
 
 @click.command()
@@ -50,61 +49,37 @@ def command(
 ) -> None:
     """Load MODEL by its plan and continue a prompt, token by token.
 
-    Before loading, a dry run in a child process asks the engine for its exact memory; after loading,
-    every weight's real device is compared with the plan.
+    The engine runs in a child process. Before loading, a dry run asks it for its exact memory; after
+    loading, every weight's real device is compared with the plan.
     """
     from runtime.session import Sampling
-    from runtime.stripe_session import session_for
+    from runtime.worker import Ask, work
 
     job = open_job(model, plan_path, device_maps, threads)
-    text = _prompt(prompt)
-    found = find_engine(engine, llama_h)
-    if not no_check:
-        review(found, job)
-    with session_for(found, job.path, job.spec) as session:
-        if not no_check:
-            prove(session, job)
-        asked = text if raw else session.chat(text) or text
-        heard: list[str] = []
-        timings = session.generate(
-            asked,
-            tokens,
-            on_text=heard.append if as_json else _print,
-            sampling=Sampling(temperature=temp, seed=seed),
-            stop=stop,
-            ignore_end=ignore_eos,
-        )
-        if as_json:
-            out_json(_report(session, job, timings, "".join(heard)))
-        else:
-            out("")
-        _say_speed(job, timings)
-
-
-def review(engine: Engine, job: Job) -> dict[str, Breakdown]:
-    """The dry run: missing devices, budgets and free memory, before anything large is touched."""
-    from runtime import load
-    from runtime.dryrun import measure
-    from runtime.review import check_budgets, check_room
-
-    for name in job.spec.devices:
-        load.device_handle(engine, name)
-    load.check(engine, job.spec)
-    dry = measure(engine, job.path, job.spec)
-    for note in dry.notes:
-        say(f"engine: {note}")
-    if not job.mapped:
-        check_budgets(job.plan, dry.devices)
-    check_room(dry.devices, engine.ggml.devices())
-    return dict(dry.devices)
-
-
-def prove(session: Session, job: Job) -> None:
-    """Every weight's real device against the plan. Raises Misplaced."""
-    from planner.expected import expected_devices
-    from runtime.truth import compare
-
-    compare(session.engine, session.weights(), expected_devices(job.file.inventory, job.spec))
+    heard: list[str] = []
+    ask = Ask(
+        prompt=_prompt(prompt),
+        tokens=tokens,
+        sampling=Sampling(temperature=temp, seed=seed),
+        stop=stop,
+        chat=not raw,
+        ignore_end=ignore_eos,
+    )
+    outcome = work(
+        engine,
+        llama_h,
+        job.path,
+        job.spec,
+        [ask],
+        None if no_check else job.checks(),
+        on_text=heard.append if as_json else _print,
+        on_note=say,
+    )
+    if as_json:
+        out_json(_report(job, outcome, "".join(heard)))
+    else:
+        out("")
+    _say_speed(job, outcome.timings[0])
 
 
 def _prompt(given: str | None) -> str:
@@ -133,18 +108,15 @@ def _say_speed(job: Job, timings: Timings) -> None:
     say(line)
 
 
-def _report(session: Session, job: Job, timings: Timings, text: str) -> dict[str, Any]:
+def _report(job: Job, outcome: Outcome, text: str) -> dict[str, Any]:
     from dataclasses import asdict
 
+    timings = outcome.timings[0]
     return {
         "text": text,
-        "prompt_tokens": timings.prompt_tokens,
-        "tokens": list(timings.tokens),
-        "prefill_ns": timings.prefill_ns,
-        "decode_ns": timings.decode_ns,
+        **asdict(timings),
         "tpot_ns": timings.tpot_ns,
         "predicted_tpot_ns": job.plan.predicted.tpot_ns,
         "device_map": dict(job.mapped),
-        "memory": {name: asdict(sizes) for name, sizes in session.memory().items()},
-        "engine": session.engine.build.text,
+        **asdict(outcome.loaded),
     }

@@ -62,13 +62,32 @@ def measure(engine: Engine, model_path: Path, spec: LoadSpec) -> DryRun:
     request = {"engine": str(engine.path), "model": str(Path(model_path).resolve()), "spec": to_json(spec)}
     answer = child.ask("runtime.dryrun", request, engine.label)
     return DryRun(
-        devices={name: Breakdown(*sizes) for name, sizes in answer["devices"].items()},
-        buffers={name: Breakdown(*sizes) for name, sizes in answer["buffers"].items()},
+        devices={name: Breakdown(**sizes) for name, sizes in answer["devices"].items()},
+        buffers={name: Breakdown(**sizes) for name, sizes in answer["buffers"].items()},
         nodes=answer["nodes"],
-        splits_prefill=answer["splits"][0],
-        splits_decode=answer["splits"][1],
+        splits_prefill=answer["splits_prefill"],
+        splits_decode=answer["splits_decode"],
         notes=tuple(answer["notes"]),
     )
+
+
+def measure_here(engine: Engine, model_path: Path, spec: LoadSpec) -> DryRun:
+    """The same in this process, which an abort of the engine ends: for children."""
+    load.check(engine, spec)
+    said, kept = Tail(4000), load.Kept()
+    with ExitStack() as stack:
+        stack.callback(kept.objects.clear)
+        params = load.model_params(engine, spec, kept, no_alloc=True)
+        model = stack.enter_context(load.model(engine, model_path, spec, params))
+        with engine.log(said.add):
+            context = engine.lib.llama_init_from_model(model, load.context_params(engine, spec, kept))
+        if not context:
+            raise EngineProblem(engine.label, said.cause() or "could not create a context")
+        stack.callback(engine.lib.llama_free, context)
+        buffers = breakdown(engine, context)
+        devices = by_device(engine, buffers)
+    nodes, (prefill, decode) = _graph(list(said.lines))
+    return DryRun(devices, buffers, nodes, prefill, decode, tuple(_notes(list(said.lines))))
 
 
 def to_json(spec: LoadSpec) -> dict[str, Any]:
@@ -121,30 +140,9 @@ def _nodes(node: int) -> Iterator[tuple[int, int, int, int]]:
     yield from _nodes(words[3])
 
 
-def _measure_here(request: Mapping[str, Any]) -> dict[str, Any]:
+def _measure_request(request: Mapping[str, Any]) -> dict[str, Any]:
     engine = Engine.find(request["engine"])
-    spec, said, kept = from_json(request["spec"]), Tail(4000), load.Kept()
-    load.check(engine, spec)
-    with ExitStack() as stack:
-        model = stack.enter_context(
-            load.model(engine, Path(request["model"]), spec, load.model_params(engine, spec, kept, True))
-        )
-        params = load.context_params(engine, spec, kept)
-        with engine.log(said.add):
-            context = engine.lib.llama_init_from_model(model, params)
-        if not context:
-            raise EngineProblem(engine.label, said.cause() or "could not create a context")
-        stack.callback(engine.lib.llama_free, context)
-        buffers = breakdown(engine, context)
-        devices = by_device(engine, buffers)
-    nodes, splits = _graph(list(said.lines))
-    return {
-        "devices": {name: list(asdict(sizes).values()) for name, sizes in devices.items()},
-        "buffers": {name: list(asdict(sizes).values()) for name, sizes in buffers.items()},
-        "nodes": nodes,
-        "splits": splits,
-        "notes": _notes(list(said.lines)),
-    }
+    return asdict(measure_here(engine, Path(request["model"]), from_json(request["spec"])))
 
 
 _SPLITS = re.compile(
@@ -174,4 +172,4 @@ def _notes(lines: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    child.serve(_measure_here)
+    child.serve(_measure_request)

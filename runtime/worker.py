@@ -1,0 +1,173 @@
+"""A loaded model in a child process, generating on request: what `run` and `bench` talk to.
+
+The engine lives only here: a crash, an abort or a vanished device ends the child and becomes one line,
+and no memory of a device stays with the program that asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.errors import EngineProblem
+from planner.loading import LoadSpec
+from planner.plan import Plan, from_text, to_text
+from runtime import child, dryrun, load, locate, truth
+from runtime.dryrun import Breakdown
+from runtime.libllama import Engine
+from runtime.review import check_budgets, check_room
+from runtime.session import GREEDY, Sampling, Session, Timings
+from runtime.stripe_session import session_for
+
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What is proven around the load."""
+
+    plan: Plan | None  # its budgets are compared with the dry run; None for another machine's plan
+    devices: Mapping[str, str]  # tensor to the device it must be on
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One generation."""
+
+    prompt: str | tuple[int, ...]
+    tokens: int
+    sampling: Sampling = GREEDY
+    stop: tuple[str, ...] = ()
+    chat: bool = False  # wrap the prompt in the model's chat template when it has one
+    ignore_end: bool = False
+    silent: bool = False  # no text events
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model after loading."""
+
+    engine: str
+    load_ns: int
+    memory: Mapping[str, Breakdown]  # per device, as the engine counts it
+    notes: tuple[str, ...]  # what the engine disabled
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All generations of one load."""
+
+    loaded: Loaded
+    timings: tuple[Timings, ...]
+
+
+def work(
+    engine: str | None,
+    llama_h: Path | None,
+    model: Path,
+    spec: LoadSpec,
+    asks: Sequence[Ask],
+    checks: Checks | None = None,
+    on_text: Callable[[str], None] = lambda text: None,
+    on_note: Callable[[str], None] = lambda note: None,
+    timeout_s: float = _DAY_S,
+) -> Outcome:
+    """Load a model in a child process and run generations one after the other.
+
+    Raises MachineError or InputError with the child's or the engine's own line.
+    """
+    request = {
+        "engine": engine,
+        "llama_h": str(llama_h) if llama_h else None,
+        "model": str(model.resolve()),
+        "spec": dryrun.to_json(spec),
+        "asks": [asdict(each) for each in asks],
+        "checks": _checks_to_json(checks) if checks else None,
+    }
+
+    def hear(event: Mapping[str, Any]) -> None:
+        if "text" in event:
+            on_text(event["text"])
+        if "note" in event:
+            on_note(event["note"])
+
+    answer = child.ask("runtime.worker", request, locate.find(engine).label, timeout_s, hear)
+    loaded = answer["loaded"]
+    memory = {name: Breakdown(**sizes) for name, sizes in loaded["memory"].items()}
+    timings = tuple(Timings(**{**t, "tokens": tuple(t["tokens"])}) for t in answer["timings"])
+    return Outcome(Loaded(loaded["engine"], loaded["load_ns"], memory, tuple(loaded["notes"])), timings)
+
+
+def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
+    llama_h = Path(request["llama_h"]) if request["llama_h"] else None
+    engine = Engine.find(request["engine"], llama_h)
+    spec, path = dryrun.from_json(request["spec"]), Path(request["model"])
+    for name in spec.devices:
+        load.device_handle(engine, name)
+    checks = _checks_from_json(request["checks"]) if request["checks"] else None
+    notes = _review(engine, path, spec, checks, emit) if checks else ()
+    start = time.perf_counter_ns()
+    with session_for(engine, path, spec) as session:
+        took = time.perf_counter_ns() - start
+        if checks:
+            truth.compare(engine, session.weights(), checks.devices)
+        memory = _memory(session)
+        timings = [_generate(session, _ask_from_json(each), emit) for each in request["asks"]]
+    return {
+        "loaded": asdict(Loaded(engine.build.text, took, memory, notes)),
+        "timings": [asdict(t) for t in timings],
+    }
+
+
+def _review(engine: Engine, path: Path, spec: LoadSpec, checks: Checks, emit: child.Emit) -> tuple[str, ...]:
+    """The dry run: budgets and free memory, before anything large is touched."""
+    dry = dryrun.measure_here(engine, path, spec)
+    for note in dry.notes:
+        emit({"note": f"engine: {note}"})
+    if checks.plan is not None:
+        check_budgets(checks.plan, dry.devices)
+    check_room(dry.devices, engine.ggml.devices())
+    return dry.notes
+
+
+def _generate(session: Session, ask: Ask, emit: child.Emit) -> Timings:
+    prompt = ask.prompt
+    if ask.chat and isinstance(prompt, str):
+        prompt = session.chat(prompt) or prompt
+    return session.generate(
+        prompt,
+        ask.tokens,
+        on_text=(lambda text: None) if ask.silent else (lambda text: emit({"text": text})),
+        sampling=ask.sampling,
+        stop=ask.stop,
+        ignore_end=ask.ignore_end,
+    )
+
+
+def _memory(session: Session) -> Mapping[str, Breakdown]:
+    try:
+        return session.memory()
+    except EngineProblem:
+        return {}  # a build that does not tell
+
+
+def _checks_to_json(checks: Checks) -> dict[str, Any]:
+    return {"plan": to_text(checks.plan) if checks.plan else None, "devices": dict(checks.devices)}
+
+
+def _checks_from_json(data: Mapping[str, Any]) -> Checks:
+    return Checks(from_text(data["plan"], "plan") if data["plan"] else None, data["devices"])
+
+
+def _ask_from_json(data: Mapping[str, Any]) -> Ask:
+    prompt = data["prompt"] if isinstance(data["prompt"], str) else tuple(data["prompt"])
+    return Ask(
+        **{**data, "prompt": prompt, "sampling": Sampling(**data["sampling"]), "stop": tuple(data["stop"])}
+    )
+
+
+if __name__ == "__main__":
+    child.serve_events(_work_here)
