@@ -10,25 +10,25 @@ import ctypes as c
 import hashlib
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime import child, dryrun, load
+from runtime import child, dryrun
 from runtime.cuda import Driver
 from runtime.ggml import Handle, Tensor
 from runtime.libllama import Batch, Engine
-from runtime.stripe import Stripes
+from runtime.session import Session
+from runtime.stripe_session import StripedSession, session_for
 
 WARM_UP = 4  # decoded tokens that are not counted
 REPEATS = 3  # of a prefill
 
 
 @dataclass(slots=True)
-class Session:
+class Run:
     """A loaded model under measurement; tokens are random, from a fixed seed."""
 
     engine: Engine
@@ -83,85 +83,79 @@ class Session:
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     """Load as asked and measure."""
     engine, driver = Engine.find(request["engine"]), Driver()
-    spec, kept = dryrun.from_json(request["spec"]), load.Kept()
+    spec, counter = dryrun.from_json(request["spec"]), _Routing(engine)
     primary = driver.retain(0)
-    with ExitStack() as stack:
-        stack.enter_context(driver.current(primary))
-        before = driver.memory()[0]
-        stripes = stack.enter_context(Stripes(engine.ggml))
-        own = {b: stripes.buffer_type(b) for _, b in spec.overrides if b.startswith("stripe:")}
-        start = time.perf_counter()
-        model = stack.enter_context(
-            load.model(engine, Path(request["model"]), spec, load.model_params(engine, spec, kept, own=own))
-        )
-        stripes.check()
-        load_s = time.perf_counter() - start
-        counter = _Routing()
-        observe = counter.see if request.get("coverage") else None
-        counter.engine = engine
-        context = stack.enter_context(
-            load.context(engine, model, load.context_params(engine, spec, kept, observe))
-        )
-        n_vocab = engine.lib.llama_vocab_n_tokens(engine.lib.llama_model_get_vocab(model))
-        session = Session(engine, context, n_vocab)
-        answer: dict[str, Any] = {"load_s": round(load_s, 3), "stripes": _held(stripes)}
-        answer["digests"] = _digests(session)
+    before = _free(driver, primary)
+    start = time.perf_counter()
+    watch = counter.see if request.get("coverage") else None
+    with session_for(engine, Path(request["model"]), spec, on_node=watch) as opened:
+        answer: dict[str, Any] = {"load_s": round(time.perf_counter() - start, 3)}
+        run = Run(engine, opened.context, opened.n_vocab)
+        answer["stripes"] = _held(opened)
+        answer["digests"] = _digests(run)
         if request.get("coverage"):
-            answer["choices"] = _trace(session, counter, request["coverage"])
+            answer["choices"] = _trace(run, counter, request["coverage"])
         else:
-            answer["prefill"] = [_prefill(session, n, spec.workload.n_batch) for n in request["prompts"]]
-            answer["decode"] = [
-                _decode(session, depth, threads, request["gen"], spec.workload.n_batch)
-                for depth in request["depths"]
-                for threads in request["threads"]
-            ]
-        answer["vram_bytes"] = before - driver.memory()[0]
-    answer["left_bytes"] = _left(driver, primary, before)
+            n_batch = spec.workload.n_batch
+            answer["prefill"] = [_prefill(run, n, n_batch) for n in request["prompts"]]
+            answer["decode"] = []
+            for depth in request["depths"]:
+                answer["decode"] += _decode(run, depth, request["threads"], request["gen"], n_batch)
+        answer["free_bytes"] = before
+        answer["vram_bytes"] = before - _free(driver, primary)
+    answer["left_bytes"] = before - _free(driver, primary)
     return answer
 
 
-def _left(driver: Driver, primary: int, before: int) -> int:
+def _free(driver: Driver, primary: int) -> int:
     with driver.current(primary):
-        return before - driver.memory()[0]
+        return driver.memory()[0]
 
 
-def _held(stripes: Stripes) -> list[dict[str, Any]]:
+def _held(session: Session) -> list[dict[str, int]]:
+    if not isinstance(session, StripedSession):
+        return []
     return [
         {"k": s.experts, "tensors": s.tensors, "device": s.device_bytes, "host": s.host_bytes}
-        for s in stripes.held()
+        for s in session.stripes.held()
     ]
 
 
-def _digests(session: Session) -> list[str]:
+def _digests(run: Run) -> list[str]:
     """Digests of the logits after a 40-token prompt and after each of 6 decoded tokens."""
-    prompt = np.random.default_rng(3).integers(0, session.n_vocab, 46).astype(np.int32)
-    session.clear()
-    session.decode(prompt[:40], 0)
-    found = [session.logits()]
+    prompt = np.random.default_rng(3).integers(0, run.n_vocab, 46).astype(np.int32)
+    run.clear()
+    run.decode(prompt[:40], 0)
+    found = [run.logits()]
     for index in range(40, 46):
-        session.decode(prompt[index : index + 1], index)
-        found.append(session.logits())
-    session.clear()
+        run.decode(prompt[index : index + 1], index)
+        found.append(run.logits())
+    run.clear()
     return [hashlib.sha256(row.tobytes()).hexdigest()[:16] for row in found]
 
 
-def _prefill(session: Session, length: int, n_batch: int) -> dict[str, Any]:
-    times = []
-    for _ in range(REPEATS + 1):
-        session.clear()
-        times.append(session.prefill(session.tokens(length), n_batch))
+def _prefill(run: Run, length: int, n_batch: int) -> dict[str, Any]:
+    times: list[int] = []
+    for _ in range(REPEATS + 1 if length <= 1024 else 2):
+        run.clear()
+        times.append(run.prefill(run.tokens(length), n_batch))
     return {"prompt": length, "first_ns": times[0], **_summary(times[1:])}
 
 
-def _decode(session: Session, depth: int, threads: int, gen: int, n_batch: int) -> dict[str, Any]:
-    session.engine.lib.llama_set_n_threads(session.context, threads, threads)
-    session.clear()
-    session.seed = 1000
+def _decode(run: Run, depth: int, threads: list[int], gen: int, n_batch: int) -> list[dict[str, Any]]:
+    """Tokens one by one behind `depth` cells, for each thread count in turn."""
+    run.clear()
+    run.seed = 1000
     if depth:
-        session.prefill(session.tokens(depth), n_batch)
-    tokens = session.tokens(gen + WARM_UP)
-    times = [session.decode(tokens[i : i + 1], depth + i) for i in range(gen + WARM_UP)]
-    return {"depth": depth, "threads": threads, **_summary(times[WARM_UP:])}
+        run.prefill(run.tokens(depth), n_batch)
+    found, position = [], depth
+    for count in threads:
+        run.engine.lib.llama_set_n_threads(run.context, count, count)
+        tokens = run.tokens(gen + WARM_UP)
+        times = [run.decode(tokens[i : i + 1], position + i) for i in range(len(tokens))]
+        position += len(tokens)
+        found.append({"depth": depth, "threads": count, **_summary(times[WARM_UP:])})
+    return found
 
 
 def _summary(times: list[int]) -> dict[str, int]:
@@ -172,15 +166,15 @@ def _summary(times: list[int]) -> dict[str, int]:
 class _Routing:
     """Counts of chosen experts per layer, from the routers' own output."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.counts: dict[int, Any] = {}
-        self.engine: Engine | None = None
+        self.engine = engine
 
     def see(self, address: int, ask: bool, _user: int | None) -> bool:
         tensor = Tensor.from_address(address)
         if not tensor.name.startswith(b"ffn_moe_topk-"):
             return not ask
-        if not ask and self.engine is not None:
+        if not ask:
             layer, rows, span = int(tensor.name.split(b"-")[1]), tensor.ne[1], tensor.nb[1] // 4
             room = np.empty((rows - 1) * span + tensor.ne[0], np.int32)
             self.engine.lib.ggml_backend_tensor_get(address, room.ctypes.data, 0, room.nbytes)
@@ -191,12 +185,12 @@ class _Routing:
         return True
 
 
-def _trace(session: Session, counter: _Routing, n_tokens: int) -> dict[int, list[int]]:
+def _trace(run: Run, counter: _Routing, n_tokens: int) -> dict[int, list[int]]:
     counter.counts.clear()
-    session.seed = 5000
+    run.seed = 5000
     for at in range(0, n_tokens, 512):
-        session.clear()
-        session.decode(session.tokens(min(512, n_tokens - at)), 0)
+        run.clear()
+        run.decode(run.tokens(min(512, n_tokens - at)), 0)
     return {layer: np.trim_zeros(row, "b").tolist() for layer, row in sorted(counter.counts.items())}
 
 

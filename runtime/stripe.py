@@ -76,7 +76,7 @@ class Stripes:
 
     def __init__(self, ggml: Ggml, threads: int = 0) -> None:
         self.ggml = ggml
-        self.driver = _driver()
+        self._driver: Driver | None = None
         self.problem: AtsplanError | None = None
         # Pinning is bound by a lock of the kernel, copying by the memory: each has its own threads.
         self.pinning = ThreadPoolExecutor(4, "stripe-pin")
@@ -91,6 +91,16 @@ class Stripes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def driver(self) -> Driver:
+        """The CUDA driver, loaded when first needed. Raises StripesRefused."""
+        if self._driver is None:
+            try:
+                self._driver = Driver()
+            except CudaMissing as problem:
+                raise StripesRefused("this machine", problem.why) from None
+        return self._driver
 
     def buffer_type(self, name: str) -> Handle:
         """The buffer type of a site `stripe:DEVICE:K`: K experts in VRAM.
@@ -273,13 +283,6 @@ def _try_host_memory(driver: Driver, name: str, number: int, node: int) -> bool:
     finally:
         trial.close()
         pool.shutdown()
-
-
-def _driver() -> Driver:
-    try:
-        return Driver()
-    except CudaMissing as problem:
-        raise StripesRefused("this machine", problem.why) from None
 
 
 def _require_cuda(ggml: Ggml, name: str, device: Handle, buft: Handle) -> None:

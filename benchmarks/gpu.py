@@ -1,0 +1,239 @@
+"""Stripes against llama.cpp's own rules at equal measured VRAM, on models of real size.
+
+    python benchmarks/gpu.py --engine BUILD_FOLDER --out benchmarks/results/MACHINE.json
+
+Needs an NVIDIA GPU, 64 GiB of host memory, and disk for one model at a time. Every configuration runs
+in a child process; each result is written as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import gpu_contenders as contenders
+import gpu_models
+import gpu_report
+
+from planner.errors import AtsplanError
+from planner.gguf_file import read_model
+from planner.workload import Workload
+from runtime import child
+from runtime.dryrun import to_json
+from runtime.load import usable_cores
+
+TOLERANCE = 1.005  # measured VRAM may exceed the budget by this: granules, compute buffers
+CHILD_S = 240
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Bench:
+    """One run of the benchmark: what to measure, and the results so far."""
+
+    engine: Path
+    out: Path
+    ends: float  # time.monotonic() after which nothing new is started
+    prompts: list[int]
+    depths: list[int]
+    threads: list[int]
+    gen: int
+    results: list[Json] = field(default_factory=list)
+    header: Json = field(default_factory=dict)
+    routing: Json = field(default_factory=dict)  # traced choices by layer
+
+    def run(self, cell: Json, model: Path, one: contenders.Contender, **changes: Any) -> Json | None:
+        """Measure one contender; None when it failed, which is recorded too."""
+        cpu = any(buffer == "CPU" for _, buffer in one.spec.overrides) or one.name == "ngl"
+        request = {
+            "engine": str(self.engine),
+            "model": str(model),
+            "spec": to_json(one.spec),
+            "threads": self.threads if cpu else self.threads[:1],
+            "prompts": self.prompts,
+            "depths": self.depths,
+            "gen": self.gen,
+            **changes,
+        }
+        row = {**cell, "contender": one.name, "setting": one.setting}
+        started = time.monotonic()
+        try:
+            row |= child.ask("gpu_run", request, str(self.engine), CHILD_S)
+        except AtsplanError as problem:
+            row["failed"] = str(problem)
+        row["wall_s"] = round(time.monotonic() - started, 1)
+        if "choices" not in row:
+            self.results.append(row)
+            click.echo(gpu_report.line(row), err=True)
+        self.save()
+        return None if "failed" in row else row
+
+    def save(self) -> None:
+        """Write what is there."""
+        self.out.write_text(json.dumps({**self.header, "runs": self.results}, indent=1))
+        self.out.with_suffix(".routing.json").write_text(json.dumps(self.routing))
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.ends
+
+
+@click.command()
+@click.option("--engine", type=click.Path(exists=True, path_type=Path), required=True, help="Build folder.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), default=Path("/tmp/atsplan-gpu"), show_default=True
+)
+@click.option("--models", default="qwen3moe", show_default=True)
+@click.option("--routing", default="strong,moderate,uniform", show_default=True)
+@click.option(
+    "--residency", default="50,25,75,10", show_default=True, help="Percent of expert bytes in VRAM."
+)
+@click.option("--prompts", default="512", show_default=True)
+@click.option("--depths", default="0", show_default=True)
+@click.option("--threads", default="16,12", show_default=True, help="Tried where the CPU computes.")
+@click.option("--gen", default=48, show_default=True)
+@click.option("--rules", default="n-cpu-moe,fit,ngl", show_default=True)
+@click.option("--keep", is_flag=True, help="Leave the models in --folder.")
+@click.option("--minutes", default=60.0, show_default=True, help="Start nothing new after this.")
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+def main(
+    engine: Path,
+    folder: Path,
+    models: str,
+    routing: str,
+    residency: str,
+    prompts: str,
+    depths: str,
+    threads: str,
+    gen: int,
+    rules: str,
+    keep: bool,
+    minutes: float,
+    out: Path,
+) -> None:
+    """Measure and write JSON, then print the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(
+        engine,
+        out,
+        time.monotonic() + 60 * minutes,
+        _numbers(prompts),
+        _numbers(depths),
+        _numbers(threads),
+        gen,
+    )
+    bench.header = machine(engine)
+    for name in models.split(","):
+        model = gpu_models.make(name, folder)
+        for level in routing.split(","):
+            gpu_models.set_routing(model, level)
+            one_routing(bench, name, model, level, _numbers(residency), rules.split(","))
+        if not keep:
+            model.unlink()
+    click.echo(gpu_report.table(bench.results))
+
+
+def one_routing(
+    bench: Bench, name: str, model: Path, level: str, residency: list[int], rules: list[str]
+) -> None:
+    """All budgets of one model with one routing."""
+    shape = contenders.shape_of(read_model(model).inventory)
+    work = Workload(
+        n_ctx=max([*bench.prompts, *(d + len(bench.threads) * (bench.gen + 4) for d in bench.depths), 1024])
+        + 256
+    )
+    cell: Json = {"model": name, "routing": level, "residency": 100}
+    full = bench.run(cell, model, contenders.whole(shape, work))
+    traced = bench.run(cell, model, contenders.whole(shape, work), coverage=2048)
+    if full is None or traced is None:
+        return
+    bench.routing[f"{name} {level}"] = traced["choices"]
+    for percent in residency:
+        if bench.over:
+            click.echo("time is over", err=True)
+            return
+        share = percent / 100
+        budget = full["vram_bytes"] - int((1 - share) * shape.expert_bytes)
+        cell |= {
+            "residency": percent,
+            "budget_bytes": budget,
+            "coverage": coverage(traced["choices"], share),
+            "whole_ns": full["decode"][0]["median_ns"],
+        }
+        one_budget(bench, cell, model, shape, work, full, rules)
+
+
+def one_budget(
+    bench: Bench,
+    cell: Json,
+    model: Path,
+    shape: contenders.Shape,
+    work: Workload,
+    full: Json,
+    rules: list[str],
+) -> None:
+    """Every contender under one budget; striped logits must be those of the whole model in VRAM."""
+    share, budget = cell["residency"] / 100, cell["budget_bytes"]
+    found = bench.run(cell, model, contenders.stripes(shape, work, share))
+    if found is not None:
+        found["identical"] = found["digests"] == full["digests"]
+        bench.results[-1]["identical"] = found["identical"]
+    if "n-cpu-moe" in rules:
+        bench.run(cell, model, contenders.n_cpu_moe(shape, work, share))
+    if "fit" in rules:
+        margin = (full["free_bytes"] - budget) // 2**20
+        try:
+            bench.run(cell, model, contenders.fit(bench.engine, model, shape, work, margin))
+        except (subprocess.SubprocessError, StopIteration) as problem:
+            click.echo(f"fit: {problem}", err=True)
+    if "ngl" in rules:
+        fixed = full["vram_bytes"] - sum(shape.layer_bytes)
+        bench.run(cell, model, contenders.n_gpu_layers(shape, work, budget, fixed))
+
+
+def coverage(choices: dict[str, list[int]], share: float) -> float:
+    """Share of traced choices that fall on the first `share` of the experts, over all layers."""
+    hot = sum(sum(row[: int(share * len(row) + 1e-9)]) for row in choices.values())
+    return round(hot / sum(sum(row) for row in choices.values()), 4)
+
+
+def machine(engine: Path) -> Json:
+    """What the results belong to."""
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max",
+        "--format=csv,noheader",
+    ]
+    gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    cpu = next((s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")), "")
+    from runtime.libllama import Engine
+
+    # The label of a build is its folder; version and commit are the library's own words.
+    build = Engine.find(str(engine)).build
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "gpu": gpu,
+        "cpu": cpu.partition(":")[2].strip(),
+        "cores": usable_cores(),
+        "system": platform.platform(terse=True),
+        "engine": f"llama {build.version} ggml {build.commit}",
+    }
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What is compared at equal VRAM: the stock rules of llama.cpp, and stripes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.inventory import Inventory
+from planner.loading import LoadSpec
+from planner.workload import Workload
+
+GPU = "CUDA0"
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model that rules work with."""
+
+    n_layers: int  # all blocks
+    moe_layers: tuple[int, ...]
+    n_experts: int
+    expert_bytes: int  # of all layers
+    layer_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to load a model."""
+
+    name: str
+    setting: str
+    spec: LoadSpec
+
+
+def shape_of(inventory: Inventory) -> Shape:
+    """Sizes from the tensor table."""
+    n_layers = inventory.number("block_count")
+    layers = [0] * n_layers
+    routed: set[int] = set()
+    experts = 0
+    for tensor in inventory.tensors:
+        if found := re.match(r"blk\.(\d+)\.", tensor.name):
+            layers[int(found[1])] += tensor.size_bytes
+        if found := _EXPERTS.fullmatch(tensor.name):
+            routed.add(int(found[1]))
+            experts += tensor.size_bytes
+    return Shape(n_layers, tuple(sorted(routed)), inventory.number("expert_count"), experts, tuple(layers))
+
+
+def whole(shape: Shape, work: Workload) -> Contender:
+    """Everything in VRAM."""
+    return Contender("all in VRAM", "-ngl 99", _spec(shape, work, shape.n_layers + 1, ()))
+
+
+def n_cpu_moe(shape: Shape, work: Workload, share: float) -> Contender:
+    """Experts of the first layers on the CPU, as few as a `share` of all expert bytes in VRAM leaves."""
+    on_cpu = len(shape.moe_layers) - int(share * len(shape.moe_layers) + 1e-9)
+    overrides = tuple(
+        (rf"^blk\.{layer}\.ffn_(gate|up|down|gate_up)_exps\.", "CPU") for layer in shape.moe_layers[:on_cpu]
+    )
+    spec = _spec(shape, work, shape.n_layers + 1, overrides)
+    return Contender("n-cpu-moe", f"--n-cpu-moe {on_cpu} --no-mmap", spec)
+
+
+def n_gpu_layers(shape: Shape, work: Workload, budget_bytes: int, fixed_bytes: int) -> Contender:
+    """The most whole layers, from the last, that fit beside `fixed_bytes`."""
+    count, used = 0, fixed_bytes
+    for size in reversed(shape.layer_bytes):
+        if used + size > budget_bytes:
+            break
+        count, used = count + 1, used + size
+    return Contender("ngl", f"-ngl {count + 1} --no-mmap", _spec(shape, work, count + 1, ()))
+
+
+def fit(folder: Path, model: Path, shape: Shape, work: Workload, margin_mib: int) -> Contender:
+    """What llama.cpp's own fitting chooses when `margin_mib` must stay free."""
+    command = [folder / "llama-fit-params", "-m", model, "-c", work.n_ctx, "-fitt", margin_mib, "-fa", "on"]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=True, timeout=60, cwd=folder
+    )
+    words = shlex.split(next(line for line in done.stdout.splitlines() if "-ngl" in line))
+    layers = int(words[words.index("-ngl") + 1])
+    listed = words[words.index("-ot") + 1].split(",") if "-ot" in words else []
+    overrides = tuple((pattern, buffer) for pattern, _, buffer in (one.rpartition("=") for one in listed))
+    total = shape.n_layers + 1
+    spec = _spec(shape, work, total if layers < 0 else min(layers, total), overrides)
+    return Contender("fit", f"--fit on --fit-target {margin_mib} --no-mmap", spec)
+
+
+def stripes(shape: Shape, work: Workload, share: float) -> Contender:
+    """The same number of hot experts of every layer in VRAM."""
+    k = int(share * shape.n_experts + 1e-9)
+    widths = dict.fromkeys(shape.moe_layers, k)
+    return Contender(
+        "stripes",
+        f"stripe {k} of {shape.n_experts}",
+        striped(shape, work, widths),
+    )
+
+
+def striped(shape: Shape, work: Workload, widths: dict[int, int]) -> LoadSpec:
+    """A spec with a width for each striped layer."""
+    overrides = [
+        (rf"^blk\.{layer}\.ffn_(gate|up|down|gate_up)_exps\.weight$", f"stripe:{GPU}:{k}")
+        for layer, k in sorted(widths.items())
+    ]
+    return _spec(shape, work, shape.n_layers + 1, overrides, mmap=True)
+
+
+def _spec(
+    shape: Shape, work: Workload, layers: int, overrides: Sequence[tuple[str, str]], mmap: bool = False
+) -> LoadSpec:
+    # Stock loads are faster without mmap: host weights then lie in pinned memory, prefill uploads fly.
+    return LoadSpec(
+        devices=(GPU,),
+        tensor_split=(shape.n_layers + 1,),
+        n_gpu_layers=layers,
+        overrides=tuple(overrides),
+        workload=work,
+        use_mmap=mmap,
+    )

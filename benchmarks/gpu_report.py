@@ -1,0 +1,131 @@
+"""Results of the GPU benchmark as lines, a table and a picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+STRIPED = ("stripes", "plan")
+
+
+def decode_ns(row: Json, depth: int) -> int:
+    """Best decode time over the thread counts tried."""
+    return min((int(d["median_ns"]) for d in row["decode"] if d["depth"] == depth), default=0)
+
+
+def prefill_ns(row: Json, prompt: int) -> int:
+    """Median time of a prompt."""
+    return next((int(p["median_ns"]) for p in row["prefill"] if p["prompt"] == prompt), 0)
+
+
+def line(row: Json) -> str:
+    """One run."""
+    head = f"{row['model']} {row['routing']} {row['residency']}% {row['contender']} [{row['setting']}]"
+    if "failed" in row:
+        return f"{head}: {row['failed']}"
+    decode = " ".join(
+        f"d{d['depth']}/t{d['threads']} {d['median_ns'] / 1e6:.2f}±{d['iqr_ns'] / 2e6:.2f}"
+        for d in row["decode"]
+    )
+    prefill = " ".join(f"p{p['prompt']} {p['median_ns'] / 1e6:.0f}" for p in row["prefill"])
+    over = row["vram_bytes"] - row.get("budget_bytes", row["vram_bytes"])
+    return (
+        f"{head}: {row['vram_bytes'] / 2**20:.0f} MiB ({over / 2**20:+.0f}) load {row['load_s']} s "
+        f"decode {decode} prefill {prefill} wall {row['wall_s']}"
+    )
+
+
+def cells(rows: Iterable[Json]) -> dict[tuple[str, str, int], list[Json]]:
+    """Runs that worked, by model, routing and residency."""
+    found: dict[tuple[str, str, int], list[Json]] = defaultdict(list)
+    for row in rows:
+        if "failed" not in row and row["residency"] < 100:
+            found[row["model"], row["routing"], row["residency"]].append(row)
+    return found
+
+
+def compare(rows: list[Json]) -> list[Json]:
+    """One record per cell: at each depth and prompt the best stock rule, its time, and that of stripes."""
+    made = []
+    for (model, routing, residency), runs in cells(rows).items():
+        striped = [r for r in runs if r["contender"] in STRIPED]
+        stock = [r for r in runs if r["contender"] not in STRIPED]
+        if not striped or not stock:
+            continue
+        best = striped[-1]
+        record: Json = {
+            "model": model,
+            "routing": routing,
+            "residency": residency,
+            "coverage": best["coverage"],
+            "identical": best.get("identical"),
+        }
+        for depth in dict.fromkeys(d["depth"] for d in best["decode"]):
+            times = [(decode_ns(r, depth), r["contender"]) for r in stock]
+            record[f"decode@{depth}"] = (*min(times), decode_ns(best, depth))
+        for prompt in dict.fromkeys(p["prompt"] for p in best["prefill"]):
+            times = [(prefill_ns(r, prompt), r["contender"]) for r in stock]
+            record[f"prefill@{prompt}"] = (*min(times), prefill_ns(best, prompt))
+        made.append(record)
+    return made
+
+
+def table(rows: list[Json]) -> str:
+    """Markdown: a line a cell, times in milliseconds, ratios of stock over striped."""
+    records = compare(rows)
+    names = list(dict.fromkeys(k for r in records for k in sorted(r) if "@" in k))
+    head = [
+        "model",
+        "routing",
+        "in VRAM",
+        "coverage",
+        *(f"{n}: stock → stripes" for n in names),
+        "same logits",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for r in records:
+        parts = [r["model"], r["routing"], f"{r['residency']} %", f"{r['coverage']:.2f}"]
+        parts += [_ratio(r[n]) if n in r else "" for n in names]
+        lines.append("| " + " | ".join([*parts, "yes" if r["identical"] else "no"]) + " |")
+    return "\n".join(lines)
+
+
+def _ratio(entry: tuple[int, str, int]) -> str:
+    stock, rule, striped = entry
+    return f"{stock / 1e6:.1f} ({rule}) → {striped / 1e6:.1f}: **{stock / striped:.2f}×**"
+
+
+def plot(rows: list[Json], path: Path) -> None:
+    """Decode time against VRAM, a panel a routing, a line a contender."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = list(dict.fromkeys((r["model"], r["routing"]) for r in rows if "failed" not in r))
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False, sharey=True)
+    for axis, (model, routing) in zip(axes[0], panels, strict=True):
+        lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for row in rows:
+            if "failed" not in row and (row["model"], row["routing"]) == (model, routing):
+                lines[row["contender"]].append((row["vram_bytes"] / 2**30, decode_ns(row, 0) / 1e6))
+        for name, points in lines.items():
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
+        axis.set(title=f"{model}, {routing} routing", xlabel="VRAM, GiB")
+        axis.grid(alpha=0.3)
+    axes[0][0].set(ylabel="decode, ms per token", ylim=(0, None))
+    axes[0][-1].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    source = Path(sys.argv[1])
+    data = json.loads(source.read_text())
+    print(table(data["runs"]))
+    plot(data["runs"], source.with_suffix(".png"))

@@ -1,0 +1,116 @@
+"""Striped experts: refused with a reason elsewhere; on CUDA the same logits, no growth, several at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines import ENVIRONMENT, ROOT, device_names
+
+from planner.stripes import GRANULE as PLANNED
+from profiler.synth import SynthSpec, write
+from runtime.cuda import CudaMissing, Driver
+from runtime.libllama import Engine
+from runtime.stripe import Stripes, StripesRefused, find_gpu
+from runtime.stripe_check import check
+from runtime.stripe_range import GRANULE, rounded
+
+CUDA_ENGINE = os.environ.get("ATSPLAN_CUDA_ENGINE", "")
+HAS_DRIVER = Path("/dev/nvidiactl").exists()
+
+
+@pytest.fixture(scope="module")
+def cuda_engine() -> str:
+    """Folder of a build with CUDA, on a machine with an NVIDIA GPU."""
+    if not CUDA_ENGINE or "CUDA0" not in device_names(CUDA_ENGINE):
+        pytest.skip("set ATSPLAN_CUDA_ENGINE to a CUDA build on a machine with an NVIDIA GPU")
+    return CUDA_ENGINE
+
+
+@pytest.fixture(scope="module")
+def routed_model(models: Path) -> Path:
+    """Two layers of 32 experts, 34 MiB each tensor: the hot boundary falls inside a granule."""
+    spec = SynthSpec("qwen3moe", n_layers=2, n_embd=1024, n_expert=32, n_used=4, n_ff_exp=1056)
+    return write(models / "striped.gguf", spec)
+
+
+def work(request: dict[str, object]) -> dict[str, object]:
+    """Run stripe_work.py in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "stripe_work.py")],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+def test_planner_and_runtime_cut_memory_alike() -> None:
+    assert PLANNED == GRANULE
+    assert [rounded(size) for size in (0, 1, GRANULE, GRANULE + 1)] == [0, GRANULE, GRANULE, 2 * GRANULE]
+
+
+@pytest.mark.skipif(HAS_DRIVER, reason="this machine has an NVIDIA driver")
+def test_refused_without_a_cuda_driver() -> None:
+    with pytest.raises(StripesRefused, match=r"libcuda\.so\.1"):
+        _ = Stripes(Engine.find().ggml).driver
+
+
+def test_a_library_that_is_no_driver_is_refused() -> None:
+    with pytest.raises(CudaMissing, match="no cuInit"):
+        Driver("libc.so.6")
+
+
+def test_other_gpus_are_refused_with_the_reason(vulkan_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
+    found = check(Engine.find(str(vulkan_engine)))
+    assert [one.device for one in found] == ["Vulkan0"]
+    assert found[0].why_not == "it is a Vulkan device, CUDA is needed"
+
+
+def test_proof_on_a_small_tensor(cuda_engine: str) -> None:
+    found = check(Engine.find(cuda_engine))
+    assert [one.why_not for one in found] == [""] * len(found)
+
+
+def test_wrong_device_is_refused(cuda_engine: str) -> None:
+    with pytest.raises(StripesRefused):
+        find_gpu(Driver(), "CUDA9", "ffff:ff:1f.7")
+
+
+def test_logits_are_those_of_plain_vram_bit_for_bit(cuda_engine: str, routed_model: Path) -> None:
+    for read in ("mmap", "read"):
+        plain = work({"engine": cuda_engine, "model": str(routed_model), "k": [32], "read": read})
+        for k in (0, 1, 13, 31):
+            found = work({"engine": cuda_engine, "model": str(routed_model), "k": [k], "read": read})
+            assert found["logits"] == plain["logits"]
+            assert found["device_bytes"] == 6 * rounded(k * 1056 * 1024 // 32 * 34)
+
+
+def test_twenty_loads_leave_nothing(cuda_engine: str, routed_model: Path) -> None:
+    found = work({"engine": cuda_engine, "model": str(routed_model), "k": [16], "times": 20})
+    vram, resident = found["vram_after"], found["resident_after"]
+    assert isinstance(vram, list) and isinstance(resident, list)
+    assert vram[-1] == vram[1]
+    assert resident[-1] - resident[3] < 8 * 2**20
+
+
+def test_several_models_at_once_and_freed_in_any_order(cuda_engine: str, routed_model: Path) -> None:
+    alone = work({"engine": cuda_engine, "model": str(routed_model), "k": [9]})
+    found = work({"engine": cuda_engine, "model": str(routed_model), "k": [9, 20, 9], "together": True})
+    assert found["logits"] == [alone["logits"][0]] * 3  # type: ignore[index]
+
+
+def test_missing_device_memory_is_one_line_and_leaves_nothing(cuda_engine: str, routed_model: Path) -> None:
+    found = work({"engine": cuda_engine, "model": str(routed_model), "k": [16], "starve": True})
+    assert "has no room for another" in str(found["problem"])
+    assert found["vram_lost"] == 0
