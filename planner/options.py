@@ -63,4 +63,5 @@ class SolveOptions:
     given: tuple[Given, ...] = ()
     max_runs: int = MAX_ENGINE_DEVICES
     time_limit_s: float = 20.0
+    heat_digest: str = ""  # of the heat file behind curves and orders
     command: str = ""

@@ -111,6 +111,26 @@ class ExpertOrder(Record):
     order: tuple[int, ...]
 
 
+class Reserved(Record):
+    """Memory on a device that the plan leaves to something else."""
+
+    name: str
+    device: str
+    size_bytes: int = Field(ge=0)
+
+
+class Constraints(Record):
+    """What the solver was asked to respect, so that a check can ask the same again."""
+
+    budgets: dict[str, int]  # bytes by device, the CPU included, devices left unused too
+    pins: tuple[str, ...] = ()  # PATTERN=SITE
+    contiguous: bool = False
+    no_cpu: bool = False
+    page: bool = False  # host weights may exceed memory and are paged from disk
+    reserves: tuple[Reserved, ...] = ()
+    heat_digest: str = ""  # of the heat file that expert coverage comes from
+
+
 class Plan(Record):
     """A decision that can be reviewed, checked without model or GPU, compiled and loaded."""
 
@@ -120,12 +140,12 @@ class Plan(Record):
     model: ModelRef
     machine: MachineRef
     workload: Workload
+    constraints: Constraints
     devices: tuple[DeviceUse, ...]
     layers: tuple[LayerRange, ...]
     predicted: Prediction
     baselines: tuple[Baseline, ...]
     notes: tuple[str, ...] = ()
-    pins: tuple[str, ...] = ()
     units: tuple[Placement, ...]
     overrides: tuple[Override, ...]
     experts: tuple[ExpertOrder, ...] = ()

@@ -13,6 +13,7 @@ from planner.options import SolveOptions
 from planner.overrides import overrides_of
 from planner.plan import (
     Baseline,
+    Constraints,
     DeviceUse,
     ExpertOrder,
     LayerRange,
@@ -21,6 +22,7 @@ from planner.plan import (
     Placement,
     Plan,
     Prediction,
+    Reserved,
 )
 from planner.problem import Decision, Option, Solution
 from planner.profile import Profile, to_text
@@ -64,15 +66,30 @@ def record(
         model=_model_ref(priced),
         machine=machine_ref(profile),
         workload=workload,
+        constraints=constraints_of(budgets, options),
         devices=_uses(chosen, budgets, options),
         layers=ranges(devices),
         predicted=prediction(chosen, profile),
         baselines=tuple(_baseline(c, priced) for c in stock),
         notes=_notes(chosen, profile, workload, options),
-        pins=tuple(f"{p.pattern}={p.site}" for p in options.pins),
         units=tuple(_placement(chosen, unit, sites[unit.name]) for unit in units),
         overrides=overrides_of(priced.model.inventory, units, [sites[u.name] for u in units], devices),
         experts=_orders(sites, units, options),
+    )
+
+
+def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constraints:
+    """What was asked, in the words of the plan file."""
+    return Constraints(
+        budgets=dict(sorted(budgets.items())),
+        pins=tuple(f"{p.pattern}={p.site}" for p in options.pins),
+        contiguous=options.contiguous,
+        no_cpu=options.no_cpu,
+        page=options.page,
+        reserves=tuple(
+            Reserved(name=r.name, device=r.device, size_bytes=r.size_bytes) for r in options.reserves
+        ),
+        heat_digest=options.heat_digest,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.plan import (
     Baseline,
+    Constraints,
     DeviceUse,
     LayerRange,
     MachineRef,
@@ -28,6 +29,7 @@ def sample_plan() -> Plan:
         ),
         machine=MachineRef(name="none", profile_digest="sha256:2", measured=False, engine="none"),
         workload=Workload(),
+        constraints=Constraints(budgets={"CUDA0": 10 * MIB}),
         devices=(
             DeviceUse(
                 name="CUDA0",
