@@ -291,7 +291,7 @@ def _why_not(problem: str) -> str:
 
         here = " ".join(platform.libc_ver())
         return f"needs {needs[1]}, this system has {here}: use another build, e.g. pip install xllamacpp"
-    if "wrong ELF class" in problem or "invalid ELF header" in problem:
+    if any(said in problem for said in ("wrong ELF class", "invalid ELF header", "file too short")):
         return f"not a library for this processor: {problem}"
     return f"cannot be loaded: {problem}"
 

@@ -179,7 +179,7 @@ def structure(name: str, fields: Sequence[tuple[str, str]]) -> Any:
 def parse_header(text: str, struct: str, engine: str) -> Fields:
     """The fields of a struct in the text of a llama.h; EngineProblem when it is not there or not plain."""
     plain = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL)
-    body = re.search(rf"struct\s+{struct}\s*\{{(.*?)\}}\s*{struct}?\s*;", plain, flags=re.DOTALL)
+    body = re.search(rf"struct\s+{struct}\s*\{{(.*?)\}}\s*(?:{struct})?\s*;", plain, flags=re.DOTALL)
     if body is None:
         raise EngineProblem(engine, f"the given llama.h has no struct {struct}")
     return tuple(_field(line, struct, engine) for line in body[1].split(";") if line.strip())

@@ -1,0 +1,40 @@
+"""Which line of an engine's log explains a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.logs import Tail, cause
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        (
+            "llama_model_load: error loading model: missing tensor 'blk.0.x'\n"
+            "llama_model_load_from_file_impl: failed to load model",
+            "error loading model: missing tensor 'blk.0.x'",
+        ),
+        (
+            "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 9 MiB on device 0: cudaMalloc failed: "
+            "out of memory\nllama_init: failed",
+            "allocating 9 MiB on device 0: cudaMalloc failed: out of memory",
+        ),
+        (
+            "loading\n/src/ggml/src/ggml-backend.cpp:99: GGML_ASSERT(buft) failed\n[New LWP 7]",
+            "GGML_ASSERT(buft) failed",
+        ),
+        ("load_tensors: fine\nall well", "all well"),
+        ("", ""),
+    ],
+)
+def test_the_telling_line(log: str, line: str) -> None:
+    assert cause(log.splitlines()) == line
+
+
+def test_fragments_become_lines() -> None:
+    tail = Tail(2)
+    for text in ("one\ntw", "o", "\nthree: err", "or here\n"):
+        tail.add(2, text)
+    assert list(tail.lines) == ["two", "three: error here"]
+    assert tail.cause() == "error here"
