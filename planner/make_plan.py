@@ -41,14 +41,14 @@ def make_plan(
     constrained = price(model, profile, budgets, workload, options)
     check_forced(constrained, budgets, options)
     stock = baselines.candidates(everything, options.given)
-    host_only = _host_only(model, profile, budgets, workload, options)
-    chosen = choose(constrained, everything, stock, host_only, options)
+    alone = host_only(model, profile, budgets, workload, options)
+    chosen = choose(constrained, everything, stock, alone, options)
     if chosen is None:
         raise refuse(constrained, budgets, options)
-    return record(chosen, (host_only[1], *stock) if host_only else stock, profile, budgets, workload, options)
+    return record(chosen, (alone[1], *stock) if alone else stock, profile, budgets, workload, options)
 
 
-def _host_only(
+def host_only(
     model: Model, profile: Profile, budgets: Mapping[str, int], workload: Workload, options: SolveOptions
 ) -> tuple[Priced, Candidate] | None:
     """Everything on the CPU, GPUs not even opened: a problem of its own with a single answer."""
