@@ -18,6 +18,7 @@ from pathlib import Path
 from planner.errors import FileProblem, InputError
 from planner.ggml_types import is_known, tensor_bytes, type_name
 from planner.gguf_header import MAGIC, Header, KeyValue, TensorInfo, one_line, pad, parse_header
+from planner.gguf_sanity import check_counts, check_layers
 from planner.gguf_shards import ShardProblems, check_set, find_first, parse_name, shard_paths
 from planner.inventory import Hparam, Inventory, Shard, Tensor
 
@@ -90,6 +91,7 @@ def read_shard(path: Path) -> ShardHeader:
     try:
         with mapped(path) as data:
             header = parse_header(data, str(path))
+            check_layers(header, str(path))
             digest = _sha256(data, header.end)
             sizes, trailing = _sizes(header, len(data), str(path))
             _refuse_joined(header, data, len(data) - trailing, str(path))
@@ -236,11 +238,13 @@ def _inventory(shards: tuple[ShardHeader, ...]) -> Inventory:
     architecture = header.text("general.architecture")
     if not architecture:
         raise FileProblem(str(shards[0].path), "no general.architecture: not a model llama.cpp could load")
+    hparams = dict(sorted(_hparams(header, architecture).items()))
+    check_counts(hparams, str(shards[0].path))
     return Inventory(
         name=header.text("general.name") or _stem(shards[0].path),
         architecture=architecture,
         header_digest=_digest(shards),
-        hparams=dict(sorted(_hparams(header, architecture).items())),
+        hparams=hparams,
         shards=tuple(_shard(s) for s in shards),
         tensors=tuple(t for index, s in enumerate(shards) for t in _tensors(index, s)),
     )

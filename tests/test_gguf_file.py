@@ -159,6 +159,25 @@ def test_hyperparameters_lose_their_prefix(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (kv("llama.block_count", U32, 2**32 - 1), "block_count is 4294967295"),
+        (kv("llama.block_count", STR, "four"), "block_count is four"),
+        (kv("llama.attention.head_count", ARR, (I32, [4, -1])), "attention.head_count is -1"),
+        (kv("llama.embedding_length", F32, 8.0), "embedding_length is 8.0"),
+    ],
+)
+def test_counts_that_cannot_be(tmp_path: Path, entry: bytes, message: str) -> None:
+    assert message in why(save(tmp_path, gguf([arch(), entry], [W1])))
+
+
+def test_a_layer_that_cannot_be(tmp_path: Path) -> None:
+    assert "no possible layer" in why(
+        save(tmp_path, gguf([arch()], [f32("blk.99999999.attn_q.weight", 1.0)]))
+    )
+
+
 def test_the_header_digest_does_not_depend_on_weights_or_name(tmp_path: Path) -> None:
     one = read_model(save(tmp_path, gguf([arch()], [f32("w", 1.0)]), "a.gguf")).inventory
     two = read_model(save(tmp_path, gguf([arch()], [f32("w", 2.0)]), "b.gguf")).inventory
