@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 
 from planner.arch import Layers, layers_of, shared_kv, stems_by_layer
-from planner.ggml_types import row_bytes
+from planner.errors import InputError
+from planner.ggml_types import BY_NAME, row_bytes
 from planner.inventory import Inventory
 from planner.sliding import sliding_layers, window
 from planner.workload import Workload
@@ -24,7 +25,20 @@ _V4_FINE, _V4_COARSE = 4, 128
 _ROLLBACK = re.compile(
     r"kimi-k3|qwen35(moe)?|qwen4exp|deepseek4|glm5-next|nemotron_h(_moe)?|lfm2(moe)?|bailingmoe3"
 )
+_UNGROUPED = frozenset({"mamba", "jamba"})  # Mamba-1: the convolution sees the inner width alone
 _INDEXED = frozenset({"deepseek32", "glm-dsa", "glm5-next", "qwen4exp", "minimax-m3"})
+
+
+@dataclass(eq=False)
+class KvTypeProblem(InputError):
+    """A cache type that llama.cpp refuses for this model."""
+
+    type_k: str
+    type_v: str
+    why: str
+
+    def message(self) -> str:
+        return f"KV cache types {self.type_k} and {self.type_v}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +70,10 @@ def kv_bytes(
 ) -> tuple[int, ...]:
     """KV cache of each main layer in bytes; 0 for layers that keep none or read another's.
 
-    Source: llama_kv_cache and its relatives; indexer keys of sparse attention are included.
+    Source: llama_kv_cache and its relatives; indexer keys of sparse attention are included. Raises
+    KvTypeProblem for types the engine would refuse.
     """
+    check_types(inventory, workload)
     layers = layers_of(inventory)
     cells = cells_of(inventory, workload, unified=unified, swa_full=swa_full)
     readers = shared_kv(inventory, layers)
@@ -70,6 +86,24 @@ def kv_bytes(
         else 0
         for layer in range(layers.n_main)
     )
+
+
+def check_types(inventory: Inventory, workload: Workload) -> None:
+    """Raise KvTypeProblem where llama.cpp would refuse the cache types of a workload."""
+    type_k, type_v = workload.type_k, workload.type_v
+    latent = is_latent(inventory) or inventory.architecture == "deepseek4"
+    if latent and type_k != type_v:
+        raise KvTypeProblem(type_k, type_v, "a latent attention (MLA) needs the same type for both")
+    if not workload.flash_attn and BY_NAME[type_v].block > 1:
+        raise KvTypeProblem(type_k, type_v, "a quantised V cache needs flash attention")
+    layers = layers_of(inventory)
+    for slides in {
+        s for s, a in zip(sliding_layers(inventory, layers.n_main), layers.attention, strict=True) if a
+    }:
+        for type_name, width in zip((type_k, type_v), head_widths(inventory, slides), strict=True):
+            if width % BY_NAME[type_name].block:
+                why = f"blocks of {BY_NAME[type_name].block} values do not divide heads of {width}"
+                raise KvTypeProblem(type_k, type_v, why)
 
 
 def nextn_kv_bytes(inventory: Inventory, workload: Workload) -> tuple[int, ...]:
@@ -113,7 +147,8 @@ def state_widths(inventory: Inventory) -> tuple[int, int]:
     kernel, inner, state = number("ssm.conv_kernel"), number("ssm.inner_size"), number("ssm.state_size")
     if head := number("kda.head_dim"):
         return 3 * (kernel - 1 if kernel else 3) * heads * head, head * head * heads
-    shift = max(kernel - 1, 0) * (inner + 2 * number("ssm.group_count") * state)
+    groups = 0 if inventory.architecture in _UNGROUPED else number("ssm.group_count")
+    shift = max(kernel - 1, 0) * (inner + 2 * groups * state)
     if inventory.architecture == "minimax-01":
         head = number("attention.key_length", width // max(heads, 1))
         return shift, head * head * heads

@@ -1,0 +1,77 @@
+"""Many dry loads by the embedded engine in one child process: exact bytes for tests of formulas.
+
+As a program it reads a list of [path, workload, swa_full] from stdin and answers with a list of
+{buffer: [model, context, compute]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.workload import Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One model under one workload, all on the CPU."""
+
+    path: Path
+    workload: Workload
+    swa_full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """What the engine says a load takes."""
+
+    model: int
+    context: int
+    compute: int
+
+
+def measure(loads: Iterable[Load]) -> list[Bytes]:
+    """The engine's own numbers for each load; the child's last words when it dies."""
+    request = [[str(x.path), x.workload.model_dump(), x.swa_full] for x in loads]
+    asked = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=False,
+    )
+    assert asked.returncode == 0, asked.stderr[-2000:]
+    return [Bytes(*sizes) for sizes in json.loads(asked.stdout)]
+
+
+def _measure_here(request: list[list[object]]) -> list[list[int]]:
+    from planner.loading import LoadSpec
+    from runtime import load
+    from runtime.dryrun import Breakdown, breakdown
+    from runtime.libllama import Engine
+
+    engine, kept = Engine.find(), load.Kept()
+    answers = []
+    for path, workload, swa_full in request:
+        work = Workload.model_validate(workload)
+        spec = LoadSpec((), (), 0, (), work, use_mmap=False, use_extra_bufts=False)
+        with load.model(engine, Path(str(path)), spec, load.model_params(engine, spec, kept, True)) as model:
+            params = load.context_params(engine, spec, kept)
+            params.swa_full = swa_full
+            with load.context(engine, model, params) as context:
+                total = sum(breakdown(engine, context).values(), start=Breakdown(0, 0, 0))
+                answers.append([total.model, total.context, total.compute])
+    return answers
+
+
+if __name__ == "__main__":
+    json.dump(_measure_here(json.load(sys.stdin)), sys.stdout)

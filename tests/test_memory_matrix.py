@@ -1,0 +1,132 @@
+"""Memory formulas against the engine: generated models of every architecture, real models at full size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from dry_loads import Bytes, Load, measure
+from sparse_model import write_sparse
+
+from planner.gguf_file import read_model
+from planner.inventory import Inventory, from_text
+from planner.memory import (
+    compute_bytes,
+    context_bytes,
+    kv_bytes,
+    loaded_tensors,
+    state_bytes,
+    tied_copy_bytes,
+    weight_bytes,
+)
+from planner.workload import Workload
+from profiler.synth import ARCHITECTURES, SynthSpec, write
+
+INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
+MIB = 2**20
+SPECS = {arch: SynthSpec(arch) for arch in ARCHITECTURES} | {
+    "qwen35moe-nextn": SynthSpec("qwen35moe", n_nextn=1),
+    "glm4moe-nextn": SynthSpec("glm4moe", n_nextn=1),
+    "deepseek2-nextn": SynthSpec("deepseek2", n_nextn=1),
+    "gemma4-fused": SynthSpec("gemma4", n_expert=8, fused_gate_up=True, n_layers=6),
+    "qwen3moe-fused": SynthSpec("qwen3moe", fused_gate_up=False, n_layers=3, n_used=4),
+    "llama-tied": SynthSpec("llama", tied=True, n_vocab=4096),
+    "gemma3-window": SynthSpec("gemma3", n_layers=12, window=300),
+}
+WORKLOADS = {
+    "plain": Workload(),
+    "three-q8": Workload(n_ctx=10000, n_seq=3, type_k="q8_0", type_v="q8_0"),
+    "no-flash": Workload(n_ctx=300, n_ubatch=64, flash_attn=False),
+    "wide": Workload(n_ctx=8192, n_seq=2, n_ubatch=2048),
+    "mixed-kv": Workload(n_ctx=5000, n_seq=2, n_ubatch=32, type_k="q8_0", type_v="f16"),
+}
+FULL_SIZE = (
+    "Qwen3.6-35B-A3B-q4_K",
+    "Qwen3.6-27B-q4_K",
+    "Qwen3-30B-A3B-Q4_K_M",
+    "gpt-oss-120b-MXFP4",
+    "gemma-4-26B-A4B-Q4_K_M",
+    "GLM-4.5-q4_K",
+    "DeepSeek-V3.1-Terminus-q4_K",
+    "Nemotron-3-Nano-30B-A3B-Q4_K_M",
+    "Llama-3.1-70B-Q4_K_M",
+)
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("matrix")
+    for name, spec in SPECS.items():
+        write(folder / f"{name}.gguf", spec)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(generated: Path) -> Mapping[tuple[str, str, bool], Bytes]:
+    """What the engine says of every model, workload and way to keep sliding caches."""
+    keys = [(model, work, full) for model in SPECS for work in workloads_of(model) for full in (False, True)]
+    loads = [Load(generated / f"{model}.gguf", WORKLOADS[work], full) for model, work, full in keys]
+    return dict(zip(keys, measure(loads), strict=True))
+
+
+@pytest.mark.parametrize("model", SPECS)
+def test_weights_and_caches_equal_the_engine_and_compute_is_bounded(
+    model: str, generated: Path, said: Mapping[tuple[str, str, bool], Bytes]
+) -> None:
+    inventory = read_model(generated / f"{model}.gguf").inventory
+    for name, workload in workloads_of(model).items():
+        for full in (False, True):
+            check(inventory, workload, said[model, name, full], swa_full=full)
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_real_models_at_full_size(name: str, tmp_path: Path) -> None:
+    path = INPUTS / f"{name}.inventory.yaml"
+    inventory = from_text(path.read_text(), str(path))
+    sparse = write_sparse(tmp_path / "model.gguf", inventory)
+    workloads = [
+        WORKLOADS["plain"],
+        Workload(n_ctx=32768, n_seq=4, n_ubatch=1024, type_k="q8_0", type_v="q8_0"),
+    ]
+    for workload, bytes_ in zip(workloads, measure([Load(sparse, w) for w in workloads]), strict=True):
+        check(inventory, workload, bytes_)
+        # At real sizes the estimate of the compute buffer is within a tenth of the engine's number.
+        assert 0.99 < compute_bytes(inventory, workload) / bytes_.compute < 1.10
+
+
+def test_reads_the_file_as_it_was_planned_from_the_table(tmp_path: Path) -> None:
+    path = INPUTS / "Nemotron-3-Nano-30B-A3B-Q4_K_M.inventory.yaml"
+    inventory = from_text(path.read_text(), str(path))
+    again = read_model(write_sparse(tmp_path / "model.gguf", inventory)).inventory
+    assert [(t.name, t.type, t.shape, t.size_bytes) for t in again.tensors] == [
+        (t.name, t.type, t.shape, t.size_bytes) for t in inventory.tensors
+    ]
+    work = Workload()
+    assert kv_bytes(again, work) == kv_bytes(inventory, work)
+    assert state_bytes(again, work) == state_bytes(inventory, work)
+
+
+def test_the_logits_term_follows_the_vocabulary_and_the_batch() -> None:
+    path = INPUTS / "Qwen3.6-35B-A3B-q4_K.inventory.yaml"
+    inventory = from_text(path.read_text(), str(path))
+    for n_ubatch in (512, 2048, 8192):
+        work = Workload(n_ctx=8192, n_batch=8192, n_ubatch=n_ubatch)
+        with_head = compute_bytes(inventory, work)
+        assert with_head > 248320 * n_ubatch * 4 > compute_bytes(inventory, work, head=False)
+
+
+def workloads_of(model: str) -> Mapping[str, Workload]:
+    """A latent attention takes one type for keys and values."""
+    latent = model.startswith(("deepseek2", "kimi"))
+    return {name: work for name, work in WORKLOADS.items() if not (latent and work.type_k != work.type_v)}
+
+
+def check(inventory: Inventory, workload: Workload, engine: Bytes, *, swa_full: bool = False) -> None:
+    weights = weight_bytes(loaded_tensors(inventory)) + tied_copy_bytes(inventory, head_on_host=True)
+    assert weights == engine.model
+    kv = kv_bytes(inventory, workload, swa_full=swa_full)
+    assert context_bytes(kv, state_bytes(inventory, workload)) == engine.context
+    estimate = compute_bytes(inventory, workload, swa_full=swa_full)
+    assert engine.compute <= estimate * 1.01 + MIB
+    assert estimate * 0.7 - 16 * MIB <= engine.compute
