@@ -61,7 +61,8 @@ def libraries(folder: Path) -> list[Path]:
 def _in(given: str, source: str) -> Place:
     path = Path(given).expanduser()
     if path.is_file():
-        return Place(path.absolute(), path.name)
+        known = (place for place in installed() if place.path == path.absolute())
+        return next(known, Place(path.absolute(), path.name))
     if not path.is_dir():
         raise EngineProblem(given, f"no such file or folder ({source})")
     found = libraries(path)

@@ -23,6 +23,7 @@ class Pieces:
         if at >= 0:
             self._emit(self._held[:at])
             self._held = ""
+            self._decoder.reset()
             return False
         keep = self._could_stop()
         self._emit(self._held[: len(self._held) - keep])
