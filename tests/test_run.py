@@ -1,0 +1,167 @@
+"""atsplan run: plans for another machine run here; what goes wrong is one line with its exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hand_plans import hand_plan
+
+from atsplan import main
+from planner.gguf_file import read_model
+from planner.matching import placed
+from planner.overrides import overrides_of
+from planner.plan import LayerRange, Plan, from_text, to_text
+from planner.units import Kind, units_of
+from planner.workload import Workload
+
+Run = Callable[..., Result]
+HERE = ("--device-map", "CUDA0=CPU")
+
+
+def plan_for(model: Path) -> Plan:
+    """Experts and embedding on the CPU, everything else on a CUDA0 that is not here."""
+    file = read_model(model)
+    units = [u for u in units_of(file.inventory).units if u.kind is not Kind.FOREIGN]
+    blocks = max(u.layer or 0 for u in units) + 1
+    plan = hand_plan(file)
+    sites = [p.site for p in plan.units]
+    changed = {
+        "layers": (LayerRange(first=0, last=blocks, device="CUDA0"),),
+        "overrides": overrides_of(file.inventory, units, sites, ["CUDA0"] * (blocks + 1)),
+        "workload": Workload(n_ctx=256, n_batch=64, n_ubatch=64),
+        "devices": plan.devices[:1],
+    }
+    return plan.model_copy(update=changed)
+
+
+@pytest.fixture
+def plan_path(moe_model: Path, tmp_path: Path) -> Path:
+    """A plan file for the small mixture of experts."""
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan_for(moe_model)))
+    return path
+
+
+@pytest.fixture
+def run() -> Run:
+    """Call `atsplan run` in this process."""
+
+    def call(*arguments: object) -> Result:
+        return CliRunner().invoke(main, ["run", *map(str, arguments), "--threads", "1"])
+
+    return call
+
+
+def fails(result: Result, code: int, *parts: str) -> None:
+    """The command ended with this code and one line that has these parts."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("atsplan:")]
+    assert len(lines) == 1
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_text_on_stdout_and_speed_beside_the_prediction_on_stderr(
+    run: Run, moe_model: Path, plan_path: Path
+) -> None:
+    result = run(moe_model, "--plan", plan_path, *HERE, "-p", "The cat", "-n", 6, "--ignore-eos", "--raw")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("\n")
+    assert "tokens/s; predicted 2.00 ms, 500.0 tokens/s on none (assumed, not measured)" in result.stderr
+
+
+def test_json(run: Run, moe_model: Path, plan_path: Path) -> None:
+    arguments = (moe_model, "--plan", plan_path, *HERE, "-p", "The cat", "-n", 6, "--ignore-eos", "--json")
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert len(report["tokens"]) == 6
+    assert report["tpot_ns"] == report["decode_ns"] // 5
+    assert report["predicted_tpot_ns"] == 2_000_000
+    assert report["memory"]["CPU"]["model"] > 0
+    assert report["device_map"] == {"CUDA0": "CPU"}
+    assert report["engine"].startswith("xllamacpp")
+    assert json.loads(run(*arguments).stdout)["tokens"] == report["tokens"]
+
+
+def test_a_rewritten_file_runs_by_the_plan_of_its_source(
+    run: Run, moe_model: Path, plan_path: Path, tmp_path: Path
+) -> None:
+    rewritten = tmp_path / "out.gguf"
+    made = CliRunner().invoke(
+        main, ["rewrite", str(moe_model), "--plan", str(plan_path), "-o", str(rewritten)]
+    )
+    assert made.exit_code == 0, made.output
+    assert rewritten.read_bytes() != moe_model.read_bytes()
+    tokens = [
+        json.loads(
+            run(model, "--plan", plan_path, *HERE, "-p", "a", "-n", 5, "--ignore-eos", "--json").stdout
+        )["tokens"]
+        for model in (moe_model, rewritten)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_device_that_is_not_here(run: Run, moe_model: Path, plan_path: Path) -> None:
+    fails(run(moe_model, "--plan", plan_path, "-p", "a"), 3, "no device CUDA0", "--device-map CUDA0=CPU")
+
+
+def test_a_plan_for_another_model(run: Run, dense_model: Path, plan_path: Path) -> None:
+    fails(run(dense_model, "--plan", plan_path, *HERE, "-p", "a"), 2, "plan is for another model", "synth")
+
+
+def test_a_model_changed_since_the_plan(run: Run, moe_model: Path, plan_path: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.gguf"
+    changed.write_bytes(moe_model.read_bytes()[:-5000])
+    fails(run(changed, "--plan", plan_path, *HERE, "-p", "a"), 2, "truncated")
+
+
+def test_a_plan_that_promises_another_placement(
+    run: Run, moe_model: Path, plan_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A build whose loader puts a weight elsewhere: the plan is right, the engine is told something else.
+    monkeypatch.setattr(
+        "planner.expected.placed", lambda i, o: {**placed(i, o), "blk.0.attn_q.weight": "Vulkan0"}
+    )
+    result = run(moe_model, "--plan", plan_path, *HERE, "-p", "a", "-n", 2)
+    fails(result, 3, "blk.0.attn_q.weight was loaded into CPU, the plan says Vulkan0")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "part"),
+    [
+        (("--device-map", "CUDA7=CPU", "-p", "a"), 2, "the plan does not use CUDA7"),
+        (("--device-map", "CUDA0", "-p", "a"), 2, "write it as CUDA0=CPU"),
+        ((*HERE, "-p", "  "), 2, "is empty"),
+        ((*HERE, "-p", "a", "--engine", "/nowhere"), 3, "no such file or folder"),
+        ((*HERE, "-p", "a b " * 300), 2, "do not fit the context of 256"),
+        ((*HERE, "-p", "a", "--engine", "/proc/version"), 3, "not a library"),
+    ],
+)
+def test_wrong_options(
+    run: Run, moe_model: Path, plan_path: Path, options: tuple[str, ...], code: int, part: str
+) -> None:
+    fails(run(moe_model, "--plan", plan_path, *options), code, part)
+
+
+def test_a_plan_over_its_budget_is_refused_before_loading(
+    run: Run, dense_model: Path, vulkan_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
+    text = to_text(plan_for(dense_model)).replace("CUDA0", "Vulkan0")
+    plan = from_text(text, "plan")
+    small = plan.devices[0].model_copy(update={"budget_bytes": 2**20, "weights_bytes": 0})
+    path = tmp_path / "small.yaml"
+    path.write_text(to_text(plan.model_copy(update={"devices": (small,)})))
+    result = run(dense_model, "--plan", path, "-p", "a", "--engine", vulkan_engine)
+    fails(result, 3, "Vulkan0: the engine would load", "the plan says 0")
+    held = sum(p.size_bytes for p in plan.units if p.site == "gpu:Vulkan0")
+    tight = small.model_copy(update={"weights_bytes": held, "kv_bytes": 0, "compute_bytes": 0})
+    path.write_text(to_text(plan.model_copy(update={"devices": (tight,)})))
+    result = run(dense_model, "--plan", path, "-p", "a", "--engine", vulkan_engine)
+    fails(result, 3, "Vulkan0: the engine needs", "the plan's budget is 1.0 MiB")
