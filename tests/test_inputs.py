@@ -1,0 +1,115 @@
+"""The inventories of real models under plans/inputs, and the tables they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.arch import KNOWN, layers_of
+from planner.errors import FieldProblem
+from planner.inventory import Inventory, from_text, to_text
+from planner.kv import kv_bytes, state_bytes
+from planner.tables import inventory_of, read_table
+from planner.units import Kind, units_of
+from planner.workload import Workload
+
+INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
+FILES = sorted(INPUTS.glob("*.inventory.yaml"))
+
+
+def read(name: str) -> Inventory:
+    path = INPUTS / f"{name}.inventory.yaml"
+    return from_text(path.read_text(), str(path))
+
+
+def test_there_are_real_models_of_many_architectures() -> None:
+    assert len(FILES) >= 16
+    assert len({read(f.name.removesuffix(".inventory.yaml")).architecture for f in FILES}) >= 9
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name.removesuffix(".inventory.yaml"))
+def test_every_tensor_has_its_unit(path: Path) -> None:
+    text = path.read_text()
+    model = from_text(text, str(path))
+    assert to_text(model) == text
+    assert model.architecture in KNOWN
+    table = units_of(model)
+    assert table.unknown == ()
+    assert sum(unit.size_bytes for unit in table.units) == model.size_bytes
+    assert sorted(n for unit in table.units for n in unit.tensors) == sorted(t.name for t in model.tensors)
+    check_caches(model)
+    check_experts(model)
+
+
+def check_caches(model: Inventory) -> None:
+    """KV only where there are keys and values, state only where there is a recurrent mixer."""
+    layers, work = layers_of(model), Workload()
+    tensors = {t.name for t in model.tensors}
+    for n, size in enumerate(kv_bytes(model, work)):
+        keys = {f"blk.{n}.attn_k.weight", f"blk.{n}.attn_kv_a_mqa.weight"} & tensors
+        assert (size > 0) == bool(keys)
+    for n, size in enumerate(state_bytes(model, work)):
+        assert (size > 0) == (f"blk.{n}.ssm_out.weight" in tensors)
+        assert layers.attention[n] + layers.recurrent[n] <= 1
+
+
+def check_experts(model: Inventory) -> None:
+    """Experts are counted from tensors and agree with what the file states."""
+    units = [unit for unit in units_of(model).units if unit.kind is Kind.EXPERTS]
+    assert bool(units) == ("expert_count" in model.hparams)
+    for unit in units:
+        assert (unit.experts, unit.used) == (model.number("expert_count"), model.number("expert_used_count"))
+        assert unit.active_bytes * unit.experts == unit.size_bytes * unit.used
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "recurrent", "experts", "nextn"),
+    [
+        ("Qwen3.6-35B-A3B-q4_K", 10, 30, 40, 0),
+        ("Qwen3.6-27B-q4_K", 16, 48, 0, 0),
+        ("Qwen3-Next-80B-A3B-Q4_K_M", 12, 36, 48, 0),
+        ("Nemotron-3-Nano-30B-A3B-Q4_K_M", 6, 23, 23, 0),
+        ("GLM-4.5-q4_K", 92, 0, 89, 1),
+        ("GLM-4.7-Flash-q4_K", 47, 0, 46, 0),
+        ("Kimi-K2-Thinking-q4_K", 61, 0, 60, 0),
+        ("DeepSeek-V3.1-Terminus-q4_K", 61, 0, 58, 0),
+    ],
+)
+def test_layers_of_known_models(name: str, attention: int, recurrent: int, experts: int, nextn: int) -> None:
+    model = read(name)
+    layers = layers_of(model)
+    units = units_of(model).units
+    assert sum(layers.attention) == attention
+    assert sum(layers.recurrent) == recurrent
+    assert sum(unit.kind is Kind.EXPERTS for unit in units) == experts
+    assert layers.n_nextn == nextn
+
+
+def test_totals_that_others_have_published() -> None:
+    assert read("Qwen3-30B-A3B-Q4_K_M").size_bytes == 18550716416
+    assert round(read("gpt-oss-120b-MXFP4").size_bytes / 2**30, 2) == 59.02
+    assert round(read("Llama-3.1-70B-Q4_K_M").size_bytes / 2**30, 2) == 39.59
+
+
+def test_a_table_gives_its_sizes_or_has_them_computed() -> None:
+    rows = read_table("name,ne,type,bytes\na.weight,256x2,q4_k,\nb.weight,8,weird7,99\n", "t.csv")
+    assert [(r.type, r.size_bytes) for r in rows] == [("q4_K", 288), ("weird7", 99)]
+    model = inventory_of("m", "llama", {"block_count": 1}, rows)
+    assert [t.offset for t in model.tensors] == [0, 288]
+    assert from_text(to_text(model), "m") == model
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("name,type\na,f32\n", 1, "ne"),
+        ("name,ne,type\na.weight,256x2,iq9_z\n", 2, "unknown type iq9_z"),
+        ("name,ne,type\na.weight,256x2,f32\nb.weight,12x,f32\n", 3, "b.weight"),
+        ("name,ne,type\na.weight,100,q4_K\n", 2, "a.weight"),
+    ],
+)
+def test_a_bad_table_is_refused_at_its_line(text: str, line: int, what: str) -> None:
+    with pytest.raises(FieldProblem, match=what) as caught:
+        read_table(text, "t.csv")
+    assert caught.value.line == line

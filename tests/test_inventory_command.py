@@ -1,0 +1,106 @@
+"""atsplan inventory, as a person calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from atsplan import main
+from planner.gguf_file import read_model
+from planner.inventory import from_text, to_text
+from profiler.synth import SynthSpec, write
+
+INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["inventory", *map(str, arguments)])
+
+
+def test_a_real_model_at_a_glance() -> None:
+    answer = call(INPUTS / "Qwen3.6-35B-A3B-q4_K.inventory.yaml")
+    assert answer.exit_code == 0
+    for words in (
+        "qwen35moe, 19.79 GiB in 733 tensors",
+        "40 main, 10 attention, 30 recurrent, 40 experts",
+        "experts: 256 in each of 40 layers, 8 used per token",
+        "KV cache: 20.0 MiB per 1024 tokens",
+        "recurrent state: 62.8 MiB per sequence",
+    ):
+        assert words in answer.stdout
+
+
+def test_json_counts_everything(moe_model: Path) -> None:
+    answer = call(moe_model, "--json")
+    found = json.loads(answer.stdout)
+    assert found["size_bytes"] == sum(role["size_bytes"] for role in found["roles"])
+    assert found["tensors"] == sum(role["tensors"] for role in found["roles"])
+    assert found["active_bytes"] == sum(role["active_bytes"] for role in found["roles"]) + found["tied_bytes"]
+    assert found["experts"] == [
+        {"layers": 4, "experts": 8, "used": 2, "expert_bytes": found["experts"][0]["expert_bytes"]}
+    ]
+    assert found["unknown"] == []
+
+
+def test_the_inventory_file_is_canonical_and_reads_back(moe_model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "inventory.yaml"
+    answer = call(moe_model, "-o", target)
+    assert answer.exit_code == 0
+    text = target.read_text()
+    model = from_text(text, str(target))
+    assert to_text(model) == text
+    assert model == read_model(moe_model).inventory
+    assert json.loads(call(target, "--json").stdout) == json.loads(call(moe_model, "--json").stdout)
+    assert [p.name for p in tmp_path.iterdir()] == ["inventory.yaml"]
+
+
+def test_a_split_model_from_any_of_its_files(split_model: Path) -> None:
+    answers = {call(path, "--json").stdout for path in [*split_model.parent.glob("*.gguf")]}
+    assert len(answers) == 1
+    assert json.loads(answers.pop())["files"] > 1
+
+
+def test_draft_and_projector_beside_the_model(moe_model: Path, dense_model: Path) -> None:
+    answer = call(moe_model, "--draft", dense_model)
+    assert "draft synth-llama: weights" in answer.stdout
+    assert (
+        json.loads(call(moe_model, "--draft", dense_model, "--json").stdout)["extras"][0]["kind"] == "draft"
+    )
+
+
+def test_what_a_person_should_know_goes_to_stderr(tmp_path: Path) -> None:
+    model = write(tmp_path / "m.gguf", SynthSpec("glm4moe", n_nextn=1))
+    answer = call(model)
+    assert "NextN blocks are loaded only on request" in answer.stderr
+    assert "NextN blocks are" not in answer.stdout
+    assert "1 nextn" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: folder / "none.gguf", "none.gguf"),
+        (lambda folder: _file(folder / "text.gguf", b"hello world, no model"), "text.gguf"),
+        (lambda folder: _file(folder / "odd.yaml", b"schema: 1\nname: x\n"), "odd.yaml"),
+    ],
+)
+def test_what_is_no_model_is_one_line_and_exit_code_2(make, words: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    answer = call(make(tmp_path))
+    assert answer.exit_code == 2
+    assert words in answer.stderr
+    assert len(answer.stderr.strip().splitlines()) == 1
+    assert answer.stdout == ""
+
+
+def test_an_output_folder_that_is_not_there_leaves_nothing(moe_model: Path, tmp_path: Path) -> None:
+    answer = call(moe_model, "-o", tmp_path / "missing" / "inventory.yaml")
+    assert answer.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def _file(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path

@@ -1,0 +1,181 @@
+"""What is reserved beside the model, line by line."""
+
+from __future__ import annotations
+
+import pytest
+from small_tables import attention, dense, ends, table
+
+from planner.gguf_file import read_model
+from planner.inventory import Inventory
+from planner.kv import KvTypeProblem, kv_bytes, nextn_kv_bytes, state_bytes
+from planner.memory import compute_bytes, pipeline_copies, staging_bytes
+from planner.reserve import (
+    Extras,
+    checkpoint_bytes,
+    headroom_bytes,
+    projector_compute_bytes,
+    reserves,
+    totals,
+)
+from planner.workload import Workload
+from profiler.synth import SynthSpec, write
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Inventory:
+    path = tmp_path_factory.mktemp("reserve") / "qwen35.gguf"
+    return read_model(write(path, SynthSpec("qwen35", n_nextn=1, n_vocab=8192))).inventory
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Inventory:
+    path = tmp_path_factory.mktemp("reserve") / "draft.gguf"
+    return read_model(write(path, SynthSpec("qwen3", n_layers=2, tied=True))).inventory
+
+
+def projector(**vision: int | str) -> Inventory:
+    hparams = {f"vision__{k}": v for k, v in vision.items()}
+    return table("clip", "v.blk.0.attn_q.weight 1152x1152\nmm.0.weight 4608x2048", **hparams)
+
+
+def lines(model: Inventory, workload: Workload, extras: Extras) -> dict[str, int]:
+    return {r.name: r.size_bytes for r in reserves(model, workload, extras, gpu="CUDA0")}
+
+
+def test_nothing_beside_the_model_takes_nothing(hybrid: Inventory) -> None:
+    assert reserves(hybrid, Workload(), Extras(), gpu="CUDA0") == ()
+    assert reserves(hybrid, Workload(mtp=False), Extras(rollback=4), gpu="CUDA0") == ()
+
+
+def test_a_projector_takes_its_weights_and_a_compute_buffer_of_its_own(hybrid: Inventory) -> None:
+    mmproj = projector(
+        embedding_length=1152,
+        feed_forward_length=4304,
+        patch_size=16,
+        image_size=768,
+        projector_type="qwen3vl_merger",
+        attention__head_count=16,
+    )
+    found = lines(hybrid, Workload(), Extras(mmproj=mmproj))
+    assert found["projector"] == mmproj.size_bytes
+    # A report of such a projector: 884 MiB of weights, 1158 MiB when it runs.
+    assert 274 * MIB < found["projector compute"] < 330 * MIB
+    assert projector_compute_bytes(mmproj, flash_attn=False) > 10 * found["projector compute"]
+    on_cpu = reserves(hybrid, Workload(), Extras(mmproj=mmproj, mmproj_device="CPU"), gpu="CUDA0")
+    assert {line.device for line in on_cpu} == {"CPU"}
+
+
+def test_a_projector_of_fixed_resolution_needs_less(hybrid: Inventory) -> None:
+    fixed = projector(embedding_length=1152, feed_forward_length=4304, patch_size=16, image_size=768)
+    assert projector_compute_bytes(fixed) == 4 * 48**2 * (4304 + 5 * 1152)
+
+
+def test_the_nextn_head_is_charged_at_the_real_context_and_only_on_request(hybrid: Inventory) -> None:
+    extras = Extras(mtp_placed=False, rollback=2)
+    small = lines(hybrid, Workload(mtp=True, n_ctx=4096), extras)
+    large = lines(hybrid, Workload(mtp=True, n_ctx=262144), extras)
+    assert small["MTP head"] == large["MTP head"] > 0
+    assert large["MTP KV"] == 64 * small["MTP KV"] == sum(nextn_kv_bytes(hybrid, Workload(n_ctx=262144)))
+    assert small["MTP state"] == 2 * sum(state_bytes(hybrid, Workload()))
+    assert set(lines(hybrid, Workload(mtp=True), Extras())) == {"MTP compute"}
+
+
+def test_compute_that_the_runtime_shares_is_counted_once(hybrid: Inventory) -> None:
+    work = Workload(mtp=True)
+    own = lines(hybrid, work, Extras())["MTP compute"]
+    # Its context asks for one row of logits a sequence, so the vocabulary times the batch is not in it.
+    assert own < compute_bytes(hybrid, work, layers=[4])
+    assert lines(hybrid, work, Extras(shared_compute_bytes=own // 4))["MTP compute"] == own - own // 4
+    assert "MTP compute" not in lines(hybrid, work, Extras(shared_compute_bytes=own))
+
+
+def test_a_draft_model_takes_weights_cache_and_compute(hybrid: Inventory, draft: Inventory) -> None:
+    work = Workload(n_ctx=8192)
+    found = reserves(hybrid, work, Extras(draft=draft, draft_device="CUDA1"), gpu="CUDA0")
+    sizes = {line.name: line.size_bytes for line in found}
+    embedding = draft.tensor("token_embd.weight").size_bytes
+    assert sizes["draft"] >= draft.size_bytes  # its head is a second copy of the embedding
+    assert sizes["draft KV"] == sum(kv_bytes(draft, work))
+    assert sizes["draft embedding"] >= embedding
+    assert {line.name: line.device for line in found}["draft"] == "CUDA1"
+    assert totals(found)["CPU"] == sizes["draft embedding"]
+
+
+def test_other_users_prompt_cache_and_checkpoints(hybrid: Inventory) -> None:
+    extras = Extras(prompt_cache_bytes=8 << 30, checkpoints=3, reserved={"": 512 * MIB, "CUDA1": MIB})
+    found = reserves(hybrid, Workload(n_seq=2), extras, gpu="CUDA0")
+    assert totals(found) == {
+        "CPU": (8 << 30) + 3 * checkpoint_bytes(hybrid, Workload(n_seq=2)),
+        "CUDA0": 512 * MIB,
+        "CUDA1": MIB,
+    }
+    assert checkpoint_bytes(hybrid, Workload(n_seq=2)) == sum(state_bytes(hybrid, Workload(n_seq=2)))
+
+
+def test_state_follows_sequences_and_speculation_but_not_the_context(hybrid: Inventory) -> None:
+    one = sum(state_bytes(hybrid, Workload()))
+    assert sum(state_bytes(hybrid, Workload(n_ctx=262144))) == one
+    assert sum(state_bytes(hybrid, Workload(n_seq=4))) == 4 * one
+    assert sum(state_bytes(hybrid, Workload(n_seq=4), rollback=4)) == 20 * one
+
+
+def test_no_copies_of_state_where_the_engine_cannot_take_it_back() -> None:
+    text = f"{ends()}\nblk.0.ssm_in.weight 64x300\nblk.0.ssm_out.weight 128x64"
+    model = table("mamba2", text, block_count=1, ssm__conv_kernel=4, ssm__inner_size=128, ssm__state_size=16)
+    assert state_bytes(model, Workload(), rollback=4) == state_bytes(model, Workload())
+
+
+def test_caches_grow_with_context_sequences_and_type() -> None:
+    model = table(
+        "llama", f"{ends()}\n{attention(0)}\n{dense(0)}", embedding_length=64, attention__head_count=2
+    )
+    sizes = {n: kv_bytes(model, Workload(n_ctx=n))[0] for n in (2048, 32768, 131072)}
+    assert sizes == {n: n * 64 * 2 * 2 for n in sizes}
+    assert kv_bytes(model, Workload(n_ctx=2048, type_k="q8_0", type_v="q8_0"))[0] * 32 == sizes[2048] * 17
+    assert kv_bytes(model, Workload(n_ctx=2049))[0] == 2304 * 64 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("arch", "hparams", "workload", "why"),
+    [
+        (
+            "deepseek2",
+            {"key_length_mla": 48, "value_length_mla": 32},
+            {"type_k": "q8_0"},
+            "same type for both",
+        ),
+        ("llama", {"key_length": 40}, {"type_k": "q8_0"}, "blocks of 32 values do not divide heads of 40"),
+        ("llama", {}, {"type_v": "q8_0", "flash_attn": False}, "flash attention"),
+    ],
+)
+def test_cache_types_that_the_engine_refuses(
+    arch: str, hparams: dict[str, int], workload: dict[str, str | bool], why: str
+) -> None:
+    keys = {f"attention__{key}": value for key, value in hparams.items()}
+    text = f"{ends()}\n{attention(0)}\n{dense(0)}"
+    model = table(arch, text, embedding_length=64, attention__head_count=2, **keys)
+    with pytest.raises(KvTypeProblem, match=why):
+        kv_bytes(model, Workload.model_validate(workload))
+
+
+def test_host_weights_are_staged_from_32_tokens_on() -> None:
+    seven_gib = 7 << 30
+    assert staging_bytes([seven_gib, 5], Workload(n_ubatch=16)) == 0
+    assert staging_bytes([seven_gib, 5], Workload(n_ubatch=32)) == seven_gib
+    assert staging_bytes([seven_gib, 5], Workload(n_ubatch=512)) == seven_gib
+    assert staging_bytes([seven_gib], Workload(), op_offload=False) == 0
+    assert staging_bytes([], Workload()) == 0
+
+
+def test_copies_of_inputs_when_several_gpus_work_in_a_pipeline() -> None:
+    assert pipeline_copies(2, full_offload=True, overrides=False) == 4
+    assert pipeline_copies(2, full_offload=True, overrides=True) == 1
+    assert pipeline_copies(1, full_offload=True, overrides=False) == 1
+
+
+def test_hybrids_get_twice_the_headroom(hybrid: Inventory, draft: Inventory) -> None:
+    assert headroom_bytes(draft, 8 << 30) == 512 * MIB
+    assert headroom_bytes(hybrid, 8 << 30) == 1024 * MIB
+    assert headroom_bytes(draft, 80 << 30) == (80 << 30) * 3 // 100
