@@ -24,7 +24,7 @@ test: $(VENV)/.developer
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 demo: $(VENV)/.user
-	$(PY) -m atsplan demo
+	$(VENV)/bin/atsplan demo --folder .cache
 
 plans: $(VENV)/.user
 	$(PY) plans/regenerate.py

@@ -154,7 +154,7 @@ def _walk(folder: Path, walk: Walk, engine: str | None, seconds: float) -> None:
     less = _used_mib(folder / "roomy.yaml", target.device) - walk.squeeze_mib
     say(f"Now with {walk.squeeze_mib} MiB less than that uses.")
     step(*solve, "--budget", f"{target.device}={less}", "-o", "plan.yaml")
-    step("check", "plan.yaml")
+    step("check", "plan.yaml", "--model", walk.model, *target.check)
     step("rewrite", walk.model, "--plan", "plan.yaml", "-o", "planned.gguf", "--force")
     step("verify", walk.model, "planned.gguf", "--plan", "plan.yaml")
     _prove_same_logits(engine, folder / walk.model, folder / "planned.gguf")
@@ -184,6 +184,7 @@ class _Target:
     device: str
     memory_mib: int
     solve: tuple[str, ...]
+    check: tuple[str, ...]
     run: tuple[str, ...]
 
 
@@ -196,12 +197,13 @@ def _target(profile: Path) -> _Target:
     measured = from_text(read_text(profile), str(profile))
     gpu = _gpu(measured)
     if gpu:
-        return _Target(gpu.name, gpu.memory_bytes >> 20, ("--profile", profile.name), ())
+        ours = ("--profile", profile.name)
+        return _Target(gpu.name, gpu.memory_bytes >> 20, ours, ours, ())
     say(f"No GPU here: planning for {ASSUMED_MACHINE}, and running that plan on the CPU.")
     gpu = _gpu(machines.load(ASSUMED_MACHINE))
     assert gpu is not None
     mapping = ("--device-map", f"{gpu.name}=CPU")
-    return _Target(gpu.name, gpu.memory_bytes >> 20, ("--machine", ASSUMED_MACHINE), mapping)
+    return _Target(gpu.name, gpu.memory_bytes >> 20, ("--machine", ASSUMED_MACHINE), (), mapping)
 
 
 def _gpu(profile: Profile) -> Device | None:
