@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from commands.console import read_text, say, write_text
+from planner.errors import FileProblem
+
+if TYPE_CHECKING:
+    from commands.inputs import InputLibrary
+    from planner.plan import Plan
 
 
 @click.command("fmt", epilog="Exit code 1 with --check when a file is not canonical.")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--check", "only_check", is_flag=True, help="Change nothing, say which files would change.")
-def command(paths: tuple[Path, ...], only_check: bool) -> None:
+@click.option(
+    "--reprice", is_flag=True, help="After an edit by hand: recompute all that follows from the sites."
+)
+@click.option("--model", "models", multiple=True, type=click.Path(path_type=Path), help="GGUF or inventory.")
+@click.option(
+    "--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Machine profile."
+)
+def command(
+    paths: tuple[Path, ...],
+    only_check: bool,
+    reprice: bool,
+    models: tuple[Path, ...],
+    profiles: tuple[Path, ...],
+) -> None:
     """Rewrite plan files (or all plans of a folder) in canonical form; comments are not kept."""
+    from commands.inputs import InputLibrary
     from planner.plan import from_text, to_text
 
+    library = InputLibrary(models, profiles)
     changed = 0
     for path in plan_files(paths):
         text = read_text(path)
-        canonical = to_text(from_text(text, str(path)))
+        plan = from_text(text, str(path))
+        canonical = to_text(_repriced(plan, path, library) if reprice else plan)
         if canonical == text:
             continue
         changed += 1
@@ -28,6 +50,16 @@ def command(paths: tuple[Path, ...], only_check: bool) -> None:
             write_text(path, canonical)
     if changed and only_check:
         raise SystemExit(1)
+
+
+def _repriced(plan: Plan, path: Path, library: InputLibrary) -> Plan:
+    from planner.reprice import edited
+
+    inputs = library.of(plan, path)
+    if inputs.inventory is None or inputs.profile is None:
+        what = "inventory" if inputs.inventory is None else "profile"
+        raise FileProblem(str(path), f"its {what} was not found; give --model or --profile")
+    return edited(plan, inputs.inventory, inputs.profile, inputs.known)
 
 
 def plan_files(paths: tuple[Path, ...]) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from planner.records import Record, dump, load
@@ -122,7 +124,9 @@ class Reserved(Record):
 class Constraints(Record):
     """What the solver was asked to respect, so that a check can ask the same again."""
 
-    budgets: dict[str, int]  # bytes by device, the CPU included, devices left unused too
+    budgets: dict[
+        str, Annotated[int, Field(ge=0)]
+    ]  # bytes by device, the CPU included, devices left unused too
     pins: tuple[str, ...] = ()  # PATTERN=SITE
     contiguous: bool = False
     no_cpu: bool = False

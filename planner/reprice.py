@@ -30,6 +30,16 @@ class NotPlaceable(AnswerIsNo):
         return f"{self.unit or 'layers'}: {self.why}"
 
 
+@dataclass(eq=False)
+class OverLimit(AnswerIsNo):
+    """A legal placement that does not fit."""
+
+    violations: tuple[str, ...]
+
+    def message(self) -> str:
+        return "; ".join(self.violations)
+
+
 @dataclass(frozen=True, slots=True)
 class Repriced:
     """The plan that the decisions give, and the limits they break."""
@@ -72,6 +82,20 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOpti
     chosen = _chosen(plan, priced)
     made = record(chosen, (alone[1], *stock) if alone else stock, profile, budgets, plan.workload, options)
     return Repriced(made.model_copy(update={"notes": plan.notes}), chosen.evaluation.violations)
+
+
+def edited(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOptions) -> Plan:
+    """The plan with everything that follows from its sites recomputed, marked as edited when they changed.
+
+    Raises NotPlaceable for a site that must not be, OverLimit for one that does not fit.
+    """
+    again = reprice(plan, inventory, profile, known)
+    if again.violations:
+        raise OverLimit(again.violations)
+    if again.plan == plan:
+        return plan
+    predicted = again.plan.predicted.model_copy(update={"status": "edited"})
+    return again.plan.model_copy(update={"predicted": predicted})
 
 
 def _chosen(plan: Plan, priced: Priced) -> Chosen:

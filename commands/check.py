@@ -1,0 +1,106 @@
+"""`atsplan check`: are the plans in git still right? Needs neither model nor GPU."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from commands.console import out, progress, read_text, say, write_text
+from commands.fmt import plan_files
+from planner.errors import FileProblem
+
+if TYPE_CHECKING:
+    from commands.inputs import InputLibrary
+    from planner.check import CheckOptions
+    from planner.findings import Finding
+
+
+@click.command("check", epilog="Exit codes: 0 all plans hold, 1 drift, 2 a file cannot be judged.")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--model", "models", multiple=True, type=click.Path(path_type=Path), help="GGUF or inventory.")
+@click.option(
+    "--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Machine profile."
+)
+@click.option("--no-resolve", is_flag=True, help="Do not solve again to look for a better placement.")
+@click.option(
+    "--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True, help="Seconds a plan."
+)
+@click.option(
+    "--max-age",
+    type=click.IntRange(1),
+    default=180,
+    show_default=True,
+    help="Days before a profile is called old.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.option("--junit", type=click.Path(path_type=Path), help="Write a JUnit XML report here.")
+@click.option("--sarif", type=click.Path(path_type=Path), help="Write a SARIF report here.")
+def command(
+    paths: tuple[Path, ...],
+    models: tuple[Path, ...],
+    profiles: tuple[Path, ...],
+    no_resolve: bool,
+    time_limit: float,
+    max_age: int,
+    as_json: bool,
+    junit: Path | None,
+    sarif: Path | None,
+) -> None:
+    """Check plan files, or all plans of a folder, against the inputs they were made from."""
+    from commands.inputs import InputLibrary
+    from planner import findings
+    from planner.check import CheckOptions
+
+    files = plan_files(paths)
+    if not files:
+        raise FileProblem(", ".join(map(str, paths)), "no plan files (*.yaml) here")
+    options = CheckOptions(not no_resolve, time_limit, datetime.now(UTC).date(), max_age)
+    found = _check_all(files, InputLibrary(models, profiles), options)
+    names = [str(path) for path in files]
+    if junit is not None:
+        write_text(junit, findings.to_junit(names, found))
+    if sarif is not None:
+        from importlib.metadata import version
+
+        write_text(sarif, findings.to_sarif(found, version("atsplan")))
+    out(findings.to_json(names, found)) if as_json else _print(names, found)
+    code = findings.exit_code(found)
+    if code:
+        raise SystemExit(code)
+
+
+def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) -> list[Finding]:
+    found: list[Finding] = []
+    with progress() as bar:
+        task = bar.add_task("plans", total=len(files), rate="")
+        for path in files:
+            found += _check_one(path, library, options)
+            bar.advance(task)
+    return found
+
+
+def _check_one(path: Path, library: InputLibrary, options: CheckOptions) -> list[Finding]:
+    from planner.check import check_plan, missing_inputs, read_plan
+
+    text = read_text(path)
+    plan, found = read_plan(text, str(path))
+    if plan is None:
+        return found
+    inputs = library.of(plan, path)
+    return [
+        *check_plan(plan, text, str(path), inputs, options),
+        *missing_inputs(plan, str(path), text, inputs),
+    ]
+
+
+def _print(names: list[str], found: list[Finding]) -> None:
+    from planner.findings import Severity
+
+    for finding in found:
+        out(finding.text())
+    bad = {f.path for f in found if f.severity is not Severity.NOTE}
+    plans = "plan" if len(names) == 1 else "plans"
+    say(f"{len(names)} {plans} checked, {len(bad) or 'none'} with findings")

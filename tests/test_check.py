@@ -1,0 +1,211 @@
+"""check: every single-field corruption of a plan is caught or proven harmless; hand edits are priced."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from atsplan import main
+from planner import inventory as inventories
+from planner.check import CheckOptions, Inputs, check_plan, read_plan
+from planner.findings import Severity
+from planner.gguf_file import read_model
+from planner.inventory import Inventory
+from planner.machines import load
+from planner.make_plan import make_plan
+from planner.options import SolveOptions
+from planner.pins import parse_pin
+from planner.plan import Plan, to_text
+from planner.workload import Workload
+
+MACHINE = "rtx4060-8gb-ddr5"
+FAST = CheckOptions(resolve=False)
+# Values nobody computes with: the text of notes and reasons' spelling stay free, as does who made the plan.
+QUESTION = ("workload", "constraints")
+HARMLESS = ("notes", "command", "version")
+
+
+@pytest.fixture(scope="module")
+def inventory(moe_model: Path) -> Inventory:
+    return read_model(moe_model).inventory
+
+
+@pytest.fixture(scope="module")
+def plan(inventory: Inventory) -> Plan:
+    """Experts of layer 1 pinned to the CPU, everything else on the GPU."""
+    profile = load(MACHINE)
+    pins = tuple(parse_pin(text) for text in ("blk.1.experts=cpu", "blk.*.attention=gpu"))
+    budgets = {"CUDA0": 2**31, "CPU": 2**34}
+    made = make_plan(
+        inventory, profile, budgets, Workload(n_ctx=512, prompt=64, gen=64), SolveOptions(pins=pins)
+    )
+    assert [p.site for p in made.units if p.unit.endswith("experts")] == [
+        "gpu:CUDA0",
+        "cpu",
+        *["gpu:CUDA0"] * 2,
+    ]
+    return made
+
+
+def findings(data: Any, inventory: Inventory, options: CheckOptions = FAST) -> list[str]:
+    text = yaml.dump(data, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=True)
+    read, found = read_plan(text, "plan.yaml")
+    if read is not None:
+        found = check_plan(read, text, "plan.yaml", Inputs(inventory, load(MACHINE)), options)
+    return [f.text() for f in found if f.severity is not Severity.NOTE]
+
+
+def leaves(data: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(data, dict | list):
+        for key in data if isinstance(data, dict) else range(len(data)):
+            yield from leaves(data[key], (*where, key))
+    else:
+        yield where
+
+
+def corrupted(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value * 2 + 7, -1]
+    return [f"{value}x", ""]
+
+
+def put(data: Any, where: tuple[Any, ...], value: Any) -> Any:
+    changed = copy.deepcopy(data)
+    node = changed
+    for key in where[:-1]:
+        node = node[key]
+    node[where[-1]] = value
+    return changed
+
+
+def test_the_plan_itself_has_no_findings(plan: Plan, inventory: Inventory) -> None:
+    text = to_text(plan)
+    assert check_plan(plan, text, "plan.yaml", Inputs(inventory, load(MACHINE)), CheckOptions()) == []
+
+
+def test_every_corruption_of_one_value_is_caught(plan: Plan, inventory: Inventory) -> None:
+    data = yaml.safe_load(to_text(plan))
+    tried, missed = 0, []
+    for where in leaves(data):
+        if where[0] in HARMLESS:
+            continue
+        node = data
+        for key in where:
+            node = node[key]
+        for value in corrupted(node):
+            tried += 1
+            changed = put(data, where, value)
+            if value == node or findings(changed, inventory):
+                continue
+            # Another question with the same answer, proven by solving it: harmless.
+            if where[0] not in QUESTION or findings(changed, inventory, CheckOptions()):
+                missed.append((where, value))
+    assert tried >= 200
+    assert not missed, missed
+
+
+def test_every_missing_or_repeated_entry_is_caught(plan: Plan, inventory: Inventory) -> None:
+    data = yaml.safe_load(to_text(plan))
+    for name in ("devices", "layers", "baselines", "units", "overrides"):
+        for index in range(len(data[name])):
+            for change in ([*data[name][:index], *data[name][index + 1 :]], [*data[name], data[name][index]]):
+                assert findings({**data, name: change}, inventory), (name, index)
+    for name in data:
+        assert findings({k: v for k, v in data.items() if k != name}, inventory) or name in HARMLESS
+
+
+def swap_site(plan: Plan) -> Plan:
+    """One expert unit moved from the GPU to the CPU by hand."""
+    on_gpu = next(p for p in plan.units if p.unit.endswith("experts") and p.site != "cpu")
+    units = tuple(p.model_copy(update={"site": "cpu"}) if p is on_gpu else p for p in plan.units)
+    return plan.model_copy(update={"units": units})
+
+
+def test_a_legal_edit_is_priced_and_pointed_at(plan: Plan, inventory: Inventory) -> None:
+    found = findings(yaml.safe_load(to_text(swap_site(plan))), inventory)
+    assert any("legal, but priced for another placement" in f for f in found)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, inventory: Inventory, plan: Plan) -> Path:
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs" / f"{inventory.name}.inventory.yaml").write_text(inventories.to_text(inventory))
+    (tmp_path / "a.yaml").write_text(to_text(plan))
+    return tmp_path
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_hand_edit_reprice_and_check_again(folder: Path, plan: Plan) -> None:
+    path = folder / "a.yaml"
+    path.write_text(to_text(swap_site(plan)))
+    code, text = run("check", str(folder))
+    assert code == 1
+    assert f"{path}:" in text
+    assert run("fmt", "--reprice", str(path))[0] == 0
+    code, text = run("check", str(folder))
+    assert code == 0, text
+    assert "edited by hand:" in text
+
+
+def test_an_illegal_edit_names_its_line(folder: Path, plan: Plan) -> None:
+    path = folder / "a.yaml"
+    text = to_text(plan).replace(
+        "{unit: blk.0.router, site: 'gpu:CUDA0'", "{unit: blk.0.router, site: cpu", 1
+    )
+    path.write_text(text)
+    line = next(n for n, row in enumerate(text.splitlines(), 1) if "unit: blk.0.router" in row)
+    code, output = run("check", "--no-resolve", str(path))
+    assert code == 1
+    assert f"{path}:{line}: blk.0.router: site cpu is not possible" in output
+
+
+def test_reports_agree(folder: Path) -> None:
+    (folder / "b.yaml").write_text("schema: 1\nnonsense: true\n")
+    sarif, junit = folder / "out.sarif", folder / "out.xml"
+    code, text = run(
+        "check", "--json", "--no-resolve", "--sarif", str(sarif), "--junit", str(junit), str(folder)
+    )
+    assert code == 2
+    report = json.loads(text[text.index("{") :])
+    assert [len(f["findings"]) for f in report["files"]] == [0, 1]
+    assert json.loads(sarif.read_text())["runs"][0]["results"][0]["ruleId"] == "schema"
+    assert '<error message="' in junit.read_text()
+
+
+def test_without_inputs_a_note_says_what_was_not_checked(folder: Path, plan: Plan) -> None:
+    lonely = folder / "elsewhere"
+    lonely.mkdir()
+    (lonely / "a.yaml").write_text(to_text(plan))
+    code, text = run("check", str(lonely))
+    assert code == 0
+    assert "overrides and cost were not checked" in text
+
+
+def test_plan_of_another_model_is_refused(folder: Path, inventory: Inventory) -> None:
+    other = inventory.model_copy(update={"hparams": {**inventory.hparams, "rope.freq_base": 5.0}})
+    path = folder / "other.inventory.yaml"
+    path.write_text(inventories.to_text(other))
+    code, text = run("check", "--model", str(path), str(folder / "a.yaml"))
+    assert code == 2
+    assert "another model" in text
+
+
+def test_an_old_profile_is_a_note(plan: Plan, inventory: Inventory) -> None:
+    old = load(MACHINE).model_copy(update={"created": "2025-01-01"})
+    options = CheckOptions(resolve=False, today=date(2026, 1, 1))
+    found = check_plan(plan, to_text(plan), "p", Inputs(inventory, old), options)
+    assert any(f.rule == "stale" and f.severity is Severity.NOTE and "365 days" in f.message for f in found)
