@@ -162,7 +162,14 @@ def _derived(
         return
     for violation in again.violations:
         report.add("memory", violation, "devices")
-    changes = [c for c in difference(plan, again.plan).changes if not c.field.startswith(_FREE)]
+    compared = difference(plan, again.plan)
+    for move in compared.moves:
+        report.add(
+            "sites",
+            f"{move.unit}: site {move.before} is not possible; {move.after}",
+            *_unit_place(plan, move.unit),
+        )
+    changes = [c for c in compared.changes if not c.field.startswith(_FREE)]
     for change in changes:
         report.add(_rule(change), _say(change), *_change_place(plan, change))
     _bound(plan, again.plan, report)
