@@ -10,9 +10,11 @@ from pathlib import Path
 from planner.errors import MachineError
 from rewriter.layout import Copy, Gather, Literal, OutFile, Segment, Zeros
 
-BUFFER_BYTES = 8 << 20
-# Below this a system call a piece costs more than passing the bytes through memory.
+BUFFER_BYTES = 1 << 20  # stays in the processor's cache between read and write
+# The kernel shares blocks, or moves whole pages, where source and target agree on page borders. Elsewhere
+# and for short pieces a pass through memory costs less.
 KERNEL_COPY_BYTES = 256 << 10
+PAGE_BYTES = 4096
 KERNEL_STEP_BYTES = 64 << 20  # between two looks at progress and Ctrl-C
 _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
@@ -56,6 +58,7 @@ class _Writer:
         self.advance = advance
         self.buffer = memoryview(bytearray(BUFFER_BYTES))
         self.filled = 0
+        self.written = 0
         self.kernel_copy = hasattr(os, "copy_file_range")
 
     def put(self, segment: Segment) -> None:
@@ -78,7 +81,8 @@ class _Writer:
                 first = n
 
     def copy(self, shard: int, start: int, length: int) -> None:
-        if length >= KERNEL_COPY_BYTES and self.kernel_copy:
+        aligned = (start - self.written - self.filled) % PAGE_BYTES == 0
+        if aligned and length >= KERNEL_COPY_BYTES and self.kernel_copy:
             self.flush()
             done = self.copy_in_kernel(shard, start, length)
             start, length = start + done, length - done
@@ -102,6 +106,7 @@ class _Writer:
             if moved == 0:  # end of file, or a file system that does not do it and does not say so
                 return done
             done += moved
+            self.written += moved
             self.advance(moved)
         return done
 
@@ -142,4 +147,5 @@ class _Writer:
             start += os.write(self.out, self.buffer[start : self.filled])
         if self.filled:
             self.advance(self.filled)
+        self.written += self.filled
         self.filled = 0
