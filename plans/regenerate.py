@@ -1,0 +1,122 @@
+"""Makes every plan of the library again: `make plans`. Same inputs, same bytes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from planner.budget import budgets_for, parse_budget
+from planner.errors import AnswerIsNo
+from planner.inventory import Inventory, from_text
+from planner.machines import load
+from planner.make_plan import make_plan
+from planner.options import SolveOptions
+from planner.plan import to_text
+from planner.profile import to_text as profile_text
+from planner.records import Record
+from planner.records import load as load_record
+from planner.workload import Workload
+
+HERE = Path(__file__).parent
+# The solver's deterministic limit decides; a wall limit would make plans depend on the machine.
+TIME_LIMIT_S = 3600.0
+
+
+class OnMachine(Record):
+    """A machine and the memory a plan may take there."""
+
+    machine: str
+    budget: str
+
+
+class OfModel(Record):
+    """A model and the context it is planned for."""
+
+    model: str
+    ctx: int = Field(gt=0)
+
+
+class Group(Record):
+    """Every model on every machine."""
+
+    name: str
+    machines: tuple[OnMachine, ...]
+    models: tuple[OfModel, ...]
+
+
+class Library(Record):
+    """All plans of this folder."""
+
+    schema_: int = Field(1, alias="schema", ge=1, le=1)
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One plan to make."""
+
+    model: OfModel
+    place: OnMachine
+
+    @property
+    def path(self) -> Path:
+        return HERE / f"{self.model.model}--{self.place.machine}.yaml"
+
+    @property
+    def command(self) -> str:
+        """What a person would type to make the plan."""
+        return (
+            f"atsplan solve plans/inputs/{self.model.model}.inventory.yaml --machine {self.place.machine}"
+            f" --budget {self.place.budget} --ctx {self.model.ctx} -o plans/{self.path.name}"
+        )
+
+
+def tasks() -> Iterator[Task]:
+    """All plans of library.yaml, in its order."""
+    path = HERE / "library.yaml"
+    for group in load_record(path.read_text(), Library, str(path)).groups:
+        for model in group.models:
+            for place in group.machines:
+                yield Task(model, place)
+
+
+def plan_text(task: Task, inventory: Inventory) -> str:
+    """The plan of a task, as text."""
+    profile = load(task.place.machine)
+    budgets = budgets_for(profile, parse_budget(task.place.budget))
+    workload = Workload(n_ctx=task.model.ctx)
+    options = SolveOptions(command=task.command, time_limit_s=TIME_LIMIT_S)
+    return to_text(make_plan(inventory, profile, budgets, workload, options))
+
+
+def main() -> int:
+    """Write all plans whose text changed; refusals are said and leave no plan."""
+    wanted: set[Path] = set()
+    inventories: dict[str, Inventory] = {}
+    for task in tasks():
+        path = HERE / "inputs" / f"{task.model.model}.inventory.yaml"
+        if task.model.model not in inventories:
+            inventories[task.model.model] = from_text(path.read_text(), str(path))
+        machine = HERE / "inputs" / f"{task.place.machine}.profile.yaml"
+        machine.write_text(profile_text(load(task.place.machine)))
+        try:
+            text = plan_text(task, inventories[task.model.model])
+        except AnswerIsNo as problem:
+            print(f"{task.path.name}: no plan: {problem}")
+            continue
+        wanted.add(task.path)
+        changed = not task.path.exists() or task.path.read_text() != text
+        task.path.write_text(text)
+        print(f"{task.path.name}: {'written' if changed else 'the same'}", flush=True)
+    for path in sorted(set(HERE.glob("*--*.yaml")) - wanted):
+        path.unlink()
+        print(f"{path.name}: removed, the library does not ask for it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
