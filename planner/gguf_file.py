@@ -17,7 +17,7 @@ from pathlib import Path
 
 from planner.errors import FileProblem, InputError
 from planner.ggml_types import is_known, tensor_bytes, type_name
-from planner.gguf_header import MAGIC, Header, KeyValue, TensorInfo, one_line, pad, parse_header
+from planner.gguf_header import MAGIC, Header, KeyValue, TensorInfo, one_line, pad, parse_header, part_advice
 from planner.gguf_sanity import check_counts, check_layers
 from planner.gguf_shards import ShardProblems, check_set, find_first, parse_name, shard_paths
 from planner.inventory import Hparam, Inventory, Shard, Tensor
@@ -167,7 +167,7 @@ def _size(header: Header, info: TensorInfo, gap: int, last: bool, exact: object,
         )
     needed = arithmetic_bytes(info, path)
     if needed is None:
-        if isinstance(exact, int) and 0 < exact <= gap < pad(exact, header.alignment) + header.alignment:
+        if isinstance(exact, int) and 0 < exact <= gap <= pad(exact, header.alignment):
             return exact
         if gap > 0:
             return gap
@@ -203,14 +203,7 @@ def _refuse_truncation(header: Header, order: list[int], file_bytes: int, path: 
     if cut:
         info, missing = cut[0]
         whole = arithmetic_bytes(info, path) or 1
-        raise TruncatedTensor(path, info.name, min(missing, whole), len(cut) - 1, _part_advice(path))
-
-
-def _part_advice(path: str) -> str:
-    name = Path(path).name.lower()
-    if ".part" in name or "-split-a" in name:
-        return " (a raw part of a file: join the parts with cat)"
-    return ""
+        raise TruncatedTensor(path, info.name, min(missing, whole), len(cut) - 1, part_advice(path))
 
 
 def _refuse_joined(header: Header, data: mmap.mmap | bytes, end: int, path: str) -> None:

@@ -17,7 +17,7 @@ from planner.errors import FileProblem
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_KVS = 65_536  # real files have fewer than a hundred
-MAX_TENSORS = 262_144  # real files have a few thousand
+MAX_TENSORS = 65_536  # the largest real files, of unmerged experts, have 47 thousand
 MAX_KEY_BYTES = 65_535  # the format's own limit
 MAX_DECODED_STRING = 1 << 20  # bytes; longer strings stay in the file
 MAX_DECODED_ARRAY = 4096  # entries
@@ -180,7 +180,15 @@ class _Reader:
 def _check_magic(data: Bytes, path: str) -> None:
     head = data[0:256]
     if head[:4] != MAGIC:
-        raise FileProblem(path, _not_gguf(head))
+        raise FileProblem(path, _not_gguf(head) + part_advice(path))
+
+
+def part_advice(path: str) -> str:
+    """What to do with a piece of a file that was cut into parts, told by its name."""
+    name = path.rpartition("/")[2].lower()
+    if ".part" in name or "-split-a" in name:
+        return " (a raw part of a file: join the parts with cat)"
+    return ""
 
 
 def _not_gguf(head: bytes) -> str:

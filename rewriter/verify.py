@@ -7,6 +7,7 @@ the file against the plan in loops of its own.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from planner.gguf_file import ModelFile
 from planner.inventory import Tensor
 from planner.plan import Plan
 from planner.roles import Role, part_of
-from planner.stamp import EXPERTS, PLAN_DIGEST, PREFIX, SOURCE_HEADER, plan_digest
+from planner.stamp import EXPERTS, PLAN_DIGEST, PREFIX, SOURCE_HEADER, SOURCE_ORDER, plan_digest
 from planner.units import units_of
 from rewriter.manifest import ManifestTensor
 from rewriter.payloads import Payload, digests
@@ -77,8 +78,9 @@ def verify(
     theirs = [look(path) for path in outputs]
     problems = [*_metadata(ours, theirs), *_table(ours, theirs), *_offsets(theirs)]
     if plan is not None:
-        problems += _stamp(source, theirs[0], plan)
+        problems += _stamp(source, theirs, plan)
         problems += _plan_order(source, theirs, plan)
+        problems += _patterns(theirs, plan)
     _raise(outputs, problems)
     before, after = _orders(ours[0]), _orders(theirs[0])
     found = _compare(source, ours, theirs, before, after, advance)
@@ -142,18 +144,46 @@ def _offsets(theirs: list[Seen]) -> Iterator[str]:
             last = weight.start
 
 
-def _stamp(source: ModelFile, first: Seen, plan: Plan) -> Iterator[str]:
+def _stamp(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[str]:
+    first = theirs[0]
     if first.text(PLAN_DIGEST) != plan_digest(plan):
         yield "it was made by another plan"
     recorded = look(source.paths[0]).text(SOURCE_HEADER) or source.inventory.header_digest
     if first.text(SOURCE_HEADER) != recorded:
         yield "it was made from another source"
+    if first.numbers(SOURCE_ORDER) != _original_places(source, theirs):
+        yield "its record of the original order is wrong"
     orders = _orders(first)
     for wanted in plan.experts:
         if orders.get(wanted.layer, tuple(range(len(wanted.order)))) != wanted.order:
             yield f"experts of layer {wanted.layer} are not in the order of the plan"
     for layer in orders.keys() - {wanted.layer for wanted in plan.experts}:
         yield f"experts of layer {layer} are in an order that the plan does not ask for"
+
+
+def _original_places(source: ModelFile, theirs: list[Seen]) -> tuple[int, ...]:
+    """Where each tensor of the output stood in the original source."""
+    recorded = look(source.paths[0]).numbers(SOURCE_ORDER)
+    names = [tensor.name for tensor in source.inventory.tensors]
+    place = dict(zip(names, recorded or range(len(names)), strict=True))
+    return tuple(place.get(name, -1) for seen in theirs for name in seen.weights)
+
+
+def _patterns(theirs: list[Seen], plan: Plan) -> Iterator[str]:
+    """Each override of the plan still finds as many tensors as it announces, first match first."""
+    try:
+        patterns = [re.compile(override.pattern) for override in plan.overrides]
+    except re.error as problem:
+        yield f"override {problem.pattern!r} is no pattern: {problem}"
+        return
+    found = [0] * len(patterns)
+    for name in (name for seen in theirs for name in seen.weights):
+        first = next((n for n, pattern in enumerate(patterns) if pattern.search(name)), None)
+        if first is not None:
+            found[first] += 1
+    for override, count in zip(plan.overrides, found, strict=True):
+        if count != override.tensors:
+            yield f"override {override.pattern} matches {count} tensors, the plan says {override.tensors}"
 
 
 def _plan_order(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[str]:

@@ -129,6 +129,8 @@ def test_trailing_bytes_are_noted(tmp_path: Path) -> None:
 def test_a_raw_part_of_a_file_is_explained(tmp_path: Path) -> None:
     data = gguf([arch()], [W1])
     assert "join the parts with cat" in why(save(tmp_path, data[:-32], "m.gguf.part1of2"))
+    assert "join the parts with cat" in why(save(tmp_path, data[-32:], "m.gguf.part2of2"))
+    assert "join the parts with cat" in why(save(tmp_path, data[-32:], "m.gguf-split-ab"))
 
 
 def test_a_model_without_dense_names_is_not_damaged(tmp_path: Path) -> None:

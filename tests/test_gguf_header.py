@@ -97,7 +97,7 @@ BAD = {
     "cut-count": (head(0, 0)[:20], "truncated header: the key-value count needs 8 bytes at byte 16"),
     "tensors-lie": (head(1000, 0), "1000 tensors announced"),
     "kvs-lie": (head(0, 1000), "1000 key-values announced"),
-    "tensors-absurd": (head(2**63, 0), "more than the 262144"),
+    "tensors-absurd": (head(2**63, 0), "more than the 65536 this"),
     "kvs-absurd": (head(0, 2**64 - 1), "more than the 65536"),
     "key-length": (head(0, 1) + struct.pack("<Q", 2**63) + bytes(40), "more than the 65535"),
     "empty-key": (gguf([kv("", U8, 1)]), "empty key"),

@@ -12,7 +12,7 @@ from hand_plans import hand_plan
 
 from planner.errors import FileProblem
 from planner.gguf_file import ModelFile, read_model
-from planner.plan import Plan
+from planner.plan import Override, Plan
 from planner.stamp import read_stamp
 from rewriter.make import RewriteOptions, rewrite
 from rewriter.manifest import from_text, manifest_path, to_text
@@ -118,6 +118,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "experts of layer 0 are not in the order of the plan",
     ),
     "layer": (swap(b"atsplan.experts.1", b"atsplan.experts.9"), "experts of layer 1 are not in the order"),
+    "record": (
+        swap(b"atsplan.source.order", b"atsplan.source.ordeX"),
+        "record of the original order is wrong",
+    ),
     "shape": (
         swap(struct.pack("<I3QI", 3, 8, 3, 4, 0), struct.pack("<I3QI", 3, 3, 8, 4, 0)),
         "has another type or shape",
@@ -149,6 +153,20 @@ def test_another_order_of_tensors_is_found(made: tuple[ModelFile, Path, Plan]) -
     rewrite(source, other, out, RewriteOptions(force=True))
     found = problems(source, out, plan)
     assert "stands apart from the others" in found and "made by another plan" in found
+
+
+def test_an_override_that_matches_other_tensors_is_found(made: tuple[ModelFile, Path, Plan]) -> None:
+    source, out, plan = made
+    pattern = r"^blk\.[01]\.ffn_gate_up_exps\.weight$"
+    for tensors in (2, 3):
+        other = plan.model_copy(
+            update={"overrides": (Override(pattern=pattern, buffer="CPU", tensors=tensors),)}
+        )
+        if tensors == 2:
+            assert rewrite(source, other, out, RewriteOptions(force=True)).verified
+        else:
+            with pytest.raises(NotFaithful, match="matches 2 tensors, the plan says 3"):
+                rewrite(source, other, out, RewriteOptions(force=True))
 
 
 def test_a_cut_output_is_found(made: tuple[ModelFile, Path, Plan]) -> None:
