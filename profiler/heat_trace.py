@@ -203,14 +203,14 @@ class Watcher:
 
 def _work(request: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None]) -> None:
     from runtime.libllama import Engine
-    from runtime.session import Session
+    from runtime.stripe_session import session_for
 
     engine = Engine.find(request["engine"])
     spec = dryrun.from_json(request["spec"])
     options = Options(**request["options"])
     watcher = Watcher(engine)
     model = Path(request["model"])
-    with Session(engine, model, spec, on_node=watcher) as session:
+    with session_for(engine, model, spec, on_node=watcher) as session:
         for index, (_, text) in enumerate(request["prompts"]):
             tokens = _tokens(session, text, options)
             watcher.begin(index, _passes(len(tokens), spec))
@@ -221,7 +221,7 @@ def _work(request: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None])
         if options.cost:
             watched = _decode_ns(session, tokens, options)
     if options.cost:
-        with Session(engine, model, spec) as session:
+        with session_for(engine, model, spec) as session:
             send({"cost": (watched, _decode_ns(session, tokens, options))})
 
 
