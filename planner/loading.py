@@ -31,7 +31,8 @@ class LoadSpec:
     use_mmap: bool = True
     use_extra_bufts: bool = True  # CPU_REPACK
     cache_bytes: int = 0
-    threads: int = 0  # 0: the engine's default
+    threads: int = 0  # 0: all cores this process may use
+    swa_full: bool = False  # sliding-window layers keep the whole context
     notes: tuple[str, ...] = ()  # where the engine cannot be told the plan exactly
 
 

@@ -77,7 +77,7 @@ def serve(work: Callable[[Answer], Answer]) -> None:
 
 def serve_events(work: Callable[[Answer, Emit], Answer]) -> None:
     """The same for work that has something to tell on the way."""
-    _die_with_parent()
+    die_with_parent()
     # The engine may print to stdout: keep the answer's channel to ourselves.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -162,7 +162,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
                 continue
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to end this process when its parent is gone, however the parent went."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

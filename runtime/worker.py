@@ -74,8 +74,11 @@ def work(
     on_text: Callable[[str], None] = lambda text: None,
     on_note: Callable[[str], None] = lambda note: None,
     timeout_s: float = _DAY_S,
+    dry: bool = False,
 ) -> Outcome:
     """Load a model in a child process and run generations one after the other.
+
+    `dry` stops after the checks that come before loading.
 
     Raises MachineError or InputError with the child's or the engine's own line.
     """
@@ -85,6 +88,7 @@ def work(
         "model": str(model.resolve()),
         "spec": dryrun.to_json(spec),
         "asks": [asdict(each) for each in asks],
+        "dry": dry,
         "checks": _checks_to_json(checks) if checks else None,
     }
 
@@ -108,7 +112,10 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
     for name in spec.devices:
         load.device_handle(engine, name)
     checks = _checks_from_json(request["checks"]) if request["checks"] else None
-    notes = _review(engine, path, spec, checks, emit) if checks else ()
+    dry = _review(engine, path, spec, checks, emit) if checks or request["dry"] else None
+    notes = dry.notes if dry else ()
+    if dry and request["dry"]:
+        return {"loaded": asdict(Loaded(engine.build.text, 0, dry.devices, notes)), "timings": []}
     start = time.perf_counter_ns()
     with session_for(engine, path, spec) as session:
         took = time.perf_counter_ns() - start
@@ -122,15 +129,17 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
     }
 
 
-def _review(engine: Engine, path: Path, spec: LoadSpec, checks: Checks, emit: child.Emit) -> tuple[str, ...]:
+def _review(
+    engine: Engine, path: Path, spec: LoadSpec, checks: Checks | None, emit: child.Emit
+) -> dryrun.DryRun:
     """The dry run: budgets and free memory, before anything large is touched."""
     dry = dryrun.measure_here(engine, path, spec)
     for note in dry.notes:
         emit({"note": f"engine: {note}"})
-    if checks.plan is not None:
+    if checks and checks.plan is not None:
         check_budgets(checks.plan, dry.devices)
     check_room(dry.devices, engine.ggml.devices())
-    return dry.notes
+    return dry
 
 
 def _generate(session: Session, ask: Ask, emit: child.Emit) -> Timings:

@@ -1,0 +1,178 @@
+"""A plan in the words of other tools: command lines, presets, environment, Python, compose files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+
+from planner.plan import Plan
+from runtime.ggml import TYPE_NUMBERS
+from runtime.stock import ENVIRONMENT, Stock, options
+
+Writer = Callable[[Plan, Stock, str], str]
+
+
+def export(plan: Plan, placed: Stock, model: str, form: str) -> str:
+    """The text of one format; KeyError for a format that is not in FORMATS."""
+    return FORMATS[form](plan, placed, model)
+
+
+def arguments(placed: Stock, model: str) -> list[str]:
+    """The options as an argument list."""
+    return [part for option, value in options(placed, model) for part in (option, value) if part]
+
+
+def _server(plan: Plan, placed: Stock, model: str) -> str:
+    return _comment(plan, placed, "#") + shlex.join(["llama-server", *arguments(placed, model)]) + "\n"
+
+
+def _cli(plan: Plan, placed: Stock, model: str) -> str:
+    return _comment(plan, placed, "#") + shlex.join(["llama-cli", *arguments(placed, model)]) + "\n"
+
+
+def _preset(plan: Plan, placed: Stock, model: str) -> str:
+    lines = [f"[{plan.model.name}]"]
+    for option, value in options(placed, model):
+        key = option.removeprefix("--")
+        lines.append(f"{key} = {value or 'true'}")
+    return _comment(plan, placed, ";") + "\n".join(lines) + "\n"
+
+
+def _env(plan: Plan, placed: Stock, model: str) -> str:
+    lines = [f"{ENVIRONMENT[option]}={_env_value(option, value)}" for option, value in options(placed, model)]
+    return _comment(plan, placed, "#") + "\n".join(lines) + "\n"
+
+
+def _json(plan: Plan, placed: Stock, model: str) -> str:
+    data = {
+        "model": plan.model.name,
+        "table_digest": plan.model.table_digest,
+        "exact": placed.exact,
+        "notes": placed.notes,
+        "arguments": arguments(placed, model),
+        "environment": {ENVIRONMENT[o]: _env_value(o, v) for o, v in options(placed, model)},
+        "predicted_tpot_ns": plan.predicted.tpot_ns,
+    }
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+def _compose(plan: Plan, placed: Stock, model: str) -> str:
+    folder, _, name = model.rpartition("/")
+    inside = f"/models/{name}"
+    command = json.dumps([*arguments(placed, inside), "--host", "0.0.0.0", "--port", "8080"])
+    lines = [
+        "services:",
+        "  llama:",
+        "    # An image with llama-server as its entry point, built for the devices of the plan.",
+        "    image: ${LLAMA_SERVER_IMAGE:?set it to a llama.cpp server image}",
+        f"    command: {_dollars(command)}",
+        "    ports: ['8080:8080']",
+        "    volumes:",
+        f"      - {json.dumps(_dollars(folder or '.') + ':/models:ro')}",
+    ]
+    if any(device.startswith("CUDA") for device in placed.devices):
+        lines += [
+            "    deploy:",
+            "      resources:",
+            "        reservations:",
+            "          devices: [{driver: nvidia, count: all, capabilities: [gpu]}]",
+        ]
+    return _comment(plan, placed, "#") + "\n".join(lines) + "\n"
+
+
+_PYTHON = '''"""{title}"""
+
+import ctypes
+
+import llama_cpp
+
+MODEL = {model!r}
+DEVICES = {devices!r}  # names as ggml prints them; empty: CPU only
+OVERRIDES = {overrides!r}  # first match wins
+
+
+class Override(ctypes.Structure):
+    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
+
+
+def ggml(name, result, *arguments):
+    """A function of libggml, reached through the loaded libllama."""
+    function = getattr(llama_cpp.llama_cpp._lib, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+by_name = ggml("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
+buffer_of = ggml("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
+devices = (ctypes.c_void_p * (len(DEVICES) + 1))(*[by_name(d.encode()) for d in DEVICES], None)
+overrides = (Override * (len(OVERRIDES) + 1))()
+for entry, (pattern, device) in zip(overrides, OVERRIDES):
+    entry.pattern, entry.buft = pattern.encode(), buffer_of(by_name(device.encode()))
+
+# Llama() has no option for devices and overrides, but keeps what the default parameters hold.
+defaults = llama_cpp.llama_model_default_params
+
+
+def planned_params():
+    params = defaults()
+    params.devices = ctypes.addressof(devices)
+    params.tensor_buft_overrides = ctypes.addressof(overrides)
+    return params
+
+
+llama_cpp.llama_cpp.llama_model_default_params = llama_cpp.llama_model_default_params = planned_params
+llm = llama_cpp.Llama(
+    model_path=MODEL,
+{arguments}
+)
+'''
+
+
+def _python(plan: Plan, placed: Stock, model: str) -> str:
+    spec, work = placed.spec, placed.spec.workload
+    values: dict[str, object] = {
+        "n_gpu_layers": spec.n_gpu_layers,
+        "tensor_split": list(spec.tensor_split) if len(spec.devices) > 1 else None,
+        "use_mmap": spec.use_mmap,
+        "n_ctx": work.n_ctx,
+        "n_batch": work.n_batch,
+        "n_ubatch": work.n_ubatch,
+        "n_threads": spec.threads or None,
+        "flash_attn": work.flash_attn,
+        "swa_full": spec.swa_full,
+        "type_k": TYPE_NUMBERS[work.type_k],
+        "type_v": TYPE_NUMBERS[work.type_v],
+    }
+    text = _PYTHON.format(
+        title=f"{plan.model.name}, placed by atsplan; for llama-cpp-python.",
+        model=model,
+        devices=list(placed.devices),
+        overrides=[list(each) for each in spec.overrides],
+        arguments="\n".join(f"    {k}={v!r}," for k, v in values.items() if v is not None),
+    )
+    return _comment(plan, placed, "#") + text
+
+
+FORMATS: Mapping[str, Writer] = {
+    "llama-server": _server,
+    "llama-cli": _cli,
+    "preset": _preset,
+    "env": _env,
+    "json": _json,
+    "llama-cpp-python": _python,
+    "docker-compose": _compose,
+}
+
+
+def _comment(plan: Plan, placed: Stock, mark: str) -> str:
+    lines: Sequence[str] = [f"{plan.model.name}: {plan.command}", *placed.notes]
+    return "".join(f"{mark} {line}\n" for text in lines for line in text.splitlines())
+
+
+def _env_value(option: str, value: str) -> str:
+    return value or ("1" if option.startswith("--no-") else "true")
+
+
+def _dollars(text: str) -> str:
+    return text.replace("$", "$$")  # compose reads $name as a variable

@@ -1,0 +1,142 @@
+"""llama-server as a child: started with a plan's options, watched until it answers, ended with its kin."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.errors import EngineProblem
+from runtime import child
+
+_LINES = 2000
+_PAUSE_S = 0.1
+
+
+@dataclass(slots=True)
+class Server:
+    """A running llama-server."""
+
+    process: subprocess.Popen[bytes]
+    host: str
+    port: int
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.host}:{self.port}"
+
+    def get(self, path: str) -> Mapping[str, Any]:
+        """A JSON document of the server; OSError while it does not answer."""
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            found: Mapping[str, Any] = json.load(answer)
+            return found
+
+    def wait(self) -> int:
+        """Wait until it ends; its exit status."""
+        return self.process.wait()
+
+
+def find_program(engine: str | None, name: str = "llama-server") -> Path:
+    """The server program: beside the engine's library, below a build folder, or on PATH."""
+    from shutil import which
+
+    folders = []
+    given = engine or os.environ.get("ATSPLAN_ENGINE")
+    if given:
+        path = Path(given).expanduser()
+        folder = path.parent if path.is_file() else path
+        folders = [folder, folder / "bin", folder / "build" / "bin"]
+    for place in folders:
+        if os.access(place / name, os.X_OK) and (place / name).is_file():
+            return place / name
+    found = which(name)
+    if found and not given:
+        return Path(found)
+    where = str(given) if given else "PATH"
+    raise EngineProblem(
+        name, f"not found in {where}: give the folder of a llama.cpp build with --engine PATH"
+    )
+
+
+@contextmanager
+def serving(
+    program: Path,
+    arguments: Sequence[str],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    on_line: Callable[[str], None] = lambda line: None,
+    timeout_s: float = 600,
+) -> Iterator[Server]:
+    """Start llama-server and wait until /health says ok; end its process group afterwards.
+
+    `port` 0 takes a free one. Raises EngineProblem with its last message when it ends first or does
+    not answer in time.
+    """
+    chosen = port or free_port(host)
+    process = subprocess.Popen(
+        [str(program), *arguments, "--host", host, "--port", str(chosen)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "GGML_NO_BACKTRACE": "1", "LD_LIBRARY_PATH": _library_path(program)},
+        start_new_session=True,
+        preexec_fn=child.die_with_parent,
+    )
+    server = Server(process, host, chosen)
+    reader = threading.Thread(target=_read, args=(server, on_line), daemon=True)
+    reader.start()
+    try:
+        _until_healthy(server, reader, timeout_s)
+        yield server
+    finally:
+        child.end(process)
+        reader.join(5)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def free_port(host: str) -> int:
+    """A TCP port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _until_healthy(server: Server, reader: threading.Thread, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        code = server.process.poll()
+        if code is not None:
+            reader.join(5)
+            raise EngineProblem("llama-server", child.death(code, server.log))
+        try:
+            if server.get("/health").get("status") == "ok":
+                return
+        except (OSError, ValueError):
+            time.sleep(_PAUSE_S)
+    raise EngineProblem("llama-server", f"did not answer /health within {timeout_s:.0f} s")
+
+
+def _read(server: Server, on_line: Callable[[str], None]) -> None:
+    for raw in server.process.stdout or ():
+        line = raw.decode(errors="replace").rstrip()
+        server.log.append(line)
+        on_line(line)
+
+
+def _library_path(program: Path) -> str:
+    # Builds without a run path find their libraries beside the program.
+    return os.pathsep.join(filter(None, [str(program.parent), os.environ.get("LD_LIBRARY_PATH", "")]))

@@ -1,0 +1,293 @@
+"""export and serve: what stock tools are told, held to the real llama-server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from engines import ENVIRONMENT, ROOT
+from test_run import plan_for
+
+from atsplan import main
+from planner.errors import EngineProblem
+from planner.gguf_file import read_model
+from planner.loading import LoadSpec
+from planner.plan import LayerRange, Plan, to_text
+from planner.workload import Workload
+from runtime.export import FORMATS, arguments
+from runtime.server import find_program, serving
+from runtime.stock import ENVIRONMENT as VARIABLES
+from runtime.stock import Inexpressible, options, stock
+
+SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
+EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_gate_exps|ffn_up_exps)\.weight$", "CPU")
+
+
+def spec(devices: tuple[str, ...], split: tuple[int, ...], *overrides: tuple[str, str]) -> LoadSpec:
+    """A spec of as many layers as the split has."""
+    return LoadSpec(devices, split, sum(split), overrides, SMALL)
+
+
+def test_one_device() -> None:
+    assert arguments(stock(spec(("CUDA0",), (5,), EXPERTS), 4), "m.gguf") == [
+        *("--model", "m.gguf", "--device", "CUDA0", "--n-gpu-layers", "5"),
+        *("--override-tensor", f"{EXPERTS[0]}=CPU"),
+        *(
+            "--fit",
+            "off",
+            "--ctx-size",
+            "256",
+            "--parallel",
+            "1",
+            "--batch-size",
+            "64",
+            "--ubatch-size",
+            "64",
+        ),
+        *("--flash-attn", "on", "--cache-type-k", "f16", "--cache-type-v", "f16", "--load-mode", "mmap"),
+    ]
+
+
+def test_cpu_only_and_two_devices() -> None:
+    assert options(stock(LoadSpec((), (), 0, (), SMALL), 4), "m")[1:3] == [
+        ("--device", "none"),
+        ("--n-gpu-layers", "0"),
+    ]
+    two = dict(options(stock(spec(("CUDA0", "CUDA1"), (2, 3)), 4), "m"))
+    assert (two["--device"], two["--tensor-split"]) == ("CUDA0,CUDA1", "2,3")
+
+
+def test_remote_devices_are_registered_first() -> None:
+    placed = stock(spec(("RPC0[h:50052]", "CUDA0"), (2, 3), ("^a$", "RPC0[h:50052]")), 4)
+    assert options(placed, "m")[0] == ("--rpc", "h:50052")
+    found = dict(options(placed, "m"))
+    assert found["--device"] == "RPC0,CUDA0"
+    assert found["--override-tensor"] == "^a$=RPC0[h:50052]"
+
+
+def test_layers_of_the_cpu_between_device_layers() -> None:
+    placed = stock(spec(("CUDA0", "CPU", "CUDA0"), (2, 1, 2), EXPERTS), 4)
+    assert not placed.exact
+    assert "KV cache and state of layer 2 move" in placed.notes[0]
+    assert (placed.devices, placed.spec.n_gpu_layers) == (("CUDA0",), 5)
+    assert placed.spec.overrides == (EXPERTS, (r"^blk\.(?:2)\..*$", "CPU"))
+
+
+def test_a_head_on_the_cpu() -> None:
+    placed = stock(spec(("CUDA0", "CPU"), (4, 1)), 4)
+    assert "output head" in placed.notes[0]
+    assert placed.spec.overrides == ((r"^(?:output|output_norm|token_embd)\.weight$", "CPU"),)
+
+
+def test_stripes_and_caches_become_host_experts() -> None:
+    striped = stock(spec(("CUDA0",), (5,), ("^a$", "stripe:CUDA0:4")), 4)
+    assert striped.spec.overrides == (("^a$", "CPU"),)
+    assert "1 striped tensors" in striped.notes[0]
+    cached = stock(LoadSpec(("CUDA0",), (5,), 5, (EXPERTS,), SMALL, cache_bytes=2**20), 4)
+    assert "cache" in cached.notes[0] and cached.spec.cache_bytes == 0
+
+
+def test_more_entries_than_the_tools_split_over() -> None:
+    devices = tuple(f"CUDA{n % 2}" for n in range(16))
+    placed = stock(spec(devices, (1,) * 16), 15)
+    assert len(placed.devices) <= 15
+    assert sum(placed.spec.tensor_split) == 16
+
+
+@pytest.mark.parametrize("pattern", [r"^blk\.\d{1,2}\.", "a=b"])
+def test_patterns_that_the_parser_would_cut(pattern: str) -> None:
+    with pytest.raises(Inexpressible, match="breaks --override-tensor"):
+        stock(spec(("CUDA0",), (5,), (pattern, "CPU")), 4)
+
+
+def test_formats_agree(moe_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan_for(moe_model)))
+
+    def text(form: str) -> str:
+        done = CliRunner().invoke(main, ["export", str(path), "--model", "/m/moe.gguf", "--format", form])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    data = json.loads(text("json"))
+    for form in ("llama-server", "llama-cli"):
+        assert shlex.split(text(form).splitlines()[-1]) == [form, *data["arguments"]]
+    variables = dict(line.split("=", 1) for line in text("env").splitlines() if not line.startswith("#"))
+    assert variables == data["environment"]
+    preset = dict(line.split(" = ", 1) for line in text("preset").splitlines() if " = " in line)
+    assert {f"--{k}": v for k, v in preset.items()} == {
+        option: data["environment"][name] for option, name in VARIABLES.items() if name in data["environment"]
+    }
+    service = yaml.safe_load(text("docker-compose"))["services"]["llama"]
+    inside = [part.replace("$$", "$") for part in service["command"]]
+    assert inside[: len(data["arguments"])] == ["--model", "/models/moe.gguf", *data["arguments"][2:]]
+    assert service["volumes"] == ["/m:/models:ro"]
+    compile(text("llama-cpp-python"), "export.py", "exec")
+    assert set(FORMATS) == {
+        "llama-server",
+        "llama-cli",
+        "json",
+        "env",
+        "preset",
+        "docker-compose",
+        "llama-cpp-python",
+    }
+
+
+def test_exact_refuses_what_cannot_be_said(moe_model: Path, tmp_path: Path) -> None:
+    ranges = [(0, 1, "CUDA0"), (2, 2, "CPU"), (3, 4, "CUDA0")]
+    layers = tuple(LayerRange(first=a, last=b, device=d) for a, b, d in ranges)
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan_for(moe_model).model_copy(update={"layers": layers})))
+    done = CliRunner().invoke(main, ["export", str(path), "--exact"])
+    assert done.exit_code == 1
+    assert "no stock tool can load this plan" in done.stderr
+
+
+def server_plan(model: Path, *runs: tuple[int, int, str], experts: str = "CPU") -> Plan:
+    """The plan of test_run for the Vulkan device, with other layer devices or experts when given."""
+    from planner.plan import from_text
+
+    plan = from_text(to_text(plan_for(model)).replace("CUDA0", "Vulkan0"), "plan")
+    layers = tuple(LayerRange(first=a, last=b, device=d) for a, b, d in runs)
+    overrides = plan.overrides if experts == "CPU" else ()
+    return plan.model_copy(update={"layers": layers or plan.layers, "overrides": overrides, "devices": ()})
+
+
+@pytest.mark.parametrize("runs", [(), ((0, 1, "CPU"), (2, 4, "Vulkan0")), ((0, 4, "CPU"),)])
+def test_exported_command_lines_start_the_real_server(
+    moe_model: Path,
+    server_engine: Path,
+    runs: tuple[tuple[int, int, str], ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from planner.loading import load_spec
+
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
+    placed = stock(load_spec(server_plan(moe_model, *runs)), 4)
+    assert placed.exact
+    listed = [*arguments(placed, str(moe_model)), "--no-warmup", "--verbose"]
+    log: list[str] = []
+    try:
+        with serving(find_program(str(server_engine)), listed, on_line=log.append, timeout_s=120) as server:
+            assert server.get("/health") == {"status": "ok"}
+    except EngineProblem as problem:
+        # Loaded, and then stopped by an instruction that this processor lacks: the log is complete.
+        if "SIGILL" not in str(problem):
+            raise
+    text = "\n".join(log)
+    for layer in range(5):
+        device = next(d for a, b, d in (runs or ((0, 4, "Vulkan0"),)) if a <= layer <= b)
+        assert f"layer {layer:3d} assigned to device {device}" in text
+    for line in log:
+        if "_exps.weight" in line and "buffer type overridden" in line:
+            assert line.endswith(("to CPU", "to CPU_REPACK", "to Vulkan_Host"))
+    assert sum("_exps.weight" in line and "buffer type overridden" in line for line in log) == 12
+
+
+def test_the_real_server_answers_with_everything_on_the_device(
+    moe_model: Path, server_engine: Path, vulkan_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from planner.loading import load_spec
+
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
+    placed = stock(load_spec(server_plan(moe_model, experts="Vulkan0")), 4)
+    listed = [*arguments(placed, str(moe_model)), "--no-warmup", "--verbose"]
+    with serving(find_program(str(server_engine)), listed, timeout_s=120) as server:
+        assert server.get("/health") == {"status": "ok"}
+        pid = server.process.pid
+        sizes = [
+            m for line in server.log if (m := re.search(r"Vulkan0 model buffer size = +([\d.]+) MiB", line))
+        ]
+    file = read_model(moe_model).inventory
+    planned = file.size_bytes - file.tensor("token_embd.weight").size_bytes
+    assert sum(float(m[1]) for m in sizes) == pytest.approx(planned / 2**20, abs=0.05)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)
+
+
+def test_environment_starts_the_real_server(
+    moe_model: Path, server_engine: Path, vulkan_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from planner.loading import load_spec
+
+    placed = stock(load_spec(server_plan(moe_model, experts="Vulkan0")), 4)
+    for option, value in options(placed, str(moe_model)):
+        monkeypatch.setenv(VARIABLES[option], value or "true")
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
+    with serving(find_program(str(server_engine)), ["--no-warmup"], timeout_s=120) as server:
+        props = server.get("/props")
+    assert props["model_path"] == str(moe_model)
+    assert props["default_generation_settings"]["n_ctx"] == 256
+
+
+def test_a_server_that_fails_says_why(server_engine: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF nothing")
+    with (
+        pytest.raises(EngineProblem) as problem,
+        serving(find_program(str(server_engine)), ["--model", str(bad), "--device", "none"], timeout_s=60),
+    ):
+        pass
+    assert "ended with status" in str(problem.value)
+    with (
+        pytest.raises(EngineProblem, match=r"invalid argument|error"),
+        serving(find_program(str(server_engine)), ["--no-such-option"], timeout_s=60),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_serve_leaves_no_server_behind(
+    moe_model: Path, server_engine: Path, vulkan_engine: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(server_plan(moe_model, experts="Vulkan0")))
+    command = [*(sys.executable, "-m", "atsplan", "serve", str(moe_model)), "--plan", str(path)]
+    command += ["--engine", str(server_engine), "--port", "0"]
+    command[-1] = str(_free_port())
+    process = subprocess.Popen(
+        [*command, "--no-warmup"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().split(" ")[0]
+    assert url, process.stderr and process.stderr.read()
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+        assert json.load(answer)["data"]
+    process.send_signal(number)
+    process.wait(30)
+    if number is signal.SIGINT:
+        assert process.returncode == 130
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+        except OSError:
+            break
+        assert time.monotonic() < deadline, "the server is still there"
+        time.sleep(0.05)
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def _free_port() -> int:
+    from runtime.server import free_port
+
+    return free_port("127.0.0.1")
