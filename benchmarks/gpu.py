@@ -24,10 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gpu_contenders as contenders
 import gpu_models
+import gpu_plan
 import gpu_report
 
 from planner.errors import AtsplanError
 from planner.gguf_file import read_model
+from planner.inventory import Inventory
+from planner.plan import Plan
+from planner.profile import Profile, from_text
 from planner.workload import Workload
 from runtime import child
 from runtime.dryrun import to_json
@@ -35,6 +39,7 @@ from runtime.load import usable_cores
 
 TOLERANCE = 1.005  # measured VRAM may exceed the budget by this: granules, compute buffers
 CHILD_S = 240
+IDLE_THREADS = 4  # where the CPU computes nothing, more of them only disturb
 Json = dict[str, Any]
 
 
@@ -52,15 +57,16 @@ class Bench:
     results: list[Json] = field(default_factory=list)
     header: Json = field(default_factory=dict)
     routing: Json = field(default_factory=dict)  # traced choices by layer
+    profile: Profile | None = None
 
     def run(self, cell: Json, model: Path, one: contenders.Contender, **changes: Any) -> Json | None:
         """Measure one contender; None when it failed, which is recorded too."""
-        cpu = any(buffer == "CPU" for _, buffer in one.spec.overrides) or one.name == "ngl"
+        cpu = one.name == "ngl" or any(buffer == "CPU" for _, buffer in one.spec.overrides)
         request = {
             "engine": str(self.engine),
             "model": str(model),
             "spec": to_json(one.spec),
-            "threads": self.threads if cpu else self.threads[:1],
+            "threads": self.threads if cpu else [IDLE_THREADS],
             "prompts": self.prompts,
             "depths": self.depths,
             "gen": self.gen,
@@ -104,6 +110,9 @@ class Bench:
 @click.option("--threads", default="16,12", show_default=True, help="Tried where the CPU computes.")
 @click.option("--gen", default=48, show_default=True)
 @click.option("--rules", default="n-cpu-moe,fit,ngl", show_default=True)
+@click.option(
+    "--profile", type=click.Path(exists=True, path_type=Path), help="Of this machine: adds the solver."
+)
 @click.option("--keep", is_flag=True, help="Leave the models in --folder.")
 @click.option("--minutes", default=60.0, show_default=True, help="Start nothing new after this.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
@@ -118,6 +127,7 @@ def main(
     threads: str,
     gen: int,
     rules: str,
+    profile: Path | None,
     keep: bool,
     minutes: float,
     out: Path,
@@ -134,6 +144,7 @@ def main(
         gen,
     )
     bench.header = machine(engine)
+    bench.profile = from_text(profile.read_text(), str(profile)) if profile else None
     for name in models.split(","):
         model = gpu_models.make(name, folder)
         for level in routing.split(","):
@@ -148,14 +159,14 @@ def one_routing(
     bench: Bench, name: str, model: Path, level: str, residency: list[int], rules: list[str]
 ) -> None:
     """All budgets of one model with one routing."""
-    shape = contenders.shape_of(read_model(model).inventory)
-    work = Workload(
-        n_ctx=max([*bench.prompts, *(d + len(bench.threads) * (bench.gen + 4) for d in bench.depths), 1024])
-        + 256
-    )
+    inventory = read_model(model).inventory
+    shape = contenders.shape_of(inventory)
+    cells = max([*bench.prompts, *(d + len(bench.threads) * (bench.gen + 4) for d in bench.depths), 1024])
+    work = Workload(n_ctx=cells + 256, prompt=bench.prompts[0], depth=bench.depths[0])
+    whole = contenders.whole(shape, work)
     cell: Json = {"model": name, "routing": level, "residency": 100}
-    full = bench.run(cell, model, contenders.whole(shape, work))
-    traced = bench.run(cell, model, contenders.whole(shape, work), coverage=2048)
+    full = bench.run(cell, model, whole)
+    traced = bench.run(cell, model, whole, coverage=2048)
     if full is None or traced is None:
         return
     bench.routing[f"{name} {level}"] = traced["choices"]
@@ -163,18 +174,48 @@ def one_routing(
         if bench.over:
             click.echo("time is over", err=True)
             return
-        share = percent / 100
-        budget = full["vram_bytes"] - int((1 - share) * shape.expert_bytes)
+        budget = full["vram_bytes"] - int((1 - percent / 100) * shape.expert_bytes)
         cell |= {
             "residency": percent,
             "budget_bytes": budget,
-            "coverage": coverage(traced["choices"], share),
+            "coverage": coverage(traced["choices"], percent / 100),
             "whole_ns": full["decode"][0]["median_ns"],
         }
-        one_budget(bench, cell, model, shape, work, full, rules)
+        stock(bench, cell, model, shape, work, full, rules)
+        own(bench, cell, model, inventory, work, full, traced["choices"])
 
 
-def one_budget(
+def own(
+    bench: Bench,
+    cell: Json,
+    model: Path,
+    inventory: Inventory,
+    work: Workload,
+    full: Json,
+    choices: dict[str, list[int]],
+) -> None:
+    """Stripes of one width, and with a profile the solver's plans; logits are compared with whole VRAM's."""
+    entries: list[tuple[contenders.Contender, Plan | None]] = [
+        (contenders.stripes(contenders.shape_of(inventory), work, cell["residency"] / 100), None)
+    ]
+    if bench.profile is not None:
+        budget = cell["budget_bytes"]
+        entries += [
+            gpu_plan.solve(inventory, bench.profile, budget, work, choices, allowed)
+            for allowed in (True, False)
+        ]
+    for one, plan in entries:
+        found = bench.run(cell, model, one)
+        row = bench.results[-1]
+        if found is not None:
+            row["identical"] = found["digests"] == full["digests"]
+        if plan is not None:
+            row["predicted"] = {"tpot_ns": plan.predicted.tpot_ns, "prefill_ns": plan.predicted.prefill_ns}
+            row["baselines"] = [b.model_dump() for b in plan.baselines]
+        bench.save()
+
+
+def stock(
     bench: Bench,
     cell: Json,
     model: Path,
@@ -183,12 +224,8 @@ def one_budget(
     full: Json,
     rules: list[str],
 ) -> None:
-    """Every contender under one budget; striped logits must be those of the whole model in VRAM."""
+    """The rules of llama.cpp under one budget."""
     share, budget = cell["residency"] / 100, cell["budget_bytes"]
-    found = bench.run(cell, model, contenders.stripes(shape, work, share))
-    if found is not None:
-        found["identical"] = found["digests"] == full["digests"]
-        bench.results[-1]["identical"] = found["identical"]
     if "n-cpu-moe" in rules:
         bench.run(cell, model, contenders.n_cpu_moe(shape, work, share))
     if "fit" in rules:

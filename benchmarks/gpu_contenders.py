@@ -12,6 +12,7 @@ from pathlib import Path
 from planner.inventory import Inventory
 from planner.loading import LoadSpec
 from planner.workload import Workload
+from runtime.stripe_range import rounded
 
 GPU = "CUDA0"
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
@@ -26,6 +27,11 @@ class Shape:
     n_experts: int
     expert_bytes: int  # of all layers
     layer_bytes: tuple[int, ...]
+    slabs: tuple[int, ...]  # bytes of one expert in each expert tensor of a layer
+
+    def hot_bytes(self, k: int) -> int:
+        """VRAM of one layer's k hottest experts."""
+        return sum(rounded(k * slab) for slab in self.slabs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +48,22 @@ def shape_of(inventory: Inventory) -> Shape:
     n_layers = inventory.number("block_count")
     layers = [0] * n_layers
     routed: set[int] = set()
-    experts = 0
+    experts, slabs = 0, dict[str, int]()
     for tensor in inventory.tensors:
         if found := re.match(r"blk\.(\d+)\.", tensor.name):
             layers[int(found[1])] += tensor.size_bytes
         if found := _EXPERTS.fullmatch(tensor.name):
             routed.add(int(found[1]))
+            slabs[tensor.name.split(".", 2)[2]] = tensor.size_bytes // tensor.shape[2]
             experts += tensor.size_bytes
-    return Shape(n_layers, tuple(sorted(routed)), inventory.number("expert_count"), experts, tuple(layers))
+    return Shape(
+        n_layers=n_layers,
+        moe_layers=tuple(sorted(routed)),
+        n_experts=inventory.number("expert_count"),
+        expert_bytes=experts,
+        layer_bytes=tuple(layers),
+        slabs=tuple(slabs.values()),
+    )
 
 
 def whole(shape: Shape, work: Workload) -> Contender:
@@ -93,14 +107,17 @@ def fit(folder: Path, model: Path, shape: Shape, work: Workload, margin_mib: int
 
 
 def stripes(shape: Shape, work: Workload, share: float) -> Contender:
-    """The same number of hot experts of every layer in VRAM."""
-    k = int(share * shape.n_experts + 1e-9)
-    widths = dict.fromkeys(shape.moe_layers, k)
-    return Contender(
-        "stripes",
-        f"stripe {k} of {shape.n_experts}",
-        striped(shape, work, widths),
-    )
+    """Hot experts of every layer in VRAM, as many as `share` of all expert bytes pays for in granules."""
+    budget = int(share * shape.expert_bytes)
+    layers, sizes = shape.moe_layers, [shape.hot_bytes(k) for k in range(shape.n_experts + 1)]
+    narrow = max(k for k, size in enumerate(sizes) if size * len(layers) <= budget)
+    steps = [k for k in range(narrow + 1, shape.n_experts) if sizes[k + 1] > sizes[k]]
+    wide = min([*steps, shape.n_experts])
+    n_wide = (budget - sizes[narrow] * len(layers)) // max(sizes[wide] - sizes[narrow], 1)
+    chosen = {at * len(layers) // n_wide for at in range(n_wide)} if n_wide else set()
+    widths = {layer: wide if index in chosen else narrow for index, layer in enumerate(layers)}
+    text = f"{narrow} of {shape.n_experts} experts, {wide} in {len(chosen)} layers"
+    return Contender("stripes", text, striped(shape, work, widths))
 
 
 def striped(shape: Shape, work: Workload, widths: dict[int, int]) -> LoadSpec:

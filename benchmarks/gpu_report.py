@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
-STRIPED = ("stripes", "plan")
+Clock = Callable[[Json, int], int]
+STOCK = ("n-cpu-moe", "fit", "ngl")
+OURS = ("stripes", "plan", "plan without stripes")
 
 
 def decode_ns(row: Json, depth: int) -> int:
@@ -50,54 +52,51 @@ def cells(rows: Iterable[Json]) -> dict[tuple[str, str, int], list[Json]]:
 
 
 def compare(rows: list[Json]) -> list[Json]:
-    """One record per cell: at each depth and prompt the best stock rule, its time, and that of stripes."""
+    """One record per cell and measure: the best stock rule and its time, then ours by name."""
     made = []
     for (model, routing, residency), runs in cells(rows).items():
-        striped = [r for r in runs if r["contender"] in STRIPED]
-        stock = [r for r in runs if r["contender"] not in STRIPED]
-        if not striped or not stock:
+        stock = [r for r in runs if r["contender"] in STOCK]
+        ours = {r["contender"]: r for r in runs if r["contender"] in OURS}
+        if not ours or not stock:
             continue
-        best = striped[-1]
-        record: Json = {
-            "model": model,
-            "routing": routing,
-            "residency": residency,
-            "coverage": best["coverage"],
-            "identical": best.get("identical"),
-        }
-        for depth in dict.fromkeys(d["depth"] for d in best["decode"]):
-            times = [(decode_ns(r, depth), r["contender"]) for r in stock]
-            record[f"decode@{depth}"] = (*min(times), decode_ns(best, depth))
-        for prompt in dict.fromkeys(p["prompt"] for p in best["prefill"]):
-            times = [(prefill_ns(r, prompt), r["contender"]) for r in stock]
-            record[f"prefill@{prompt}"] = (*min(times), prefill_ns(best, prompt))
-        made.append(record)
+        for what, clock, at in dict.fromkeys(m for row in runs for m in _measures(row)):
+            timed = [(clock(r, at), r["contender"]) for r in stock if clock(r, at)]
+            mine = {name: clock(row, at) for name, row in ours.items() if clock(row, at)}
+            if timed and mine:
+                made.append(
+                    {
+                        "cell": (model, routing, residency),
+                        "coverage": runs[0]["coverage"],
+                        "measure": f"{what}@{at}",
+                        "stock": min(timed),
+                        "ours": mine,
+                    }
+                )
     return made
 
 
+def _measures(row: Json) -> list[tuple[str, Clock, int]]:
+    depths = dict.fromkeys(d["depth"] for d in row["decode"])
+    prompts = dict.fromkeys(p["prompt"] for p in row["prefill"])
+    return [*(("decode", decode_ns, d) for d in depths), *(("prefill", prefill_ns, p) for p in prompts)]
+
+
 def table(rows: list[Json]) -> str:
-    """Markdown: a line a cell, times in milliseconds, ratios of stock over striped."""
+    """Markdown: a line a cell and measure, times in milliseconds, ratios of stock over ours."""
     records = compare(rows)
-    names = list(dict.fromkeys(k for r in records for k in sorted(r) if "@" in k))
-    head = [
-        "model",
-        "routing",
-        "in VRAM",
-        "coverage",
-        *(f"{n}: stock → stripes" for n in names),
-        "same logits",
-    ]
+    names = [name for name in OURS if any(name in r["ours"] for r in records)]
+    head = ["model", "routing", "in VRAM", "coverage", "measure", "best stock rule, ms", *names]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for r in records:
-        parts = [r["model"], r["routing"], f"{r['residency']} %", f"{r['coverage']:.2f}"]
-        parts += [_ratio(r[n]) if n in r else "" for n in names]
-        lines.append("| " + " | ".join([*parts, "yes" if r["identical"] else "no"]) + " |")
+    for r in sorted(records, key=lambda r: (r["measure"], r["cell"])):
+        model, routing, residency = r["cell"]
+        time, rule = r["stock"]
+        parts = [model, routing, f"{residency} %", f"{r['coverage']:.2f}", r["measure"]]
+        parts.append(f"{time / 1e6:.1f} ({rule})")
+        for name in names:
+            ns = r["ours"].get(name, 0)
+            parts.append(f"{ns / 1e6:.1f} ({time / ns:.2f}×)" if ns else "")
+        lines.append("| " + " | ".join(parts) + " |")
     return "\n".join(lines)
-
-
-def _ratio(entry: tuple[int, str, int]) -> str:
-    stock, rule, striped = entry
-    return f"{stock / 1e6:.1f} ({rule}) → {striped / 1e6:.1f}: **{stock / striped:.2f}×**"
 
 
 def plot(rows: list[Json], path: Path) -> None:

@@ -31,7 +31,7 @@ _ALLOC = c.CFUNCTYPE(_P, _P, _Z)
 _ALIGN = c.CFUNCTYPE(_Z, _P)
 _FREE = c.CFUNCTYPE(None, _P)
 _INIT = c.CFUNCTYPE(c.c_int, _P, _P)
-_SET = c.CFUNCTYPE(None, _P, _P, _P, _Z, _Z)
+_MOVE = c.CFUNCTYPE(None, _P, _P, _P, _Z, _Z)
 
 
 class _Props(c.Structure):
@@ -188,7 +188,8 @@ class _Kind:
         return {
             layout.FREE: _FREE(self._guard(self._free, None)),
             layout.INIT_TENSOR: _INIT(self._guard(self._init, _FAILED)),
-            layout.SET_TENSOR: _SET(self._guard(self._set, None)),
+            layout.SET_TENSOR: _MOVE(self._guard(self._set, None)),
+            layout.GET_TENSOR: _MOVE(self._guard(self._get, None)),
         }
 
     def _guard(self, function: Callable[..., Any], failed: Any) -> Callable[..., Any]:
@@ -232,16 +233,29 @@ class _Kind:
         return int(_INIT(self._real[layout.INIT_TENSOR])(buffer, tensor))
 
     def _set(self, buffer: Handle, tensor: Handle, data: int, offset: int, size: int) -> None:
-        start: int = Tensor.from_address(tensor).data
-        part = self.live[buffer].range.parts[start]
-        hot = max(0, min(size, part.hot_bytes - offset))
+        start, hot = self._hot(buffer, tensor, offset, size)
         if hot:
-            _SET(self._real[layout.SET_TENSOR])(buffer, tensor, data, offset, hot)
+            _MOVE(self._real[layout.SET_TENSOR])(buffer, tensor, data, offset, hot)
         self.live[buffer].range.part(start)
         if self.gpu.host_access:
             copy_in_pieces(self.owner.copying, start + offset + hot, data + hot, size - hot)
         elif hot < size:
-            _SET(self._real[layout.SET_TENSOR])(buffer, tensor, data + hot, offset + hot, size - hot)
+            _MOVE(self._real[layout.SET_TENSOR])(buffer, tensor, data + hot, offset + hot, size - hot)
+
+    def _get(self, buffer: Handle, tensor: Handle, data: int, offset: int, size: int) -> None:
+        # One copy across the boundary is not something every driver can do.
+        start, hot = self._hot(buffer, tensor, offset, size)
+        if hot:
+            _MOVE(self._real[layout.GET_TENSOR])(buffer, tensor, data, offset, hot)
+        if self.gpu.host_access:
+            c.memmove(data + hot, start + offset + hot, size - hot)
+        elif hot < size:
+            _MOVE(self._real[layout.GET_TENSOR])(buffer, tensor, data + hot, offset + hot, size - hot)
+
+    def _hot(self, buffer: Handle, tensor: Handle, offset: int, size: int) -> tuple[int, int]:
+        """Address of a tensor, and how many of `size` bytes from `offset` lie on the device."""
+        start: int = Tensor.from_address(tensor).data
+        return start, max(0, min(size, self.live[buffer].range.parts[start].hot_bytes - offset))
 
     def _free(self, buffer: Handle) -> None:
         held = self.live.pop(buffer)

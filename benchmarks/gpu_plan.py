@@ -1,0 +1,55 @@
+"""The plans of atsplan's own solver as contenders, from a profile of this machine and a routing trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gpu_contenders import GPU, Contender
+
+from planner.coverage import expected_distinct, judge
+from planner.heat import Heat, Part, Phase
+from planner.inventory import Inventory
+from planner.loading import load_spec
+from planner.make_plan import make_plan
+from planner.options import SolveOptions
+from planner.plan import ExpertOrder, Plan
+from planner.profile import Profile
+from planner.workload import Workload
+
+
+def solve(
+    inventory: Inventory,
+    profile: Profile,
+    budget_bytes: int,
+    work: Workload,
+    choices: Mapping[str, Sequence[int]],
+    stripes: bool,
+) -> tuple[Contender, Plan]:
+    """The best placement for decode and prefill of `work`; experts already lie hot first in the file."""
+    options = options_for(inventory, choices, work, stripes)
+    plan = make_plan(inventory, profile, {GPU: budget_bytes}, work, options)
+    sites = [unit.site.rsplit(":", 1)[0] for unit in plan.units if unit.unit.endswith("experts")]
+    counts = ", ".join(f"{sites.count(site)} {site}" for site in dict.fromkeys(sites))
+    spec = replace(load_spec(plan), use_mmap="cpu" not in sites)
+    name = "plan" if stripes else "plan without stripes"
+    return Contender(name, f"experts: {counts}", spec), plan
+
+
+def options_for(
+    inventory: Inventory, choices: Mapping[str, Sequence[int]], work: Workload, stripes: bool
+) -> SolveOptions:
+    """Curves of the file's own order of experts on the trace."""
+    counts = {int(layer): tuple(row) for layer, row in choices.items()}
+    n_expert, n_used = inventory.number("expert_count"), inventory.number("expert_used_count")
+    counts = {layer: row + (0,) * (n_expert - len(row)) for layer, row in counts.items()}
+    tokens = sum(next(iter(counts.values()))) // n_used
+    part = Part("trace", Phase.MIXED, tokens, counts)
+    heat = Heat(inventory.table_digest(), n_expert, n_used, (part,))
+    orders = tuple(ExpertOrder(layer=layer, order=tuple(range(n_expert))) for layer in sorted(counts))
+    return SolveOptions(
+        stripes=stripes,
+        curves=judge(heat, orders) if stripes else {},
+        distinct=expected_distinct(heat, work.n_ubatch),
+        time_limit_s=10.0,
+    )
