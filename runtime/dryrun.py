@@ -85,9 +85,23 @@ def measure_here(engine: Engine, model_path: Path, spec: LoadSpec) -> DryRun:
             raise EngineProblem(engine.label, said.cause() or "could not create a context")
         stack.callback(engine.lib.llama_free, context)
         buffers = breakdown(engine, context)
-        devices = by_device(engine, buffers)
+        devices = _less_stripes(by_device(engine, buffers), model_path, spec)
     nodes, (prefill, decode) = _graph(list(said.lines))
     return DryRun(devices, buffers, nodes, prefill, decode, tuple(_notes(list(said.lines))))
+
+
+def _less_stripes(devices: dict[str, Breakdown], model_path: Path, spec: LoadSpec) -> dict[str, Breakdown]:
+    """Here a striped tensor counts whole on its device; its cold part will lie in host memory."""
+    if not any(buffer.startswith("stripe:") for _, buffer in spec.overrides):
+        return devices
+    from planner.gguf_file import read_model
+    from runtime.stripe_bytes import host_bytes
+
+    found = dict(devices)
+    for device, size in host_bytes(read_model(model_path).inventory, spec).items():
+        for name, moved in ((device, -size), (CPU, size)):
+            found[name] = found.get(name, Breakdown(0, 0, 0)) + Breakdown(moved, 0, 0)
+    return found
 
 
 def to_json(spec: LoadSpec) -> dict[str, Any]:

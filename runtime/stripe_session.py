@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import MachineError
-from planner.loading import LoadSpec
+from planner.loading import CPU, LoadSpec
+from runtime.dryrun import Breakdown
 from runtime.libllama import Engine
 from runtime.session import Session
 from runtime.stripe import Stripes
@@ -42,6 +43,14 @@ class StripedSession(Session):
             self.stripes.check()  # the cause, when it was ours
             raise
         return self
+
+    def memory(self) -> dict[str, Breakdown]:
+        """Bytes per device; the engine's count of a striped tensor is divided as it really lies."""
+        found = super().memory()  # buffer types of our own are counted as host memory
+        for held in self.stripes.held():
+            for name, moved in ((held.device, held.device_bytes), (CPU, -held.device_bytes)):
+                found[name] = found.get(name, Breakdown(0, 0, 0)) + Breakdown(moved, 0, 0)
+        return found
 
     def close(self) -> None:
         """Free context, model and stripes; may be called twice."""

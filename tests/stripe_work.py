@@ -13,6 +13,7 @@ from planner.errors import AtsplanError
 from planner.loading import LoadSpec
 from planner.workload import Workload
 from runtime.cuda import Driver, Place
+from runtime.dryrun import measure
 from runtime.libllama import Engine
 from runtime.session import Session
 from runtime.stripe_session import StripedSession, session_for
@@ -56,6 +57,9 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
                 answer["logits"] = [logits(one)]
                 assert isinstance(one, StripedSession)
                 answer["device_bytes"] = sum(held.device_bytes for held in one.stripes.held())
+                answer["memory"] = {name: sizes.model for name, sizes in one.memory().items()}
+                dry = measure(engine, Path(request["model"]), one.spec)
+                answer["dry"] = {name: sizes.model for name, sizes in dry.devices.items()}
             answer["vram_after"].append(driver.memory()[0])
             answer["resident_after"].append(resident())
     return answer

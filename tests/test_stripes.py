@@ -7,15 +7,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import ENVIRONMENT, ROOT, device_names
 
+from planner.gguf_file import read_model
+from planner.loading import LoadSpec
 from planner.stripes import GRANULE as PLANNED
+from planner.workload import Workload
 from profiler.synth import SynthSpec, write
 from runtime.cuda import CudaMissing, Driver
 from runtime.libllama import Engine
 from runtime.stripe import Stripes, StripesRefused, find_gpu
+from runtime.stripe_bytes import host_bytes
 from runtime.stripe_check import check
 from runtime.stripe_range import GRANULE, rounded
 
@@ -38,7 +43,7 @@ def routed_model(models: Path) -> Path:
     return write(models / "striped.gguf", spec)
 
 
-def work(request: dict[str, object]) -> dict[str, object]:
+def work(request: dict[str, object]) -> dict[str, Any]:
     """Run stripe_work.py in a process of its own."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "stripe_work.py")],
@@ -50,13 +55,26 @@ def work(request: dict[str, object]) -> dict[str, object]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    answer: dict[str, object] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
 def test_planner_and_runtime_cut_memory_alike() -> None:
     assert PLANNED == GRANULE
     assert [rounded(size) for size in (0, 1, GRANULE, GRANULE + 1)] == [0, GRANULE, GRANULE, 2 * GRANULE]
+
+
+def test_host_part_of_a_spec_is_what_the_planner_counted(routed_model: Path) -> None:
+    inventory = read_model(routed_model).inventory
+    spec = LoadSpec(
+        devices=("CUDA0",),
+        tensor_split=(3,),
+        n_gpu_layers=3,
+        overrides=((r"^blk\.1\.ffn_(gate|up|down)_exps\.weight$", "stripe:CUDA0:5"),),
+        workload=Workload(),
+    )
+    slab = 1056 * 1024 // 32 * 34
+    assert host_bytes(inventory, spec) == {"CUDA0": 3 * (32 * slab - rounded(5 * slab))}
 
 
 @pytest.mark.skipif(HAS_DRIVER, reason="this machine has an NVIDIA driver")
@@ -93,13 +111,13 @@ def test_logits_are_those_of_plain_vram_bit_for_bit(cuda_engine: str, routed_mod
         for k in (0, 1, 13, 31):
             found = work({"engine": cuda_engine, "model": str(routed_model), "k": [k], "read": read})
             assert found["logits"] == plain["logits"]
+            assert found["memory"]["CUDA0"] - found["dry"]["CUDA0"] in range(-4096, 4096)
             assert found["device_bytes"] == 6 * rounded(k * 1056 * 1024 // 32 * 34)
 
 
 def test_twenty_loads_leave_nothing(cuda_engine: str, routed_model: Path) -> None:
     found = work({"engine": cuda_engine, "model": str(routed_model), "k": [16], "times": 20})
     vram, resident = found["vram_after"], found["resident_after"]
-    assert isinstance(vram, list) and isinstance(resident, list)
     assert vram[-1] == vram[1]
     assert resident[-1] - resident[3] < 8 * 2**20
 
@@ -107,7 +125,7 @@ def test_twenty_loads_leave_nothing(cuda_engine: str, routed_model: Path) -> Non
 def test_several_models_at_once_and_freed_in_any_order(cuda_engine: str, routed_model: Path) -> None:
     alone = work({"engine": cuda_engine, "model": str(routed_model), "k": [9]})
     found = work({"engine": cuda_engine, "model": str(routed_model), "k": [9, 20, 9], "together": True})
-    assert found["logits"] == [alone["logits"][0]] * 3  # type: ignore[index]
+    assert found["logits"] == [alone["logits"][0]] * 3
 
 
 def test_missing_device_memory_is_one_line_and_leaves_nothing(cuda_engine: str, routed_model: Path) -> None:
