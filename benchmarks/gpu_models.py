@@ -51,6 +51,24 @@ MODELS: Mapping[str, SynthSpec] = {
         types={"output": "q6_K"},
         skew=1.0,
     ),
+    "gpt-oss": SynthSpec(
+        arch="gpt-oss",
+        name="gpt-oss-128x4-12l",
+        n_layers=12,
+        n_embd=2880,
+        n_head=64,
+        n_head_kv=8,
+        head_dim=64,
+        n_expert=128,
+        n_used=4,
+        n_ff_exp=2880,
+        n_ff=2880,
+        n_vocab=151936,
+        n_ctx_train=32768,
+        type="q8_0",
+        types={"experts": "mxfp4"},
+        skew=1.0,
+    ),
 }
 
 
