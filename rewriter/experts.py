@@ -64,17 +64,18 @@ def _check_order(inventory: Inventory, layer: int, tensors: tuple[Tensor, ...], 
     _refuse_meaning(inventory, layer, tensors)
     groups = inventory.per_layer("expert_group_count", layer + 1, 1)[layer]
     if groups > 1:
-        size = count // groups
-        for position, expert in enumerate(order):
-            if expert // size != position // size:
-                why = f"routing is limited to {groups} groups, and expert {expert} would leave its group"
-                raise OrderRefused(layer, why)
+        _refuse_split_groups(layer, order, groups)
 
 
-def inside_groups(order: Order, groups: int) -> Order:
-    """The same order made legal for group-limited routing: each group keeps its place, hot first inside."""
-    size = len(order) // max(groups, 1)
-    return tuple(sorted(order, key=lambda expert: expert // size)) if groups > 1 else order
+def _refuse_split_groups(layer: int, order: Order, groups: int) -> None:
+    """Group-limited routing scores runs of neighbouring experts: they may move whole, and inside."""
+    size = max(len(order) // groups, 1)
+    for start in range(0, len(order), size):
+        run = order[start : start + size]
+        stray = next((expert for expert in run if expert // size != run[0] // size), None)
+        if stray is not None:
+            why = f"routing is limited to {groups} groups, and expert {stray} would leave its group"
+            raise OrderRefused(layer, why)
 
 
 def _compose(wanted: Order | None, recorded: Order | None) -> Order:

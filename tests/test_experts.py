@@ -12,7 +12,7 @@ from gguf_bytes import U32, T, arch, gguf, kv, save
 from hand_plans import hand_plan
 
 from planner.gguf_file import ModelFile, read_model
-from rewriter.experts import OrderRefused, gathers, inside_groups
+from rewriter.experts import OrderRefused, gathers
 from rewriter.make import RewriteOptions, rewrite
 
 ORDER = (2, 0, 1, 3)
@@ -130,14 +130,12 @@ def test_orders_compose_with_what_is_recorded(tmp_path: Path) -> None:
     assert tuple(ORDER[p] for p in back) == (0, 1, 2, 3)
 
 
-def test_groups_keep_their_experts(tmp_path: Path) -> None:
+def test_groups_move_whole_and_inside(tmp_path: Path) -> None:
     inventory = model(tmp_path, layer(), expert_group_count=2).inventory
-    assert gathers(inventory, {0: (1, 0, 3, 2)}, {})
-    with pytest.raises(OrderRefused, match="limited to 2 groups, and expert 2 would leave"):
+    for order in ((1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 0, 1)):
+        assert gathers(inventory, {0: order}, {})["blk.0.exp_probs_b.bias"] == order
+    with pytest.raises(OrderRefused, match="limited to 2 groups, and expert 0 would leave"):
         gathers(inventory, {0: ORDER}, {})
-    assert inside_groups((3, 0, 2, 1), 2) == (0, 1, 3, 2)
-    assert inside_groups((3, 0, 2, 1), 1) == (3, 0, 2, 1)
-    assert gathers(inventory, {0: inside_groups((3, 1, 2, 0), 2)}, {})
 
 
 def without(name: str) -> list[T]:

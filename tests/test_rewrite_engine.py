@@ -14,7 +14,8 @@ from hand_plans import hand_plan
 from planner.gguf_file import ModelFile, read_model
 from planner.units import Unit, units_of
 from profiler.synth import SynthSpec, write
-from rewriter.experts import inside_groups
+from rewriter import experts
+from rewriter.experts import OrderRefused
 from rewriter.layout import Copy, Gather, Segment
 from rewriter.make import RewriteOptions, carry_out, decide, rewrite
 from rewriter.stream import write_file
@@ -25,7 +26,7 @@ SPECS = {
     "qwen3moe": SynthSpec("qwen3moe", n_layers=2, types={"experts": "q4_K"}),
     "qwen35moe": SynthSpec("qwen35moe"),
     "fused-gate-up": SynthSpec("qwen35moe", fused_gate_up=True),
-    "deepseek2-groups": SynthSpec("deepseek2", n_layers=2),
+    "deepseek2-groups": SynthSpec("deepseek2", n_layers=2, n_expert=16, n_group=4),
     "gpt-oss-biases": SynthSpec("gpt-oss", n_layers=2),
     "glm4moe-nextn": SynthSpec("glm4moe", n_layers=2, n_nextn=1),
     "gemma4-tied": SynthSpec("gemma4", n_layers=2, n_expert=8),
@@ -37,14 +38,16 @@ TOLERANCE = 1e-4
 
 
 def shuffled(model: ModelFile, seed: int = 1) -> dict[int, tuple[int, ...]]:
-    """A random legal order for every layer with experts."""
+    """A random legal order for every layer with experts: groups as blocks, experts inside them."""
     dice = random.Random(seed)
-    groups = model.inventory.number("expert_group_count")
+    groups = max(model.inventory.number("expert_group_count"), 1)
     orders = {}
     for unit in units_of(model.inventory).units:
         if unit.experts and unit.layer is not None:
-            order = tuple(dice.sample(range(unit.experts), unit.experts))
-            orders[unit.layer] = inside_groups(order, groups)
+            size = unit.experts // groups
+            blocks = [dice.sample(range(n * size, (n + 1) * size), size) for n in range(groups)]
+            dice.shuffle(blocks)
+            orders[unit.layer] = tuple(expert for block in blocks for expert in block)
     return orders
 
 
@@ -79,6 +82,22 @@ def test_experts_without_their_router_are_another_model(tmp_path: Path) -> None:
     segments = tuple(_without_router(model, s) for s in file.segments)
     write_file(replace(file, segments=segments), model.paths, wrong, lambda _: None)
     before, after = logits(source, wrong)
+    assert np.abs(before - after).max() > 0.01 * np.abs(before).max()
+
+
+def test_groups_that_lose_their_experts_are_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why such an order is refused: group-limited routing then chooses among other experts."""
+    source = write(tmp_path / "m.gguf", SPECS["deepseek2-groups"])
+    model = read_model(source)
+    order = tuple(random.Random(4).sample(range(16), 16))
+    plan = hand_plan(model, experts={1: order})
+    with pytest.raises(OrderRefused):
+        rewrite(model, plan, tmp_path / "o.gguf", RewriteOptions())
+    monkeypatch.setattr(experts, "_refuse_split_groups", lambda *_: None)
+    rewrite(model, plan, tmp_path / "o.gguf", RewriteOptions())
+    before, after = logits(source, tmp_path / "o.gguf")
     assert np.abs(before - after).max() > 0.01 * np.abs(before).max()
 
 
