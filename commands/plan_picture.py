@@ -1,0 +1,108 @@
+"""One plan as a picture: where each unit of each layer lives, and what fills every device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+# Okabe-Ito colours: told apart by people with any colour vision, and in print by lightness.
+_GPU = ("#0072B2", "#56B4E9", "#004466", "#88CCEE")
+_CPU, _STRIPE, _CACHE, _NONE = "#E69F00", "#009E73", "#CC79A7", "#FFFFFF"
+_PARTS = (
+    ("weights", "weights_bytes", "#0072B2"),
+    ("KV cache", "kv_bytes", "#009E73"),
+    ("state", "state_bytes", "#F0E442"),
+    ("compute", "compute_bytes", "#E69F00"),
+    ("MoE cache", "cache_bytes", "#CC79A7"),
+    ("reserve", "reserve_bytes", "#999999"),
+)
+_ROWS = ("attention", "recurrent", "router", "ffn", "experts", "layer")
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Write the picture; the suffix of `path` decides between PNG, SVG and PDF."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # The same plan gives the same file: no dates, no random ids.
+    matplotlib.rcParams["svg.hashsalt"] = "atsplan"
+    from matplotlib import pyplot
+
+    figure, (grid, bars) = pyplot.subplots(
+        2, 1, figsize=(11, 4.6), height_ratios=(3, max(len(plan.devices), 1)), layout="constrained"
+    )
+    _draw_grid(grid, plan)
+    _draw_bars(bars, plan)
+    figure.suptitle(_title(plan), fontsize=11)
+    metadata = (
+        {"Date": None} if path.suffix == ".svg" else {"Software": None} if path.suffix == ".png" else {}
+    )
+    figure.savefig(path, dpi=120, metadata=metadata)
+    pyplot.close(figure)
+
+
+def _title(plan: Plan) -> str:
+    found = plan.predicted
+    best = min((b.tpot_ns for b in plan.baselines if b.feasible), default=0)
+    against = f", best stock rule {best / 1e6:.2f} ms" if best else ""
+    kind = "" if plan.machine.measured else " (assumed machine)"
+    return f"{plan.model.name} on {plan.machine.name}{kind}: {found.tpot_ns / 1e6:.2f} ms a token{against}"
+
+
+def _colour(site: str, gpus: list[str]) -> str:
+    kind, _, rest = site.partition(":")
+    if kind == "gpu":
+        return _GPU[gpus.index(rest) % len(_GPU)] if rest in gpus else _GPU[0]
+    return {"cpu": _CPU, "stripe": _STRIPE, "cache": _CACHE}.get(kind, _NONE)
+
+
+def _draw_grid(axes: Any, plan: Plan) -> None:
+    from matplotlib.patches import Patch, Rectangle
+
+    gpus = [use.name for use in plan.devices if use.kind != "cpu"]
+    cells = [(p.unit.split("."), p.site) for p in plan.units if p.unit.startswith("blk.")]
+    rows = [row for row in _ROWS if any(name[2] == row for name, _ in cells)]
+    last = max((int(name[1]) for name, _ in cells), default=0)
+    for name, site in cells:
+        if name[2] in rows:
+            corner = (int(name[1]) - 0.45, rows.index(name[2]) - 0.42)
+            axes.add_patch(Rectangle(corner, 0.9, 0.84, facecolor=_colour(site, gpus)))
+    head = next((p.site for p in plan.units if p.unit == "output"), "")
+    if head:
+        corner = (last + 1.15, -0.42)
+        axes.add_patch(Rectangle(corner, 0.9, len(rows) - 0.16, facecolor=_colour(head, gpus)))
+        axes.text(last + 1.6, len(rows) - 0.45, "output", ha="center", va="top", fontsize=8)
+    axes.set_xlim(-0.7, last + 2.4)
+    axes.set_ylim(len(rows) - 0.3, -0.6)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xticks(range(0, last + 1, 5 if last > 12 else 1))
+    axes.set_xlabel("layer")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    kinds = dict.fromkeys(site.rpartition(":")[0] if site.startswith("stripe") else site for _, site in cells)
+    marks = [Patch(facecolor=_colour(site, gpus), label=site.removeprefix("gpu:")) for site in kinds]
+    axes.legend(handles=marks, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(marks), frameon=False)
+
+
+def _draw_bars(axes: Any, plan: Plan) -> None:
+    devices = [use for use in plan.devices if use.kind != "cpu"] or list(plan.devices)
+    for row, use in enumerate(devices):
+        left = 0.0
+        for label, field, colour in _PARTS:
+            size = getattr(use, field) / 2**20
+            if size:
+                axes.barh(row, size, left=left, color=colour, label=label, height=0.6)
+            left += size
+        budget = use.budget_bytes / 2**20
+        axes.plot([budget, budget], [row - 0.42, row + 0.42], color="black", linewidth=2)
+        axes.annotate("budget", (budget, row - 0.42), fontsize=8, ha="right", va="bottom")
+    axes.set_yticks(range(len(devices)), [use.name for use in devices])
+    axes.set_ylim(len(devices) - 0.5, -0.75)
+    axes.set_xlabel("MiB")
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axes.legend(unique.values(), unique.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
