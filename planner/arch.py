@@ -15,7 +15,7 @@ from planner.sliding import sliding_layers
 
 # Decoders whose tensors and memory this program knows; others are planned by whole layers.
 _KNOWN = """
-llama llama4 deci falcon grok gpt2 gptj gptneox mpt baichuan starcoder refact bloom stablelm qwen qwen2
+llama llama4 deci falcon grok gpt2 gptneox mpt baichuan starcoder refact bloom stablelm qwen qwen2
 qwen2moe qwen2vl qwen3 qwen3moe qwen3next qwen3vl qwen3vlmoe qwen35 qwen35moe qwen4exp phi2 phi3 phimoe
 plamo plamo2 plamo3 codeshell orion internlm2 minicpm minicpm3 gemma gemma2 gemma3 gemma3n gemma4 starcoder2
 mamba mamba2 jamba falcon-h1 xverse command-r cohere2 cohere2moe dbrx olmo olmo2 olmoe openelm arctic
@@ -24,7 +24,7 @@ nemotron_h_moe exaone exaone4 exaone-moe rwkv6 rwkv6qwen2 rwkv7 arwkv7 granite g
 granite_swa chameleon plm bailingmoe bailingmoe2 bailingmoe3 dots1 dots3note arcee afmoe laguna ernie4_5
 ernie4_5-moe hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 smollm3 gpt-oss lfm2 lfm2moe smallthinker seed_oss
 grovemoe apertus minimax-01 minimax-m2 minimax-m3 cogvlm pangu-embedded mistral3 mistral4 paddleocr mimo2
-step35 maincoder kimi-linear kimi-k3 glm5-next
+step35 maincoder kimi-linear kimi-k3 glm5-next hy_v4 mellum maple talkie muse-glimmer spark2_5
 """
 KNOWN = frozenset(_KNOWN.split())
 
@@ -80,7 +80,10 @@ def stems_by_layer(inventory: Inventory) -> Mapping[int, frozenset[str]]:
 def _listed_recurrent(inventory: Inventory, n_main: int) -> tuple[bool, ...]:
     value = inventory.hparams.get("attention.recurrent_layers")
     if not isinstance(value, tuple):
-        return (False,) * n_main
+        # Lightning attention has ordinary names: only the interval tells which layers have a state.
+        interval = inventory.number("full_attention_interval", 8)
+        linear = inventory.architecture == "minimax-01"
+        return tuple(linear and (n + 1) % interval != 0 for n in range(n_main))
     return tuple(bool(v) for v in (*value, *(False,) * n_main))[:n_main]
 
 

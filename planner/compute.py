@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from planner.arch import Layers, layers_of
 from planner.inventory import Inventory, Tensor, by_name
-from planner.kv import cells_of, head_widths, is_latent, state_widths
+from planner.kv import INDEXED, cells_of, head_widths, is_latent, kv_heads, state_widths
 from planner.sliding import sliding_layers
 from planner.workload import Workload
 
@@ -69,7 +69,7 @@ def compute_items(
     stage_bytes, stage = max(stages, default=(0, "none"))
     width = inventory.number("embedding_length") * _streams(inventory)
     return Compute(
-        logits=4 * vocabulary(inventory) * min(outputs or tokens, tokens) if head else 0,
+        logits=_logits(inventory, min(outputs or tokens, tokens)) if head else 0,
         masks=copies * sum(_masks(inventory, workload, shape, chosen, swa_full)),
         residual=4 * tokens * width * _LIVE + _per_layer_inputs(inventory, shape, tokens),
         stage=stage,
@@ -143,6 +143,11 @@ def vocabulary(inventory: Inventory) -> int:
     return head.shape[1] if head and len(head.shape) > 1 else inventory.number("vocab_size")
 
 
+def _logits(inventory: Inventory, rows: int) -> int:
+    copies = 2 if inventory.architecture == "chameleon" else 1  # image tokens are masked in a copy
+    return 4 * vocabulary(inventory) * rows * copies
+
+
 def _streams(inventory: Inventory) -> int:
     """Residual streams that run side by side: Gemma 3n's four, hyper-connections."""
     if inventory.architecture == "gemma3n":
@@ -192,7 +197,8 @@ def _stages(
     yield tokens * _expert_values(inventory, tensors, layer), "experts"
     if _attends(shape, layer):
         values = _attention_values(inventory, workload, shape, layer, swa_full)
-        yield tokens * values, "attention"
+        yield tokens * values + _cast_bytes(inventory, workload, shape, layer, swa_full), "attention"
+        yield tokens * _indexer_values(inventory, workload), "indexer"
     if layer < shape.n_main and shape.recurrent[layer]:
         yield _recurrent_bytes(inventory, workload, tensors), "recurrent"
 
@@ -239,6 +245,26 @@ def _attention_values(
         return values
     cells = cells_of(inventory, workload, swa_full=swa_full)
     return values + heads * (cells.sliding if slides else cells.full)
+
+
+def _cast_bytes(inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool) -> int:
+    """Flash attention reads an f32 cache as f16: copies of the layer's keys and values."""
+    if not workload.flash_attn or "f32" not in (workload.type_k, workload.type_v):
+        return 0
+    slides = _slides(inventory, shape)[layer]
+    cells = cells_of(inventory, workload, swa_full=swa_full)
+    rows = (cells.sliding if slides else cells.full) * cells.streams
+    return 2 * rows * sum(head_widths(inventory, slides)) * kv_heads(inventory, shape.n_all)[layer]
+
+
+def _indexer_values(inventory: Inventory, workload: Workload) -> int:
+    """Queries of a sparse attention's indexer, twice, and its scores, masks and choices over all cells."""
+    if inventory.architecture not in INDEXED and inventory.architecture != "deepseek4":
+        return 0
+    heads = inventory.number("attention.indexer.head_count")
+    return (
+        2 * heads * inventory.number("attention.indexer.key_length") + 4 * cells_of(inventory, workload).full
+    )
 
 
 def _recurrent_bytes(inventory: Inventory, workload: Workload, tensors: Mapping[str, Tensor]) -> int:

@@ -25,8 +25,15 @@ _V4_FINE, _V4_COARSE = 4, 128
 _ROLLBACK = re.compile(
     r"kimi-k3|qwen35(moe)?|qwen4exp|deepseek4|glm5-next|nemotron_h(_moe)?|lfm2(moe)?|bailingmoe3"
 )
+_INDEXED_VALUES = frozenset({"minimax-m3", "qwen4exp"})  # the indexer's cache has values of one head, unused
+_MIXERS = (
+    ("rwkv", "time_mix_receptance"),
+    ("shortconv", "shortconv.conv"),
+    ("kda", "ssm_conv1d_q"),
+    ("ssm", "ssm_conv1d"),
+)
 _UNGROUPED = frozenset({"mamba", "jamba"})  # Mamba-1: the convolution sees the inner width alone
-_INDEXED = frozenset({"deepseek32", "glm-dsa", "glm5-next", "qwen4exp", "minimax-m3"})
+INDEXED = frozenset({"deepseek32", "glm-dsa", "glm5-next", "qwen4exp", "minimax-m3", "dots3note", "hy_v4"})
 
 
 @dataclass(eq=False)
@@ -137,22 +144,37 @@ def state_bytes(inventory: Inventory, workload: Workload, *, rollback: int = 0) 
 
 
 def state_widths(inventory: Inventory) -> tuple[int, int]:
-    """Values per recurrent layer and sequence: the convolution (or token shift) part, the matrix part."""
+    """Values per recurrent layer and sequence: the convolution (or token shift) part, the matrix part.
+
+    The kind of mixer is told by its tensors; a file may state sizes of other kinds too.
+    """
     number = inventory.number
-    width, heads = number("embedding_length"), inventory.per_layer("attention.head_count", 1)[0]
-    if head := number("wkv.head_size"):
-        return number("token_shift_count", 2) * width, width * head
-    if kernel := number("shortconv.l_cache"):
-        return width * (kernel - 1), 0
+    width, heads = number("embedding_length"), max(inventory.per_layer("attention.head_count", 1)[0], 0)
     kernel, inner, state = number("ssm.conv_kernel"), number("ssm.inner_size"), number("ssm.state_size")
-    if head := number("kda.head_dim"):
-        return 3 * (kernel - 1 if kernel else 3) * heads * head, head * head * heads
+    match mixer_kind(inventory):
+        case "rwkv":
+            return number("token_shift_count", 2) * width, width * number("wkv.head_size")
+        case "shortconv":
+            return width * (number("shortconv.l_cache") - 1), 0
+        case "kda":
+            head = number("kda.head_dim")
+            return 3 * (kernel - 1 if kernel else 3) * heads * head, head * head * heads
+        case "lightning":
+            head = number("attention.key_length", width // max(heads, 1))
+            return 0, head * head * heads
     groups = 0 if inventory.architecture in _UNGROUPED else number("ssm.group_count")
-    shift = max(kernel - 1, 0) * (inner + 2 * groups * state)
+    return max(kernel - 1, 0) * (inner + 2 * groups * state), state * inner
+
+
+def mixer_kind(inventory: Inventory) -> str:
+    """rwkv, shortconv, kda, lightning or ssm: what the recurrent layers are; "" when there are none."""
     if inventory.architecture == "minimax-01":
-        head = number("attention.key_length", width // max(heads, 1))
-        return shift, head * head * heads
-    return shift, state * inner
+        return "lightning"
+    stems = frozenset[str]().union(*stems_by_layer(inventory).values())
+    for kind, stem in _MIXERS:
+        if stem in stems:
+            return kind
+    return ""
 
 
 def head_widths(inventory: Inventory, slides: bool) -> tuple[int, int]:
@@ -212,12 +234,12 @@ def _row(type_name: str, width: int) -> int:
 def _indexer(inventory: Inventory, workload: Workload, layer: int) -> int:
     """Bytes per cell that a sparse attention keeps beside keys and values."""
     width = inventory.number("attention.indexer.key_length")
-    if inventory.architecture not in _INDEXED or not width or not _has_indexer(inventory, layer):
+    if inventory.architecture not in INDEXED or not width or not _has_indexer(inventory, layer):
         return 0
     if inventory.architecture == "glm5-next" and inventory.number("attention.indexer.kpool"):
         width *= 3  # key, gate and pooled value
     row = _row(workload.type_k, width)
-    if inventory.architecture == "minimax-m3":
+    if inventory.architecture in _INDEXED_VALUES:
         row += _row(workload.type_v, head_widths(inventory, False)[1])
     return row
 

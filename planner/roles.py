@@ -104,7 +104,7 @@ _PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = tuple(
         ),
         (
             Role.FFN,
-            r"ffn_(gate|up|down|gate_up)|ffn\.act|vis_(gate|up|down)|channel_mix_(key|value|receptance)",
+            r"ffn_(gate|up|down|gate_up)|ffn\.act(\.scales)?|vis_(gate|up|down)|channel_mix_(key|value|receptance)",
         ),
     )
 )

@@ -33,11 +33,14 @@ _RULES = {
     "laguna": _Rule(4, dense_first=True),
     "lfm2": _Rule(0),
     "llama4": _Rule(4, window=8192),
+    "maple": _Rule(1),
     "mellum": _Rule(4),
     "mimo2": _Rule(1),
+    "muse-glimmer": _Rule(4),
     "olmo2": _Rule(4),
     "plamo3": _Rule(8),
     "smallthinker": _Rule(4, dense_first=True),
+    "spark2_5": _Rule(1),
     "step35": _Rule(1),
 }
 

@@ -19,14 +19,14 @@ _NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 
 def write_sparse(path: Path, inventory: Inventory) -> Path:
     """Write the file; returns `path`. The vocabulary has no tokens, only a size."""
-    values: dict[str, Hparam] = {
+    metadata: dict[str, Hparam] = {
         "general.architecture": inventory.architecture,
         "tokenizer.ggml.model": "none",
-        **{f"{inventory.architecture}.{key}": value for key, value in inventory.hparams.items()},
+        **{f"{inventory.architecture}.{key}": one for key, one in inventory.hparams.items()},
     }
     infos = b"".join(_tensor_infos(inventory))
-    pairs = b"".join(_string(key) + _value(value) for key, value in values.items())
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(inventory.tensors), len(values)) + pairs + infos
+    pairs = b"".join(string(key) + value(one) for key, one in metadata.items())
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(inventory.tensors), len(metadata)) + pairs + infos
     start = -(-len(header) // 32) * 32
     with path.open("wb") as file:
         file.write(header)
@@ -38,20 +38,22 @@ def _tensor_infos(inventory: Inventory) -> Iterator[bytes]:
     offset = 0
     for tensor in inventory.tensors:
         sizes = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
-        yield _string(tensor.name) + sizes + struct.pack("<IQ", _NUMBERS[tensor.type], offset)
+        yield string(tensor.name) + sizes + struct.pack("<IQ", _NUMBERS[tensor.type], offset)
         offset += -(-tensor.size_bytes // 32) * 32
 
 
-def _string(text: str) -> bytes:
+def string(text: str) -> bytes:
+    """A GGUF string."""
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
 
 
-def _value(value: Hparam) -> bytes:
-    if isinstance(value, tuple):
-        kind, _ = _scalar(value[0])
-        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(_scalar(v)[1] for v in value)
-    kind, data = _scalar(value)
+def value(one: Hparam) -> bytes:
+    """A GGUF metadata value with its type."""
+    if isinstance(one, tuple):
+        kind, _ = _scalar(one[0])
+        return struct.pack("<IIQ", _ARRAY, kind, len(one)) + b"".join(_scalar(v)[1] for v in one)
+    kind, data = _scalar(one)
     return struct.pack("<I", kind) + data
 
 
@@ -59,7 +61,7 @@ def _scalar(value: bool | int | float | str) -> tuple[int, bytes]:
     if isinstance(value, bool):
         return _BOOL, struct.pack("<?", value)
     if isinstance(value, str):
-        return _STRING, _string(value)
+        return _STRING, string(value)
     if isinstance(value, float):
         return _F32, struct.pack("<f", value)
     return (_I32, struct.pack("<i", value)) if value < 0 else (_U32, struct.pack("<I", value))
