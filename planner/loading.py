@@ -55,16 +55,34 @@ def load_spec(plan: Plan) -> LoadSpec:
     """
     devices = plan_layer_devices(plan)
     runs, notes = _at_most(MAX_DEVICES, _runs(devices))
+    overrides = tuple((o.pattern, o.buffer) for o in plan.overrides)
+    used = [use.name for use in plan.devices if use.compute_bytes or use.weights_bytes]
+    return _listed(
+        LoadSpec(
+            devices=(),
+            tensor_split=(),
+            n_gpu_layers=0,
+            overrides=overrides,
+            workload=plan.workload,
+            cache_bytes=sum(use.cache_bytes for use in plan.devices),
+            notes=notes,
+        ),
+        runs,
+        [*used, *(_device(buffer) for _, buffer in overrides)],
+    )
+
+
+def _listed(spec: LoadSpec, runs: Sequence[tuple[str, int]], others: Iterable[str]) -> LoadSpec:
+    """A spec with its device list; `others` hold no layer but tensors, or compute prompts of host weights."""
     skipped = runs[0][1] if runs[0][0] == CPU else 0
-    listed = runs[1:] if skipped else runs
-    return LoadSpec(
+    listed = list(runs[1:] if skipped else runs)
+    there = {CPU, *(device for device, _ in listed)}
+    listed += [(device, 0) for device in dict.fromkeys(others) if device not in there]
+    return replace(
+        spec,
         devices=tuple(device for device, _ in listed),
         tensor_split=tuple(count for _, count in listed),
-        n_gpu_layers=len(devices) - skipped,
-        overrides=tuple((o.pattern, o.buffer) for o in plan.overrides),
-        workload=plan.workload,
-        cache_bytes=sum(use.cache_bytes for use in plan.devices),
-        notes=notes,
+        n_gpu_layers=sum(count for _, count in listed),
     )
 
 
@@ -96,29 +114,26 @@ def map_devices(spec: LoadSpec, names: Mapping[str, str]) -> LoadSpec:
     A device mapped to CPU turns its layers into CPU layers and its overrides into CPU overrides.
     """
     layers = [names.get(d, d) for d, count in _entries(spec) for _ in range(count)]
-    runs = _runs(layers)
-    skipped = runs[0][1] if runs[0][0] == CPU else 0
-    listed = runs[1:] if skipped else runs
-    return replace(
-        spec,
-        devices=tuple(device for device, _ in listed),
-        tensor_split=tuple(count for _, count in listed),
-        n_gpu_layers=len(layers) - skipped,
-        overrides=tuple((pattern, _renamed(buffer, names)) for pattern, buffer in spec.overrides),
-        cache_bytes=spec.cache_bytes if any(d != CPU for d, _ in runs) else 0,
+    mapped = replace(
+        spec, overrides=tuple((pattern, _renamed(buffer, names)) for pattern, buffer in spec.overrides)
     )
+    here = _listed(mapped, _runs(layers), [names.get(d, d) for d in spec.devices])
+    return here if any(d != CPU for d in here.devices) else replace(here, cache_bytes=0)
 
 
 def devices_of(spec: LoadSpec) -> tuple[str, ...]:
     """Every device a spec names, each once, in order of appearance; stripes by their device."""
-    named = [*spec.devices, *(buffer.split(":")[1] for _, buffer in spec.overrides if ":" in buffer)]
-    named += [buffer for _, buffer in spec.overrides if ":" not in buffer and buffer != CPU]
-    return tuple(dict.fromkeys(named))
+    named = [*spec.devices, *(_device(buffer) for _, buffer in spec.overrides)]
+    return tuple(dict.fromkeys(name for name in named if name != CPU))
 
 
 def _entries(spec: LoadSpec) -> list[tuple[str, int]]:
     listed = list(zip(spec.devices, spec.tensor_split, strict=True))
-    return listed or [(CPU, 1)]
+    return listed if any(spec.tensor_split) else [(CPU, 1)]
+
+
+def _device(buffer: str) -> str:
+    return buffer.split(":")[1] if buffer.startswith("stripe:") else buffer
 
 
 def _renamed(buffer: str, names: Mapping[str, str]) -> str:

@@ -67,7 +67,7 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
         ("--device", ",".join(plan.devices) or "none"),
         ("--n-gpu-layers", str(spec.n_gpu_layers)),
     ]
-    if len(spec.devices) > 1:
+    if len(spec.devices) > 1 and any(spec.tensor_split):
         found.append(("--tensor-split", ",".join(map(str, spec.tensor_split))))
     if spec.overrides:
         found.append(("--override-tensor", ",".join(f"{p}={b}" for p, b in spec.overrides)))
@@ -134,7 +134,7 @@ def _with_gpu_layers(spec: LoadSpec, n_blocks: int, notes: list[str]) -> LoadSpe
     layers = list(spec_layer_devices(spec, n_blocks))
     if CPU not in spec.devices and len(spec.devices) <= MAX_SPLIT:
         return spec
-    first = next(n for n, device in enumerate(layers) if device != CPU)
+    first = next((n for n, device in enumerate(layers) if device != CPU), len(layers))
     moved = [n for n in range(first, len(layers)) if layers[n] == CPU]
     for n in moved:
         layers[n] = layers[n - 1]

@@ -18,6 +18,7 @@ from planner.plan import Plan, from_text, to_text
 from runtime import child, dryrun, load, locate, truth
 from runtime.dryrun import Breakdown
 from runtime.libllama import Engine
+from runtime.logs import Tail
 from runtime.review import check_budgets, check_room
 from runtime.session import GREEDY, Sampling, Session, Timings
 from runtime.stripe_session import session_for
@@ -44,6 +45,7 @@ class Ask:
     chat: bool = False  # wrap the prompt in the model's chat template when it has one
     ignore_end: bool = False
     silent: bool = False  # no text events
+    cut: int = 0  # use exactly this many tokens of the prompt; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +125,9 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
             truth.compare(engine, session.weights(), checks.devices)
         memory = _memory(session)
         timings = [_generate(session, _ask_from_json(each), emit) for each in request["asks"]]
+        last_words = _closing_words(session)
     return {
-        "loaded": asdict(Loaded(engine.build.text, took, memory, notes)),
+        "loaded": asdict(Loaded(engine.build.text, took, memory, (*notes, *last_words))),
         "timings": [asdict(t) for t in timings],
     }
 
@@ -146,6 +149,8 @@ def _generate(session: Session, ask: Ask, emit: child.Emit) -> Timings:
     prompt = ask.prompt
     if ask.chat and isinstance(prompt, str):
         prompt = session.chat(prompt) or prompt
+    if ask.cut and isinstance(prompt, str):
+        prompt = tuple(session.tokenize(prompt)[: ask.cut])
     return session.generate(
         prompt,
         ask.tokens,
@@ -154,6 +159,14 @@ def _generate(session: Session, ask: Ask, emit: child.Emit) -> Timings:
         stop=ask.stop,
         ignore_end=ask.ignore_end,
     )
+
+
+def _closing_words(session: Session) -> tuple[str, ...]:
+    """Close a session and catch what the engine says of its MoE cache when it is freed."""
+    said = Tail()
+    with session.engine.log(said.add):
+        session.close()
+    return tuple(line.strip() for line in said.lines if "llama_moe_cache" in line)
 
 
 def _memory(session: Session) -> Mapping[str, Breakdown]:

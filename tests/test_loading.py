@@ -9,7 +9,7 @@ from sample_plan import sample_plan
 
 from planner.expected import spec_layer_devices
 from planner.loading import LayerGap, LoadSpec, layer_devices, load_spec, map_devices
-from planner.plan import LayerRange, Plan
+from planner.plan import LayerRange, Override, Plan
 from planner.workload import Workload
 
 
@@ -19,7 +19,9 @@ def plan_of(*runs: tuple[str, int]) -> Plan:
     for device, count in runs:
         ranges.append(LayerRange(first=at, last=at + count - 1, device=device))
         at += count
-    return sample_plan().model_copy(update={"layers": tuple(ranges), "units": ()})
+    return sample_plan().model_copy(
+        update={"layers": tuple(ranges), "units": (), "devices": (), "overrides": ()}
+    )
 
 
 def layers_by_engine(spec: LoadSpec, n_blocks: int) -> list[str]:
@@ -112,3 +114,17 @@ def test_one_of_two_devices_mapped_to_the_cpu() -> None:
     here = map_devices(spec, {"CUDA0": "CPU"})
     assert (here.devices, here.tensor_split, here.n_gpu_layers) == (("CUDA1",), (4,), 4)
     assert here.overrides == (("^s$", "CPU"),)
+
+
+def test_devices_without_layers_are_listed_when_something_is_theirs() -> None:
+    plan = sample_plan().model_copy(update={"layers": (LayerRange(first=0, last=4, device="CPU"),)})
+    # The device computes prompts for weights of the host.
+    assert load_spec(plan).devices == ("CUDA0",)
+    assert load_spec(plan).n_gpu_layers == 0
+    assert spec_layer_devices(load_spec(plan), 4) == ("CPU",) * 5
+    second = Override(pattern="^a$", buffer="CUDA1", tensors=1)
+    spec = load_spec(plan_of(("CUDA0", 5)).model_copy(update={"overrides": (second,)}))
+    assert (spec.devices, spec.tensor_split) == (("CUDA0", "CUDA1"), (5, 0))
+    assert spec_layer_devices(spec, 4) == ("CUDA0",) * 5 == tuple(layers_by_engine(spec, 4))
+    here = map_devices(spec, {"CUDA1": "CPU"})
+    assert (here.devices, here.overrides) == (("CUDA0",), (("^a$", "CPU"),))

@@ -1,0 +1,201 @@
+"""atsplan bench: measure a plan against stock rules, or other plans, at equal measured memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commands.console import mib, out, out_json, out_table, say, table, write_text
+from commands.engines import Job, engine_options, find_engine, open_job, plan_options
+from planner.errors import AnswerIsNo, OptionProblem
+
+if TYPE_CHECKING:
+    from planner.samples import Interval
+    from runtime.arms import Arm
+    from runtime.bench import Comparison, Result
+
+RULES = ("fit", "ngl", "ncmoe", "cpu")
+_FAR = 2.0  # measured over predicted, from which the prediction is called wrong
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@plan_options
+@click.option(
+    "--against",
+    default="fit,ngl,ncmoe",
+    show_default=True,
+    help="Rivals: fit, ngl, ncmoe, cpu, or plan files; comma-separated.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Loads of each.")
+@click.option("--prompts", default="50,500,2000", show_default=True, help="Prompt lengths in tokens.")
+@click.option("-n", "--tokens", type=click.IntRange(2), default=64, show_default=True, help="Per prompt.")
+@click.option("--json", "as_json", is_flag=True, help="Results as JSON.")
+@click.option("--prometheus", type=click.Path(path_type=Path), help="Also write a Prometheus text file.")
+@engine_options
+def command(
+    model: Path,
+    plan_path: Path,
+    device_maps: tuple[str, ...],
+    threads: int,
+    against: str,
+    rounds: int,
+    prompts: str,
+    tokens: int,
+    as_json: bool,
+    prometheus: Path | None,
+    engine: str | None,
+    llama_h: Path | None,
+) -> None:
+    """Measure MODEL by its plan against rivals that get the same device memory.
+
+    Each runs in a process of its own, in alternating order; medians with 95 % bootstrap intervals.
+    Ends with status 1 when a rival decodes faster beyond the interval.
+    """
+    from runtime.bench import Terms, compare, run, slower
+
+    job = open_job(model, plan_path, device_maps, threads)
+    lengths = _lengths(prompts, tokens, job)
+    arms, checks = _arms(job, against, engine, llama_h, device_maps, threads)
+    terms = Terms(engine, llama_h, job.path, lengths, tokens, rounds)
+    results = run(terms, arms, checks, on_step=say)
+    comparisons = [c for rival in results[1:] for c in compare(results[0], rival)]
+    if prometheus:
+        from runtime.metrics import prometheus as metrics
+
+        write_text(prometheus, metrics(job.plan.model.name, results))
+    if as_json:
+        out_json(_report(job, results, comparisons))
+    else:
+        _show(results, comparisons)
+    _judge_prediction(job, results[0])
+    _fail_if_lost(results)
+    if lost := slower(comparisons):
+        worst = max(lost, key=lambda c: c.decode.median)
+        raise AnswerIsNo(f"{worst.rival} decodes faster: plan takes {worst.decode.median:.2f} of its time")
+
+
+def _arms(
+    job: Job, against: str, engine: str | None, llama_h: Path | None, maps: tuple[str, ...], threads: int
+) -> tuple[list[Arm], dict[str, Any]]:
+    """The plan and its rivals, each with what is proven at its load."""
+    from planner.expected import expected_devices
+    from runtime.arms import field_of, plan_arm, rivals
+    from runtime.worker import Checks
+
+    found = find_engine(engine, llama_h)
+    say("dry runs: the plan's memory, and rivals that fit into it")
+    mine = plan_arm(found, job.path, job.spec)
+    names = [name for name in against.split(",") if name]
+    field = field_of(found, job.path, job.file.inventory, mine)
+    arms, missing = rivals(field, job.spec, tuple(name for name in names if name in RULES))
+    for why in missing:
+        say(f"no rival {why}")
+    for name in (n for n in names if n not in RULES):
+        if not Path(name).is_file():
+            raise OptionProblem("--against", name, f"is no rule ({', '.join(RULES)}) and no plan file")
+        other = open_job(job.path, Path(name), maps, threads)
+        from dataclasses import replace
+
+        arms.append(replace(plan_arm(found, other.path, other.spec), name=Path(name).stem, setting=name))
+    checks = {a.name: Checks(None, expected_devices(job.file.inventory, a.spec)) for a in arms}
+    return [mine, *arms], {"plan": job.checks(), **checks}
+
+
+def _lengths(text: str, tokens: int, job: Job) -> tuple[int, ...]:
+    try:
+        asked = tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise OptionProblem("--prompts", text, "write lengths as 50,500,2000") from None
+    fitting = tuple(n for n in asked if 0 < n + tokens <= job.spec.workload.n_ctx)
+    if not fitting:
+        raise OptionProblem("--prompts", text, f"nothing fits a context of {job.spec.workload.n_ctx}")
+    for n in sorted(set(asked) - set(fitting)):
+        say(f"prompt of {n} tokens skipped: the plan's context is {job.spec.workload.n_ctx}")
+    return fitting
+
+
+def _show(results: list[Result], comparisons: list[Comparison]) -> None:
+    from runtime.bench import summary
+
+    made = table("contender", "setting", "device memory", "prompt", "prefill t/s", "ms/token", "tokens/s")
+    for result in results:
+        memory = sum(sizes.total for name, sizes in result.memory.items() if name != "CPU")
+        for prompt in sorted(result.decode):
+            decode, prefill = summary(result.decode[prompt]), summary(result.prefill[prompt])
+            assert decode is not None and prefill is not None
+            made.add_row(
+                result.arm.name,
+                result.arm.setting,
+                mib(memory),
+                str(prompt),
+                f"{prompt * 1e9 / prefill.median:.0f}",
+                f"{decode.median / 1e6:.2f} [{decode.low / 1e6:.2f}, {decode.high / 1e6:.2f}]",
+                f"{1e9 / decode.median:.1f}",
+            )
+    out_table(made)
+    for c in comparisons:
+        text = f"plan / {c.rival}, prompt {c.prompt}: decode {_ratio(c.decode)}, prefill {_ratio(c.prefill)}"
+        out(text)
+    for result in results:
+        for failure in result.failures:
+            say(f"{failure.at} {result.arm.name} failed: {failure.why}")
+
+
+def _ratio(each: Interval) -> str:
+    return f"{each.median:.3f} [{each.low:.3f}, {each.high:.3f}]"
+
+
+def _judge_prediction(job: Job, plan: Result) -> None:
+    """Say when the measured time is far from the predicted one, and what usually is the cause."""
+    predicted = job.plan.predicted.tpot_ns
+    if job.mapped or not plan.tpot or not predicted:
+        return
+    from statistics import median
+
+    factor = median(plan.tpot) / predicted
+    say(f"measured over predicted: {factor:.2f}")
+    if factor > _FAR:
+        say(
+            "far slower than predicted: weights paged from disk, an operator that fell back to the CPU, "
+            "another thread count than profiled, or a profile of another machine"
+        )
+
+
+def _fail_if_lost(results: list[Result]) -> None:
+    from planner.errors import MachineError
+
+    if not results[0].decode:
+        raise MachineError(results[0].failures[0].why if results[0].failures else "the plan was not measured")
+
+
+def _report(job: Job, results: list[Result], comparisons: list[Comparison]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from runtime.bench import summary
+
+    def times(samples: dict[int, list[float]]) -> dict[str, Any]:
+        found = {str(n): summary(values) for n, values in sorted(samples.items())}
+        return {n: asdict(each) for n, each in found.items() if each is not None}
+
+    return {
+        "model": job.plan.model.name,
+        "predicted_tpot_ns": job.plan.predicted.tpot_ns,
+        "contenders": [
+            {
+                "name": r.arm.name,
+                "setting": r.arm.setting,
+                "host_memory": "mmap" if r.arm.spec.use_mmap else "read",
+                "decode_ns": times(r.decode),
+                "prefill_ns": times(r.prefill),
+                "load_ns": r.load_ns,
+                "memory": {name: asdict(sizes) for name, sizes in r.memory.items()},
+                "gpu_percent": r.utilisation,
+                "failures": [asdict(f) for f in r.failures],
+            }
+            for r in results
+        ],
+        "comparisons": [asdict(c) for c in comparisons],
+    }

@@ -1,0 +1,111 @@
+"""What llama.cpp's own --fit would choose under a budget: `common_fit_params`, called in a child process.
+
+It measures with loads that allocate nothing, keeps `margins` bytes free on every device, and fills in
+layer count, split and overrides.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planner.errors import EngineProblem
+from planner.loading import LoadSpec
+from runtime import child, dryrun, load
+from runtime.libllama import Engine, Override
+
+_ROOM = 4096  # entries that the engine asks for
+_ERRORS_ONLY = 4
+_CONTEXT_LEAST = 256
+# Two signatures: newer builds take one more pointer, a second model to fit.
+_HEAD = "_Z17common_fit_paramsPKcP18llama_model_paramsP20llama_context_params"
+_LONG = f"{_HEAD}PfP32llama_model_tensor_buft_overridePmjPK22common_fit_extra_model14ggml_log_level"
+_SHORT = f"{_HEAD}PfP32llama_model_tensor_buft_overridePmj14ggml_log_level"
+
+
+def fit(engine: str, model: Path, spec: LoadSpec, budgets: Mapping[str, int]) -> LoadSpec:
+    """The spec that --fit arrives at for the workload and devices of `spec`, at most `budgets` bytes each.
+
+    Raises EngineProblem when the build has no fit, finds no placement, or dies.
+    """
+    request = {
+        "engine": engine,
+        "model": str(model.resolve()),
+        "spec": dryrun.to_json(spec),
+        "budgets": dict(budgets),
+    }
+    answer = child.ask("runtime.fit", request, engine)
+    return replace(
+        spec,
+        tensor_split=tuple(answer["tensor_split"]),
+        n_gpu_layers=answer["n_gpu_layers"],
+        overrides=tuple((pattern, buffer) for pattern, buffer in answer["overrides"]),
+        cache_bytes=0,
+    )
+
+
+def _fit_here(request: Mapping[str, Any]) -> dict[str, Any]:
+    engine = Engine.find(request["engine"])
+    spec = dryrun.from_json(request["spec"])
+    function, extra = _function(engine)
+    kept = load.Kept()
+    bare = replace(spec, overrides=(), tensor_split=(), n_gpu_layers=-1)
+    model = load.model_params(engine, bare, kept)
+    model.tensor_split = model.tensor_buft_overrides = None  # untouched: these are for fit to set
+    context = load.context_params(engine, spec, kept)
+    split, overrides = (c.c_float * engine.max_devices)(), (Override * _ROOM)()
+    margins = (c.c_size_t * engine.max_devices)(*_margins(engine, spec, request["budgets"]))
+    status = function(
+        request["model"].encode(),
+        *(c.byref(model), c.byref(context), split, overrides, margins, _CONTEXT_LEAST, *extra, _ERRORS_ONLY),
+    )
+    if status:
+        why = "found no placement within the budget" if status == 1 else "failed"
+        raise EngineProblem(engine.label, f"--fit {why}")
+    count = len(spec.devices)
+    shares = [float(value) for value in split[:count]]
+    return {
+        "n_gpu_layers": _layers(engine, request["model"], model.n_gpu_layers),
+        "tensor_split": [round(s) for s in shares] if count > 1 and any(shares) else [1] * count,
+        "overrides": [
+            [entry.pattern.decode(), engine.ggml.buft_device(entry.buft)]
+            for entry in overrides
+            if entry.pattern
+        ],
+    }
+
+
+def _margins(engine: Engine, spec: LoadSpec, budgets: Mapping[str, int]) -> list[int]:
+    free = {d.name: d.free_bytes for d in engine.ggml.devices()}
+    return [max(free[name] - budgets[name], 0) for name in spec.devices]
+
+
+def _layers(engine: Engine, path: str, n_gpu_layers: int) -> int:
+    """A layer count; fit leaves -1 where everything fits."""
+    return n_gpu_layers if n_gpu_layers >= 0 else 10_000
+
+
+def _function(engine: Engine) -> tuple[Any, tuple[None, ...]]:
+    for library in (engine.lib, _common(engine)):
+        for name, extra in ((_LONG, (None,)), (_SHORT, ())):
+            if library is not None and hasattr(library, name):
+                function = getattr(library, name)
+                function.restype = c.c_int
+                kinds = [c.c_char_p, *[c.c_void_p] * 5, c.c_uint32, *[c.c_void_p] * len(extra), c.c_int]
+                function.argtypes = kinds
+                return function, extra
+    raise EngineProblem(engine.label, "has no --fit to compare with (no common_fit_params)")
+
+
+def _common(engine: Engine) -> Any:
+    """The library beside libllama that holds what the tools share; None when there is none."""
+    for path in sorted(engine.path.parent.glob("libllama-common.so*")):
+        return c.CDLL(str(path))
+    return None
+
+
+if __name__ == "__main__":
+    child.serve(_fit_here)
