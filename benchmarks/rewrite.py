@@ -59,6 +59,7 @@ class Result:
     name: str
     seconds: float
     mib_per_s: int
+    cpu_seconds: float  # of the process, user and system: what a busy machine changes least
     inner_mib_per_s: int  # by the time the program itself gives for its work, without its start; 0 unknown
     spread: float  # slowest over fastest
     anon_mib: int  # peak private memory of the process
@@ -138,14 +139,15 @@ def verifier(folder: Path) -> Contender:
 
 def measure(one: Contender, size_bytes: int, runs: int) -> Result:
     """Run a contender several times."""
-    seconds, inner, peaks = [], [], []
+    seconds, inner, cpu, peaks = [], [], [], []
     for _ in range(runs):
         for path in one.outputs:
             path.unlink(missing_ok=True)
         os.sync()
-        took, work, peak = _once(one)
+        took, work, used, peak = _once(one)
         seconds.append(took)
         inner.append(work)
+        cpu.append(used)
         peaks.append(peak)
     for path in one.outputs:
         path.unlink(missing_ok=True)
@@ -154,21 +156,23 @@ def measure(one: Contender, size_bytes: int, runs: int) -> Result:
         name=one.name,
         seconds=round(median, 3),
         mib_per_s=round(mib / median),
+        cpu_seconds=round(min(cpu), 3),
         inner_mib_per_s=round(mib / work) if work else 0,
         spread=round(max(seconds) / min(seconds), 2),
         anon_mib=round(max(peaks)),
     )
 
 
-def _once(one: Contender) -> tuple[float, float, float]:
-    """Seconds of the process, seconds it reports itself, peak of private memory in MiB."""
+def _once(one: Contender) -> tuple[float, float, float, float]:
+    """Seconds of the process, seconds it reports itself, CPU seconds, peak of private memory in MiB."""
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
         started = time.monotonic()
         child = subprocess.Popen(one.command, stdout=said, stderr=errors)
         peak = 0
-        while child.poll() is None:
+        while not (ended := os.wait4(child.pid, os.WNOHANG))[0]:
             peak = max(peak, _anon_kib(child.pid))
             time.sleep(SAMPLE_S)
+        child.returncode = os.waitstatus_to_exitcode(ended[1])
         if one.sync:
             subprocess.run(["sync", *map(str, one.outputs)], check=True)
         seconds = time.monotonic() - started
@@ -176,7 +180,8 @@ def _once(one: Contender) -> tuple[float, float, float]:
             file.seek(0)
         if child.returncode:
             raise click.ClickException(f"{one.name}: {errors.read().decode()[-500:]}")
-        return seconds, _reported(said.read()), peak / 1024
+        cpu = ended[2].ru_utime + ended[2].ru_stime
+        return seconds, _reported(said.read()), cpu, peak / 1024
 
 
 def _reported(text: bytes) -> float:
@@ -208,10 +213,12 @@ def _workplace(folder: Path) -> Iterator[Path]:
 
 
 def _show(results: list[Result]) -> None:
-    click.echo(f"{'':44}{'s':>8}{'MiB/s':>8}{'inner':>8}{'spread':>8}{'private MiB':>13}")
+    click.echo(f"{'':44}{'s':>8}{'MiB/s':>8}{'inner':>8}{'cpu s':>8}{'spread':>8}{'private MiB':>13}")
     for r in results:
         inner = r.inner_mib_per_s or ""
-        click.echo(f"{r.name:44}{r.seconds:8.2f}{r.mib_per_s:8d}{inner:>8}{r.spread:8.2f}{r.anon_mib:13d}")
+        click.echo(
+            f"{r.name:44}{r.seconds:8.2f}{r.mib_per_s:8d}{inner:>8}{r.cpu_seconds:8.2f}{r.spread:8.2f}{r.anon_mib:13d}"
+        )
     by_name = {r.name: r for r in results}
     copied, hashed = by_name["cp, then sync"].mib_per_s, by_name["sha256sum"].mib_per_s
     for label in ("identity", "experts moved"):

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from commands.console import mib, out, out_json, read_text, say
 from commands.rewrite import bar
 
+if TYPE_CHECKING:
+    from rewriter.verify import Verification
+
 
 @click.command()
 @click.argument("source", type=click.Path(path_type=Path))
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path), required=False)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan OUTPUT was made by.")
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON.")
-def command(source: Path, output: Path, plan_path: Path | None, as_json: bool) -> None:
-    """Compare OUTPUT with SOURCE: every payload by digest, every metadata entry, order and alignment."""
-    from planner.gguf_file import read_model
-    from planner.plan import from_text
-    from planner.stamp import check_plan
-    from rewriter.verify import NotFaithful, verify
+def command(source: Path, output: Path | None, plan_path: Path | None, as_json: bool) -> None:
+    """Compare OUTPUT with SOURCE: every payload by digest, every metadata entry, order and alignment.
 
-    original, rewritten = read_model(source), read_model(output)
-    plan = None
-    if plan_path is not None:
-        plan = from_text(read_text(plan_path), str(plan_path))
-        check_plan(original, plan, str(plan_path))
-    total = 2 * original.inventory.size_bytes
-    done = 0
+    With one file only, compare it with the manifest that stands beside it.
+    """
+    from rewriter.verify import NotFaithful
+
     try:
-        with bar() as told:
-
-            def advance(count: int) -> None:
-                nonlocal done
-                done += count
-                told("verifying", done, total)
-
-            proof = verify(original, rewritten.paths, plan, advance)
+        if output is not None:
+            proof = _with_source(source, output, plan_path)
+        elif plan_path is not None:
+            raise click.UsageError("--plan needs SOURCE and OUTPUT.")
+        else:
+            proof = _with_manifest(source)
     except NotFaithful as problem:
         for line in problem.problems:
             say(line)
@@ -48,8 +45,50 @@ def command(source: Path, output: Path, plan_path: Path | None, as_json: bool) -
         out_json({**asdict(proof), "claims": proof.claims, "tensors": tensors})
         return
     rate = proof.size_bytes / max(proof.seconds, 1e-9) / 2**20
-    out(f"{output}: {len(proof.tensors)} tensors, {mib(proof.size_bytes)}, the same ({rate:,.0f} MiB/s)")
+    name = output or source
+    out(f"{name}: {len(proof.tensors)} tensors, {mib(proof.size_bytes)}, the same ({rate:,.0f} MiB/s)")
     for claim in proof.claims:
         out(f"  {claim}")
-    if plan is None:
+    if output is not None and plan_path is None:
         say("no plan given: order and experts were not compared with one")
+
+
+def _with_source(source: Path, output: Path, plan_path: Path | None) -> Verification:
+    from planner.gguf_file import read_model
+    from planner.plan import from_text
+    from planner.stamp import check_plan
+    from rewriter.verify import verify
+
+    original, rewritten = read_model(source), read_model(output)
+    plan = None
+    if plan_path is not None:
+        plan = from_text(read_text(plan_path), str(plan_path))
+        check_plan(original, plan, str(plan_path))
+    with _counter(2 * original.inventory.size_bytes) as advance:
+        return verify(original, rewritten.paths, plan, advance)
+
+
+def _with_manifest(path: Path) -> Verification:
+    from planner.gguf_file import read_model
+    from rewriter.make import output_name
+    from rewriter.manifest import from_text, manifest_path
+    from rewriter.recheck import recheck
+
+    model = read_model(path)
+    beside = manifest_path(model.paths[0].with_name(output_name(model.paths[0].name)))
+    manifest = from_text(read_text(beside), str(beside))
+    with _counter(model.inventory.size_bytes) as advance:
+        return recheck(model, manifest, advance)
+
+
+@contextmanager
+def _counter(total: int) -> Iterator[Callable[[int], None]]:
+    done = 0
+    with bar() as told:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            told("verifying", done, total)
+
+        yield advance

@@ -70,7 +70,7 @@ class WriteFailed(MachineError):
     why: str
 
     def message(self) -> str:
-        return f"{self.path}: writing failed: {self.why}"
+        return f"{self.path}: rewriting failed: {self.why}"
 
 
 def rewrite(
@@ -129,20 +129,25 @@ def carry_out(
     """Write, verify and publish what was decided."""
     targets = tuple(out.with_name(file.name) for file in work.layout.files)
     manifest = manifest_path(out.with_name(output_name(out.name)))
-    refuse_overwrite((*targets, manifest), model.paths, options.force, options.in_place)
+    refuse_overwrite(targets, model.paths, options.force, options.in_place)
     check_space(out.parent, work.layout.size_bytes)
-    with staging(out) as folder:
-        staged = tuple(folder / target.name for target in targets)
-        started = time.monotonic()
-        _write(model, work.layout, staged, progress)
-        written = time.monotonic()
-        pairs = list(zip(staged, targets, strict=True))
-        proof = None
-        if options.verify:
-            proof = _prove(model, plan, staged, progress)
-            pairs.append((folder / manifest.name, manifest))
-            _write_manifest(pairs[-1][0], model, plan, work.layout, proof)
-        publish(pairs)
+    try:
+        with staging(out) as folder:
+            staged = tuple(folder / target.name for target in targets)
+            started = time.monotonic()
+            _write(model, work.layout, staged, progress)
+            written = time.monotonic()
+            pairs = list(zip(staged, targets, strict=True))
+            proof = None
+            if options.verify:
+                proof = _prove(model, plan, staged, progress)
+                pairs.append((folder / manifest.name, manifest))
+                _write_manifest(pairs[-1][0], model, plan, work.layout, proof)
+            publish(pairs)
+            if proof is None:  # one that is there speaks of other bytes
+                manifest.unlink(missing_ok=True)
+    except OSError as problem:
+        raise WriteFailed(str(out), problem.strerror or str(problem)) from None
     return _report(model, work, targets, written - started, proof)
 
 
@@ -186,11 +191,8 @@ def _write(model: ModelFile, layout: Layout, staged: tuple[Path, ...], progress:
         done += count
         progress("writing", done, layout.size_bytes)
 
-    try:
-        for file, target in zip(layout.files, staged, strict=True):
-            write_file(file, model.paths, target, advance)
-    except OSError as problem:
-        raise WriteFailed(str(staged[0].name), problem.strerror or str(problem)) from None
+    for file, target in zip(layout.files, staged, strict=True):
+        write_file(file, model.paths, target, advance)
 
 
 def _prove(model: ModelFile, plan: Plan | None, staged: tuple[Path, ...], progress: Progress) -> Verification:

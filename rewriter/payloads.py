@@ -1,4 +1,4 @@
-"""Digests of tensor payloads, read back from disk on several threads."""
+"""Digests of tensor payloads, read back on two threads."""
 
 from __future__ import annotations
 

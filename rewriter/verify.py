@@ -1,6 +1,6 @@
 """Proof that a rewritten model is its source in another order.
 
-Both sides are read back from disk by the second reader; every payload is compared by SHA-256 with
+Both sides are read back by a second reader; every payload is compared by SHA-256 with
 its experts put back into their original order, every metadata entry byte by byte, and the order of
 the file against the plan in loops of its own.
 """
@@ -225,7 +225,7 @@ def _compare(
     for tensor in source.inventory.tensors:
         for side, orders in ((left, before), (right, after)):
             seen, weight = side[tensor.name]
-            order = _slices(tensor, orders)
+            order = slices(tensor, orders)
             jobs.append(Payload(seen.path, weight.start, tensor.size_bytes, order))
     results = digests(jobs, advance)
     tensors = []
@@ -237,7 +237,7 @@ def _compare(
     return tuple(tensors), problems
 
 
-def _slices(tensor: Tensor, orders: Orders) -> tuple[int, ...]:
+def slices(tensor: Tensor, orders: Orders) -> tuple[int, ...]:
     """The original number of the slice at each position, () for a tensor without expert axis."""
     part = part_of(tensor)
     order = orders.get(part.layer) if part.layer is not None else None

@@ -68,6 +68,28 @@ def test_rewrite_verify_undo(here: Path) -> None:
     assert (here / "back.gguf").read_bytes() == (here / "m.gguf").read_bytes()
 
 
+def test_an_output_is_checked_against_its_manifest_alone(here: Path) -> None:
+    out = here / "s.gguf"
+    args = ["rewrite", here / "m.gguf", "--plan", here / "x.yaml", "-o", out, "--shard-by-device"]
+    assert run(*args).exit_code == 0
+    (here / "m.gguf").unlink()
+    shard = here / "s-00002-of-00002.gguf"
+    alone = run("verify", shard)
+    assert alone.exit_code == 0 and "under the recorded permutation" in alone.output
+    data = bytearray(shard.read_bytes())
+    data[-40] ^= 1
+    shard.write_bytes(data)
+    refused(run("verify", shard), "has other bytes", code=1)
+    (here / "s.gguf.manifest.yaml").unlink()
+    refused(run("verify", shard), "s.gguf.manifest.yaml: no such file")
+
+
+def test_a_manifest_never_speaks_of_other_bytes(here: Path) -> None:
+    args = ["rewrite", here / "m.gguf", "--plan", here / "p.yaml", "-o", here / "o.gguf", "--force"]
+    assert run(*args).exit_code == 0 and "o.gguf.manifest.yaml" in names(here)
+    assert run(*args, "--no-verify").exit_code == 0 and "o.gguf.manifest.yaml" not in names(here)
+
+
 def test_the_same_inputs_give_the_same_bytes(here: Path) -> None:
     for name in ("a", "b"):
         (here / name).mkdir()
@@ -141,6 +163,7 @@ def test_in_place(here: Path) -> None:
     result = run("rewrite", here / "m.gguf", "--plan", here / "x.yaml", "--in-place")
     assert result.exit_code == 0 and "will be replaced" in result.stderr
     assert (here / "m.gguf").read_bytes() != before
+    assert run("rewrite", here / "m.gguf", "--plan", here / "x.yaml", "--in-place").exit_code == 0
     assert run("rewrite", here / "m.gguf", "--undo", "-o", here / "back.gguf").exit_code == 0
     assert (here / "back.gguf").read_bytes() == before
     for extra in (["-o", here / "z.gguf"], ["--no-verify"], ["--shard-by-device"]):
