@@ -37,7 +37,7 @@ class Walk:
     note: str = ""
 
 
-GEMMA = Walk("Gemma 3, 270M, Q4_K_M", REAL_MODEL, 20, (), "The capital of France is")
+GEMMA = Walk("Gemma 3, 270M, Q4_K_M", REAL_MODEL, 690, (), "The capital of France is")
 MOE = Walk(
     "a small mixture of experts, generated",
     "moe.gguf",
@@ -67,7 +67,7 @@ class StepFailed(AtsplanError):
     "--engine", metavar="PATH", help="llama.cpp library or build folder [default: the installed one]."
 )
 @click.option(
-    "--seconds", type=click.FloatRange(1), default=10.0, show_default=True, help="For each profile."
+    "--seconds", type=click.FloatRange(1), default=6.0, show_default=True, help="For each profile."
 )
 def command(folder: Path, small: bool, engine: str | None, seconds: float) -> None:
     """Take a real model and a generated mixture of experts through every step on this machine."""
