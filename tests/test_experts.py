@@ -8,7 +8,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from gguf_bytes import U32, T, arch, gguf, kv, save
+from gguf_bytes import ARR, I32, U32, T, arch, gguf, kv, save
 from hand_plans import hand_plan
 
 from planner.gguf_file import ModelFile, read_model
@@ -208,3 +208,13 @@ def test_a_refusal_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(OrderRefused):
         rewrite(source, hand_plan(source, experts={0: ORDER}), tmp_path / "out.gguf", RewriteOptions())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_a_file_that_mbolt_reordered_is_refused(tmp_path: Path) -> None:
+    values = {"block_count": 1, "embedding_length": 8, "expert_count": E}
+    kvs = [arch("deepseek2"), *(kv(f"deepseek2.{key}", U32, value) for key, value in values.items())]
+    kvs.append(kv("mbolt.perm", ARR, (I32, list(ORDER))))
+    source = read_model(save(tmp_path, gguf(kvs, layer())))
+    with pytest.raises(OrderRefused, match="mbolt has reordered this file"):
+        rewrite(source, hand_plan(source, experts={0: ORDER}), tmp_path / "o.gguf", RewriteOptions())
+    assert rewrite(source, hand_plan(source), tmp_path / "o.gguf", RewriteOptions()).verified
