@@ -97,7 +97,7 @@ def decide(model: ModelFile, plan: Plan, name: str, options: RewriteOptions, pla
     found = regions(model.inventory, plan, units_of(model.inventory).units, plan_path)
     stamp = read_stamp(model)
     source = source_of(model, stamp)
-    experts = {order.layer: order.order for order in plan.experts}
+    experts = _orders(plan)
     files = split(model, found, options)
     order = tuple(name for file in files for name in file)
     request = Request(
@@ -109,6 +109,15 @@ def decide(model: ModelFile, plan: Plan, name: str, options: RewriteOptions, pla
         moves=gathers(model.inventory, experts, stamp.experts if stamp else {}),
     )
     return Work(make_layout(model, request), found, experts)
+
+
+def _orders(plan: Plan) -> dict[int, tuple[int, ...]]:
+    experts: dict[int, tuple[int, ...]] = {}
+    for entry in plan.experts:
+        if entry.layer in experts:
+            raise OrderRefused(entry.layer, "the plan has two orders for it")
+        experts[entry.layer] = entry.order
+    return experts
 
 
 def _refuse_foreign_order(model: ModelFile, plan: Plan) -> None:

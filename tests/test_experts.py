@@ -210,6 +210,14 @@ def test_a_refusal_leaves_no_file(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
 
 
+def test_two_orders_for_a_layer_are_refused(tmp_path: Path) -> None:
+    source = model(tmp_path, layer())
+    plan = hand_plan(source, experts={0: ORDER})
+    twice = plan.model_copy(update={"experts": plan.experts * 2})
+    with pytest.raises(OrderRefused, match="two orders"):
+        rewrite(source, twice, tmp_path / "o.gguf", RewriteOptions())
+
+
 def test_a_file_that_mbolt_reordered_is_refused(tmp_path: Path) -> None:
     values = {"block_count": 1, "embedding_length": 8, "expert_count": E}
     kvs = [arch("deepseek2"), *(kv(f"deepseek2.{key}", U32, value) for key, value in values.items())]
