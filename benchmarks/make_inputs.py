@@ -215,6 +215,8 @@ def glm4(c: Config) -> Hparams:
 
 
 MAPS = "thireus_maps"
+FLASH_NEXT = "Qwen3.8-Flash-Next-IQ2_XS-experts-only"
+FLASH_NEXT_TYPES = {773324800: "iq2_s", 668467200: "iq2_xxs", 602931200: "iq1_m"}  # bytes of a layer
 TIED = "Output tied to the embedding."
 FROM_TYPES = "Sizes from type and shape."
 HEADING = """# Inventories of real models
@@ -266,12 +268,42 @@ SOURCES = (
     Source("DeepSeek-V3.1-Terminus-q4_K", "deepseek2", f"{MAPS}/DeepSeek-V3.1-Terminus.q4_K.csv",
            "deepseek-ai--DeepSeek-V3_config.json", deepseek,
            f"{DUMP} Same shape as DeepSeek-V3 and R1. Without the MTP block."),
+    Source(FLASH_NEXT, "qwen4exp", "gguf_dumps/Qwen3.8-Flash-Next.qwen4exp.expert_bytes.json", "", common,
+           "Routed experts and the n-gram table alone, from published bytes per layer; attention, mixers, "
+           "shared experts, embedding and head are not known and take memory on top."),
 )  # fmt: skip
+
+
+def experts_alone(path: Path) -> Inventory:
+    """Qwen3.8-Flash-Next: routed experts and n-gram table, from published bytes per layer.
+
+    One choice of types explains all three sizes that occur, with gate and up alike and the same type for
+    down, whose rows of 640 values only fit small blocks.
+    """
+    known = json.loads(path.read_text())
+    layers, count, width, inner = (known[k] for k in ("n_layers", "n_experts", "n_embd", "n_ff_exp"))
+    lines = ["name,ne,type", "per_layer_token_embd.weight,160x320000000,iq4_nl"]
+    for layer, size in enumerate(known["expert_bytes_by_layer"]):
+        wide = FLASH_NEXT_TYPES[size]
+        lines += [f"blk.{layer}.ffn_{n}_exps.weight,{width}x{inner}x{count},{wide}" for n in ("gate", "up")]
+        lines.append(f"blk.{layer}.ffn_down_exps.weight,{inner}x{width}x{count},q2_0")
+    hparams: Hparams = {
+        "block_count": layers,
+        "embedding_length": width,
+        "expert_count": count,
+        "expert_used_count": known["top_k"],
+        "expert_feed_forward_length": inner,
+    }
+    model = inventory_of(FLASH_NEXT, "qwen4exp", hparams, read_table("\n".join(lines), str(path)))
+    assert sum(t.size_bytes for t in model.tensors[1:]) == known["total_expert_bytes"]
+    return model
 
 
 def make(source: Source, data: Path) -> Inventory:
     """The inventory of one source."""
     path = data / source.table
+    if source.name == FLASH_NEXT:
+        return experts_alone(path)
     hparams = source.hparams(_config(source.config, data))
     return inventory_of(source.name, source.architecture, hparams, read_table(path.read_text(), str(path)))
 
