@@ -66,9 +66,7 @@ class StepFailed(AtsplanError):
 @click.option(
     "--engine", metavar="PATH", help="llama.cpp library or build folder [default: the installed one]."
 )
-@click.option(
-    "--seconds", type=click.FloatRange(1), default=6.0, show_default=True, help="For each profile."
-)
+@click.option("--seconds", type=click.FloatRange(1), default=6.0, show_default=True, help="For each profile.")
 def command(folder: Path, small: bool, engine: str | None, seconds: float) -> None:
     """Take a real model and a generated mixture of experts through every step on this machine."""
     started = time.monotonic()
@@ -77,7 +75,7 @@ def command(folder: Path, small: bool, engine: str | None, seconds: float) -> No
         _link(_real_model(_folder(folder / "models")), place / REAL_MODEL)
         _walk(place, GEMMA, engine, seconds)
     place = _folder(folder / "moe")
-    _generated(place / MOE.model)
+    write_moe(place / MOE.model)
     _walk(place, MOE, engine, seconds)
     out(f"\nAll steps done in {time.monotonic() - started:.0f} s; the files are in {folder}")
 
@@ -96,7 +94,7 @@ def _link(source: Path, target: Path) -> None:
     target.symlink_to(source.resolve())
 
 
-def _generated(path: Path) -> None:
+def write_moe(path: Path) -> None:
     """A qwen3moe of 6 layers and 16 experts with a fixed seed, about 12 MB."""
     from profiler.synth import SynthSpec, write
 

@@ -1,0 +1,134 @@
+"""What the documents say works: every command of a ```console block runs, and shows what is shown.
+
+In such a block a line `$ …` is a command; `# exit 1` at its end says that it fails so. The lines below it
+must stand in its output, in that order: numbers may differ, and `…` stands for anything. `model.gguf` is a
+generated mixture of experts; the commands of one document run in one folder, one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engines import ROOT
+
+from commands.demo import write_moe
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+_NUMBER = re.compile(r"\d[\d\u202f ]*(?:[.,]\d+)?(?:e[+-]?\d+)?")
+_WILD = "…"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One command of a document and what it says of it."""
+
+    line: int
+    command: str
+    exit_code: int
+    output: tuple[str, ...]
+
+
+def examples(text: str) -> Iterator[Example]:
+    """The commands of a document in order."""
+    for block in _BLOCK.finditer(text):
+        first = text.count("\n", 0, block.start(1)) + 1
+        yield from _commands(block[1].replace("\\\n", "\0").split("\n"), first)
+
+
+def _commands(lines: list[str], first: int) -> Iterator[Example]:
+    found: list[tuple[int, str, list[str]]] = []
+    for number, line in enumerate(lines, first):
+        if line.startswith("$ "):
+            found.append((number, line[2:].replace("\0", ""), []))
+        elif found and line.strip():
+            found[-1][2].append(line)
+    for number, command, output in found:
+        code = re.search(r"\s*# exit (\d+)$", command)
+        yield Example(
+            number, command[: code.start()] if code else command, int(code[1]) if code else 0, tuple(output)
+        )
+
+
+def like(line: str) -> re.Pattern[str]:
+    """What an output line may look like for a documented one."""
+    text = " ".join(re.sub(r"─+", "─", line).split())
+    pieces = [r"[\d., ]*".join(map(re.escape, _NUMBER.split(piece))) for piece in text.split(_WILD)]
+    return re.compile(".*".join(pieces).replace(r"\ ", r"\s*"))
+
+
+def misses(output: str, documented: tuple[str, ...]) -> list[str]:
+    """Documented lines that do not follow each other in the output."""
+    shown = [" ".join(re.sub(r"─+", "─", line).split()) for line in output.splitlines()]
+    at, missing = 0, []
+    for line in documented:
+        if line.strip() == _WILD:
+            continue
+        found = next((i for i in range(at, len(shown)) if like(line).fullmatch(shown[i])), None)
+        if found is None:
+            missing.append(line)
+        else:
+            at = found + 1
+    return missing
+
+
+def run(example: Example, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "COLUMNS": "160", "GGML_NO_BACKTRACE": "1"}
+    return subprocess.run(
+        ["bash", "-c", example.command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_runs_and_shows_what_is_shown(document: Path, tmp_path: Path) -> None:
+    write_moe(tmp_path / "model.gguf")
+    (tmp_path / "plans").symlink_to(ROOT / "plans")
+    for example in examples(document.read_text(encoding="utf-8")):
+        done = run(example, tmp_path)
+        place = f"{document.name}:{example.line}: {example.command}"
+        assert done.returncode == example.exit_code, f"{place}\n{done.stdout}"
+        assert not misses(done.stdout, example.output), f"{place}\n{done.stdout}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files_of_the_project(document: Path) -> None:
+    prose = _FENCED.sub("", document.read_text(encoding="utf-8"))
+    for target, _ in _LINK.findall(prose):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_readme_shows_the_whole_way() -> None:
+    shown = " ".join(
+        example.command for example in examples((ROOT / "README.md").read_text(encoding="utf-8"))
+    )
+    for name in ("profile", "solve", "rewrite", "run", "check"):
+        assert f"atsplan {name}" in shown
+
+
+def test_examples_are_read_and_compared() -> None:
+    block = "$ atsplan a \\\n    --b  # exit 1\nsize 12 606 MiB, … here\n\n$ c\n"
+    text = f"x\n```console\n{block}```\n```\n$ d\n```\n"
+    first, second = examples(text)
+    assert (first.line, first.exit_code, second.command) == (3, 1, "c")
+    assert first.command.split() == ["atsplan", "a", "--b"]
+    assert not misses("before\nsize  7.5 MiB, nothing here\n", first.output)
+    assert misses("size many MiB, nothing here", first.output)
+    assert misses("b 1\na 1", ("a 1", "b 2")) == ["b 2"]
