@@ -77,6 +77,8 @@ def budgets_for(profile: Profile, given: Mapping[str, int], option: str = "--bud
     named. Raises OptionProblem for a device that is unknown, too small, or of unknown size.
     """
     known = {device.name: device for device in profile.devices}
+    short = {name.partition("[")[0]: name for name in known}  # RPC0 for RPC0[host:port]
+    given = {short.get(name, name): size for name, size in given.items()}
     for name, size in given.items():
         if name != EVERY and name not in known:
             raise OptionProblem(option, name, f"no such device; there are {', '.join(known)}")

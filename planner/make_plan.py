@@ -71,7 +71,7 @@ def choose(
     """The solver's answer, unless a stock rule is as good within the error of the prediction."""
     usable = [c for c in (_translate(priced, each, free) for each in stock) if c is not None and c.feasible]
     hint = min(usable, key=lambda c: _objective(c), default=None)
-    limits = Limits(wall_s=options.time_limit_s)
+    limits = Limits(options.time_limit_s, 3 * options.time_limit_s)
     solved = solve(priced.problem, hint.solution if hint else None, limits)
     found = _pick(priced, solved, usable)
     if host_only is None or options.no_cpu or options.pins:

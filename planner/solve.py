@@ -1,24 +1,33 @@
-"""The placement problem as a CP-SAT model: least cost under all limits, with a proven bound.
+"""The cheapest placement under all limits, with a proven bound.
 
-One worker, a fixed seed and a deterministic time limit make the answer the same on every machine.
+Three ways, quick ones first, each handing its best placement and bound to the next: the frontier search
+along the chain, the counting relaxation, and CP-SAT on the whole problem. One worker, a fixed seed and
+deterministic limits make the answer the same on every machine.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from planner.problem import Edge, Problem, Solution
+from planner import counts, frontier
+from planner.exact_model import ExactModel
+from planner.problem import Problem, Solution
+
+_SHARES = {"count": 0.3, "arrange": 0.2, "exact": 0.5}  # of the time, for each use of CP-SAT
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to stop; deterministic seconds count work, not time."""
+    """When to stop; deterministic seconds count work, not time, and the wall is only a safety net."""
 
-    deterministic_s: float = 60.0
-    wall_s: float = 120.0
+    deterministic_s: float = 20.0
+    wall_s: float = 60.0
     seed: int = 1
+
+    def part(self, use: str) -> Limits:
+        """The share of one of the ways."""
+        return Limits(self.deterministic_s * _SHARES[use], self.wall_s * _SHARES[use], self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,170 +41,129 @@ class Solved:
 
 
 def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None = None) -> Solved:
-    """The cheapest placement that keeps every limit."""
+    """The cheapest placement that keeps every limit; `hint` is a placement that keeps them."""
+    limits = limits or Limits()
+    best = Solved("unknown", hint, price_of(problem, hint) if hint else 0, 0)
+    if frontier.applies(problem) and frontier.simple(problem):
+        best = _frontier(problem, best)
+    if best.status == "unknown" and counts.applies(problem):
+        best = _counted(problem, best, limits)
+    return solve_cp(problem, best, limits) if best.status == "unknown" else best
+
+
+def _frontier(problem: Problem, best: Solved) -> Solved:
+    found = frontier.search(problem, best.solution, best.objective_ns)
+    if found.solution is None:
+        return Solved("infeasible", None, 0, 0) if found.proven else best
+    return _judged(Solved("unknown", found.solution, found.objective_ns, found.bound_ns))
+
+
+def _judged(solved: Solved) -> Solved:
+    """Optimal when the bound is reached."""
+    closed = solved.solution is not None and solved.bound_ns >= solved.objective_ns
+    return Solved("optimal", solved.solution, solved.objective_ns, solved.objective_ns) if closed else solved
+
+
+def _counted(problem: Problem, best: Solved, limits: Limits) -> Solved:
+    """Raise the bound by the counting relaxation, then look for an order of layers that attains it."""
     from ortools.sat.python import cp_model
 
-    built = _Model(problem)
-    if hint is not None:
-        built.hint(hint)
-    solver = cp_model.CpSolver()
-    _configure(solver.parameters, limits or Limits())
-    status = solver.solve(built.model)
+    relaxed = counts.CountModel(cp_model, problem)
+    solver = _solver(cp_model, limits.part("count"))
+    status = solver.solve(relaxed.model)
     if status == cp_model.INFEASIBLE:
         return Solved("infeasible", None, 0, 0)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Solved("unknown", None, 0, 0)
-    chosen = Solution(tuple(_index(solver, row) for row in built.choose))
-    optimal = status == cp_model.OPTIMAL
+    bound = max(best.bound_ns, int(solver.best_objective_bound))
+    best = _judged(Solved(best.status, best.solution, best.objective_ns, bound))
+    if best.status == "optimal" or status != cp_model.OPTIMAL:
+        return best
+    if frontier.applies(problem):
+        focus = _focus(relaxed, solver)
+        found = frontier.search(problem, best.solution, best.objective_ns, bound, focus)
+        best = _judged(Solved(best.status, found.solution, found.objective_ns, bound))
+    return best if best.status == "optimal" else _arranged(cp_model, problem, best, relaxed, solver, limits)
+
+
+def _focus(relaxed: counts.CountModel, solver: Any) -> frontier.Focus:
+    """Where the relaxation's optimum lies: the shares it pays, the mixed costs it pays or avoids."""
+    paid = frozenset(
+        i
+        for i, (share, var) in enumerate(zip(relaxed.problem.shares, relaxed.used, strict=True))
+        if not share.size_bytes or solver.boolean_value(var)
+    )
+    sides = [tuple(solver.boolean_value(v) for v in pair) for pair in relaxed.sides]
+    return frontier.Focus(paid, tuple(2 if host and other else 1 if host else 0 for host, other in sides))
+
+
+def _arranged(
+    cp: Any, problem: Problem, best: Solved, relaxed: counts.CountModel, solver: Any, limits: Limits
+) -> Solved:
+    """Look for an order of layers with the relaxation's counts."""
+    exact = ExactModel(cp, problem)
+    exact.narrowed = True
+    for alike, row in zip(relaxed.classes, relaxed.counts, strict=True):
+        for j, count in enumerate(row):
+            members = [exact.choose[i][j] for i in alike.members]
+            exact.model.add(sum(members) == solver.value(count))
+    return _run(cp, exact, best, limits.part("arrange"))
+
+
+def solve_cp(problem: Problem, best: Solved | None = None, limits: Limits | None = None) -> Solved:
+    """CP-SAT on the whole problem, from the best placement and bound known."""
+    from ortools.sat.python import cp_model
+
+    best = best or Solved("unknown", None, 0, 0)
+    exact = ExactModel(cp_model, problem)
+    if best.solution is not None:
+        exact.hint(best.solution)
+    found = _run(cp_model, exact, best, (limits or Limits()).part("exact"))
+    if found.status == "unknown" and found.solution is not None:
+        return Solved("feasible", found.solution, found.objective_ns, found.bound_ns)
+    return found
+
+
+def _run(cp: Any, exact: ExactModel, best: Solved, limits: Limits) -> Solved:
+    """Solve a model from what is known; its own bound counts only when it has all placements."""
+    if best.solution is not None:
+        exact.model.add(exact.objective <= best.objective_ns)
+    exact.model.add(exact.objective >= best.bound_ns)
+    solver = _solver(cp, limits)
+    status = solver.solve(exact.model)
+    if status == cp.INFEASIBLE and best.solution is None and not exact.narrowed:
+        return Solved("infeasible", None, 0, 0)
+    if status not in (cp.OPTIMAL, cp.FEASIBLE):
+        return best
+    chosen = Solution(tuple(_index(solver, row) for row in exact.choose))
+    own = best.bound_ns if exact.narrowed else int(solver.best_objective_bound)
     objective = round(solver.objective_value)
-    bound = objective if optimal else int(solver.best_objective_bound)
-    return Solved("optimal" if optimal else "feasible", chosen, objective, bound)
+    bound = objective if status == cp.OPTIMAL and not exact.narrowed else max(own, best.bound_ns)
+    return _judged(Solved("unknown", chosen, objective, bound))
 
 
-def _configure(parameters: Any, limits: Limits) -> None:
-    parameters.num_workers = 1
-    parameters.random_seed = limits.seed
-    parameters.max_deterministic_time = limits.deterministic_s
-    parameters.max_time_in_seconds = limits.wall_s
-    parameters.relative_gap_limit = 0.0
-    parameters.absolute_gap_limit = 0.0
-    parameters.linearization_level = 2
+def _solver(cp: Any, limits: Limits) -> Any:
+    solver = cp.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = limits.seed
+    solver.parameters.max_deterministic_time = limits.deterministic_s
+    solver.parameters.max_time_in_seconds = limits.wall_s
+    solver.parameters.linearization_level = 2
+    return solver
 
 
 def _index(solver: Any, row: list[Any]) -> int:
     return next(j for j, var in enumerate(row) if solver.boolean_value(var))
 
 
-class _Model:
-    """The CP-SAT model of one problem, built part by part."""
-
-    def __init__(self, problem: Problem) -> None:
-        from ortools.sat.python import cp_model
-
-        self.problem = problem
-        self.model = cp_model.CpModel()
-        self.choose = [
-            [self.model.new_bool_var(f"{d.name}.{j}") for j in range(len(d.options))]
-            for d in problem.decisions
-        ]
-        for row in self.choose:
-            self.model.add_exactly_one(row)
-        self.used = [self.model.new_bool_var(f"share{s}") for s in range(len(problem.shares))]
-        self.cost: list[Any] = [problem.price(problem.decode_ns, problem.prefill_ns)]
-        self._options()
-        self._edges()
-        self._mixed()
-        self._capacities()
-        self._runs()
-        self.model.minimize(sum(self.cost))
-
-    def hint(self, solution: Solution) -> None:
-        """Start the search from a known placement."""
-        for row, chosen in zip(self.choose, solution.choices, strict=True):
-            for j, var in enumerate(row):
-                self.model.add_hint(var, j == chosen)
-
-    def _options(self) -> None:
-        problem = self.problem
-        for i, j, option in problem.each_option():
-            self.cost.append(self.choose[i][j] * problem.price(option.decode_ns, option.prefill_ns))
-            for share in option.shares:
-                self.model.add_implication(self.choose[i][j], self.used[share])
-        for group in problem.exclusive:
-            self.model.add_at_most_one([self.used[s] for s in group])
-
-    def _at(self, index: int, device: int, *, entry: bool) -> list[Any]:
-        """The options of a decision that start (or end) on a device."""
-        options = self.problem.decisions[index].options
-        return [
-            var
-            for var, option in zip(self.choose[index], options, strict=True)
-            if (option.entry if entry else option.exit) == device
-        ]
-
-    def _edges(self) -> None:
-        for e, edge in enumerate(self.problem.edges):
-            self._edge(e, edge)
-
-    def _edge(self, e: int, edge: Edge) -> None:
-        """The hand-over as a unit flow from exit devices to entry devices: its linear relaxation is tight."""
-        devices = range(len(self.problem.devices))
-        sources = {p: self._at(edge.source, p, entry=False) for p in devices}
-        targets = {q: self._at(edge.target, q, entry=True) for q in devices}
-        flow = {
-            (p, q): self.model.new_bool_var(f"edge{e}.{p}.{q}")
-            for p in devices
-            for q in devices
-            if sources[p] and targets[q]
-        }
-        for p in devices:
-            if sources[p]:
-                self.model.add(sum(f for (s, _), f in flow.items() if s == p) == sum(sources[p]))
-            if targets[p]:
-                self.model.add(sum(f for (_, t), f in flow.items() if t == p) == sum(targets[p]))
-        for (p, q), var in flow.items():
-            price = self.problem.price(edge.decode_ns[p][q], edge.prefill_ns[p][q])
-            if price:
-                self.cost.append(var * price)
-
-    def _mixed(self) -> None:
-        problem = self.problem
-        for m, mixed in enumerate(problem.mixed):
-            host = self.model.new_bool_var(f"host{m}")
-            other = self.model.new_bool_var(f"other{m}")
-            both = self.model.new_bool_var(f"mixed{m}")
-            for i in mixed.decisions:
-                for var, option in zip(self.choose[i], problem.decisions[i].options, strict=True):
-                    if problem.on_host(option):
-                        self.model.add_implication(var, host)
-                    if problem.off_host(option):
-                        self.model.add_implication(var, other)
-            self.model.add_bool_or([both, ~host, ~other])
-            self.cost.append(both * problem.price(mixed.decode_ns, mixed.prefill_ns))
-
-    def _capacities(self) -> None:
-        problem = self.problem
-        loads = [self._load(d) for d in range(len(problem.devices))]
-        for device, load in zip(problem.devices, loads, strict=True):
-            self.model.add(sum(load) <= device.capacity_bytes)
-        for p, pool in enumerate(problem.pools):
-            together = [
-                term for d, load in zip(problem.devices, loads, strict=True) if d.pool == p for term in load
-            ]
-            self.model.add(sum(together) <= pool.capacity_bytes)
-
-    def _load(self, device: int) -> list[Any]:
-        terms = [
-            self.choose[i][j] * option.memory[device]
-            for i, j, option in self.problem.each_option()
-            if option.memory[device]
-        ]
-        for share, var in zip(self.problem.shares, self.used, strict=True):
-            if share.device == device:
-                terms.append(var * share.size_bytes)
-        return terms
-
-    def _runs(self) -> None:
-        problem = self.problem
-        if not problem.max_runs and not problem.contiguous:
-            return
-        devices = range(len(problem.devices))
-        starts: dict[int, list[Any]] = {d: [] for d in devices}
-        layers = [i for i, decision in enumerate(problem.decisions) if decision.layer]
-        for before, i in itertools.pairwise(layers):
-            for d in devices:
-                start = self.model.new_bool_var(f"start{i}.{d}")
-                now, before_here = self._at(i, d, entry=True), self._at(before, d, entry=True)
-                self.model.add(start >= sum(now) - sum(before_here))
-                starts[d].append(start)
-        if problem.max_runs:
-            self.model.add(sum(s for row in starts.values() for s in row) <= problem.max_runs - 1)
-        if problem.contiguous:
-            self._contiguous(starts, layers[0])
-
-    def _contiguous(self, starts: dict[int, list[Any]], first: int) -> None:
-        for i, j, option in self.problem.each_option():
-            if not option.whole and self.problem.decisions[i].layer:
-                self.model.add(self.choose[i][j] == 0)
-        for d, row in starts.items():
-            self.model.add(sum(row) + sum(self._at(first, d, entry=True)) <= 1)
+def price_of(problem: Problem, solution: Solution) -> int:
+    """The objective of a placement."""
+    chosen = solution.chosen(problem)
+    total = problem.price(problem.decode_ns, problem.prefill_ns)
+    total += sum(problem.price(o.decode_ns, o.prefill_ns) for o in chosen)
+    for edge in problem.edges:
+        p, q = chosen[edge.source].exit, chosen[edge.target].entry
+        total += problem.price(edge.decode_ns[p][q], edge.prefill_ns[p][q])
+    for mixed in problem.mixed:
+        options = [chosen[i] for i in mixed.decisions]
+        if any(map(problem.on_host, options)) and any(map(problem.off_host, options)):
+            total += problem.price(mixed.decode_ns, mixed.prefill_ns)
+    return total
