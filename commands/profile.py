@@ -114,7 +114,7 @@ def _measure(request: Any, inventory: Inventory | None) -> Measured:
 
         watch = session.Watcher(lambda text: bar.update(task, description=text), begin, case)
         try:
-            return session.measure(request, inventory, watch)
+            return session.measure(request, [inventory] if inventory else [], watch)
         except KeyboardInterrupt:
             console.say("what was measured is kept: give the same command again to continue")
             raise

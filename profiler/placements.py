@@ -109,11 +109,14 @@ def sensible(inventory: Inventory, gpu: str) -> tuple[Placement, ...]:
     """What people do: all on the GPU, the movable weights of the first N layers on the CPU, `-ngl N`."""
     n, units = layers_of(inventory).n_main, movable(inventory)
     full = (gpu,) * (n + 1)
-    found = [Placement("all on the GPU", full)]
-    for quarter in (1, 2, 4):
-        count = len(units) * quarter // 4
-        found.append(Placement(f"{count} of {len(units)} moved", full, units[:count]))
-    for quarter in (1, 2):
+    found = [Placement("all on the GPU", full), Placement("all moved", full, units)]
+    for eighths in (1, 2, 3, 6):
+        count = len(units) * eighths // 8
+        found.append(Placement(f"first {count} of {len(units)} moved", full, units[:count]))
+    found.append(
+        Placement(f"last {len(units) // 4} of {len(units)} moved", full, units[-(len(units) // 4) :])
+    )
+    for quarter in (1, 3):
         count = n * quarter // 4
         found.append(Placement(f"-ngl {n + 1 - count}", (CPU,) * count + (gpu,) * (n + 1 - count)))
     return tuple(found)

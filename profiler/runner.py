@@ -13,16 +13,30 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from planner.errors import EngineProblem
+from planner.loading import LoadSpec
 from profiler.cases import Job, job_of
 from profiler.journal import Journal
+from runtime import dryrun
 from runtime.logs import cause
 
 Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long whole-model runs are, in tokens and repeats."""
+
+    prompt: int = 512
+    gen: int = 24
+    repeats: int = 3
+
+
 SILENCE_S = 180.0  # no case takes as long; a child that says nothing hangs
 
 
@@ -55,6 +69,33 @@ def cases(
         request: Line = {"ask": "cases", "engine": engine, "threads": threads, "limit_s": limit_s}
         done = _until_it_ends({**request, "jobs": [asdict(job) for job in left]}, keep)
         left = [job for job in left if job.key not in done]
+
+
+def whole_model(
+    model: Path,
+    specs: Mapping[str, LoadSpec],
+    engine: str | None,
+    length: Length,
+    on_line: Callable[[Line], None] = lambda line: None,
+) -> dict[str, Line]:
+    """Decode and prefill times of a model under each spec, by key; a crash costs the run it happened in."""
+    found: dict[str, Line] = {}
+    while left := [key for key in specs if key not in found]:
+        runs = [{"key": key, "spec": dryrun.to_json(specs[key])} for key in left]
+        request: Line = {"engine": engine, "model": str(model.resolve()), "seed": 1, "runs": runs}
+        started = left[0]
+        with Child("profiler.decode", request | asdict(length)) as child:
+            for line in child.lines():
+                started = line["key"]
+                if line["kind"] == "run":
+                    found[started] = line
+                    on_line(line)
+        if child.failure:
+            lost = started if started not in found else next((k for k in left if k not in found), started)
+            found.setdefault(
+                lost, {"kind": "run", "key": lost, "skipped": f"the engine failed: {child.failure}"}
+            )
+    return found
 
 
 def _until_it_ends(request: Line, keep: Callable[[Line], None]) -> set[str]:
@@ -131,9 +172,11 @@ class Child:
         code = self._process.returncode
         if not code:
             return ""
-        if self._said:
-            return cause(list(self._said)) or self._said[-1]
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        said = cause(list(self._said)) if self._said else ""
+        if code > 0:
+            return said or f"exit code {code}"
+        how = f"ended by {signal.Signals(-code).name}"
+        return f"{said} ({how})" if said else how
 
     def _drain(self) -> None:
         assert self._process.stderr is not None

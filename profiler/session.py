@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.inventory import Inventory
 from planner.profile import Device, Fingerprint, Profile
+from planner.timing import Case
 from profiler import host, runner, summarise
 from profiler.cases import Job, cases_of, jobs_of
 from profiler.journal import Journal
@@ -56,8 +57,8 @@ MIN_LIMIT_S = 0.04
 MAX_LIMIT_S = 0.25
 
 
-def measure(request: Request, inventory: Inventory | None, watch: Watcher) -> Measured:
-    """Measure this machine for a model (or its bare figures).
+def measure(request: Request, inventories: Sequence[Inventory], watch: Watcher) -> Measured:
+    """Measure this machine for models; its bare figures alone when there is none.
 
     Raises EngineProblem, and Contended when the request is strict and the machine is not quiet.
     """
@@ -67,18 +68,22 @@ def measure(request: Request, inventory: Inventory | None, watch: Watcher) -> Me
     if not any(line["kind"] == "link-end" for line in journal.lines):
         _refuse_if_busy(request, load)
         watch.stage("devices and links")
-        for line in runner.figures(request.engine, request.devices, request.threads):
+        figures = list(runner.figures(request.engine, request.devices, request.threads))
+        for line in (*figures, {"kind": "link-end", "load": load}):
             journal.add(line)
-        journal.add({"kind": "link-end", "load": load})
-    return _with_cases(request, inventory, journal, fingerprint, watch)
+    return _with_cases(request, inventories, journal, fingerprint, watch)
 
 
 def _with_cases(
-    request: Request, inventory: Inventory | None, journal: Journal, fingerprint: Fingerprint, watch: Watcher
+    request: Request,
+    inventories: Sequence[Inventory],
+    journal: Journal,
+    fingerprint: Fingerprint,
+    watch: Watcher,
 ) -> Measured:
     figures = [line for line in journal.lines if line["kind"] != "case"]
     load = next(line["load"] for line in figures if line["kind"] == "link-end")
-    jobs = _jobs(request, inventory, figures)
+    jobs = _jobs(request, inventories, figures)
     known = sum(line["kind"] == "case" for line in journal.lines)
     watch.begin(len(jobs), min(known, len(jobs)))
     limit_s = min(max(request.seconds / max(len(jobs), 1) / 2, MIN_LIMIT_S), MAX_LIMIT_S)
@@ -104,11 +109,11 @@ def _with_cases(
     return Measured(made, verdicts, streams)
 
 
-def _jobs(request: Request, inventory: Inventory | None, figures: Sequence[Line]) -> tuple[Job, ...]:
-    if inventory is None:
-        return ()
-    cases = cases_of(inventory, request.n_ubatch, request.max_depth, request.kv_types)
-    return jobs_of(cases, summarise.places(figures))
+def _jobs(request: Request, inventories: Sequence[Inventory], figures: Sequence[Line]) -> tuple[Job, ...]:
+    found: dict[Case, None] = {}
+    for inventory in inventories:
+        found |= dict.fromkeys(cases_of(inventory, request.n_ubatch, request.max_depth, request.kv_types))
+    return jobs_of(found, summarise.places(figures))
 
 
 def _refuse_if_busy(request: Request, load: float) -> None:

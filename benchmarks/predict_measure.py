@@ -1,0 +1,171 @@
+"""Measure what benchmarks/predict.py judges: a profile of this machine, and runs of many placements.
+
+Needs nothing but the engine: both models are generated. Writes profile.yaml, one inventory a model and
+runs.csv into a folder, which `predict.py FOLDER` evaluates on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from planner import inventory as inventories
+from planner import profile as profiles
+from planner.gguf_file import read_model
+from planner.inventory import Inventory
+from planner.workload import Workload
+from profiler import runner, session, synth
+from profiler.placements import Placement, calibrating, sensible, shuffled, spec_of
+from profiler.runner import Length
+
+COLUMNS = (
+    "model",
+    "placement",
+    "kind",
+    "layer_devices",
+    "moved",
+    "decode_ns",
+    "spread_ns",
+    "prefill_ns",
+    "skipped",
+)
+MODELS = {
+    "moe": synth.SynthSpec(
+        "qwen3moe", n_layers=24, n_embd=2048, n_head=32, n_head_kv=4, head_dim=128, n_expert=64, n_used=8,
+        n_ff_exp=768, n_vocab=32000, type="q4_K", types={"output": "q6_K"}, name="generated-moe-24x64",
+    ),
+    "dense": synth.SynthSpec(
+        "llama", n_layers=28, n_embd=3072, n_head=24, n_head_kv=8, head_dim=128, n_ff=8192, n_vocab=32000,
+        type="q4_K", types={"output": "q6_K"}, name="generated-dense-28",
+    ),
+}  # fmt: skip
+# A software GPU is some thousand times slower: the same shapes of graph, smaller.
+SMALL = {
+    "moe": replace(
+        MODELS["moe"], n_layers=8, n_embd=512, n_head=8, head_dim=64, n_expert=16, n_used=2, n_ff_exp=256
+    ),
+    "dense": replace(MODELS["dense"], n_layers=8, n_embd=512, n_head=8, n_head_kv=4, head_dim=64, n_ff=1024),
+}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="folder for the results")
+    parser.add_argument("--engine", help="llama.cpp library or build folder")
+    parser.add_argument("--gpu", default="CUDA0", help="the device beside the CPU")
+    parser.add_argument("--small", action="store_true", help="small models, for software GPUs")
+    parser.add_argument("--random", type=int, default=14, help="random placements a model")
+    parser.add_argument("--seconds", type=float, default=50, help="aim for the operators")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--gen", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1, help="of the random placements")
+    parser.add_argument("--folder", type=Path, help="for the models [default: temporary]")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        specs = SMALL if options.small else MODELS
+        paths = {name: folder / f"{name}.gguf" for name in specs}
+        for name, path in paths.items():
+            if not path.exists():
+                synth.write(path, specs[name])
+        tables = {name: read_model(path).inventory for name, path in paths.items()}
+        say("models written")
+        threads = _profile(options, list(tables.values()))
+        with (options.out / "runs.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            for name, path in paths.items():
+                _runs(options, name, path, tables[name], threads, writer)
+                file.flush()
+
+
+def _profile(options: argparse.Namespace, tables: list[Inventory]) -> int:
+    """Profile the machine for the models; returns the thread count it found best."""
+    request = session.Request(
+        engine=options.engine,
+        devices=(options.gpu,),
+        threads=0,
+        seconds=options.seconds,
+        n_ubatch=min(options.prompt, 512),
+        max_depth=4096,
+        kv_types=("f16",),
+        strict=False,
+        name="",
+        command="benchmarks/predict_measure.py",
+    )
+    watch = session.Watcher(say, lambda total, known: say(f"{total} cases, {known} known"), lambda line: None)
+    made = session.measure(request, tables, watch).profile
+    (options.out / "profile.yaml").write_text(profiles.to_text(made))
+    for table in tables:
+        (options.out / f"{table.name}.inventory.yaml").write_text(inventories.to_text(table))
+    say(f"profile: {len(made.timings)} timings, warnings: {'; '.join(made.warnings) or 'none'}")
+    return made.device("CPU").threads
+
+
+def _runs(
+    options: argparse.Namespace,
+    name: str,
+    path: Path,
+    table: Inventory,
+    threads: int,
+    writer: csv.DictWriter[str],
+) -> None:
+    drawn = {
+        "calibration": tuple(calibrating(table, (options.gpu,), brief=False)),
+        "sensible": sensible(table, options.gpu),
+        "random": shuffled(table, options.gpu, options.random, options.seed),
+    }
+    kinds = {f"{kind}: {p.name}": (kind, p) for kind, group in drawn.items() for p in group}
+    workload = workload_of(options.prompt, options.gen)
+    specs = {key: spec_of(table, placement, workload, threads) for key, (_, placement) in kinds.items()}
+    length = Length(options.prompt, options.gen, options.repeats)
+
+    def keep(line: dict[str, object]) -> None:
+        say(f"{name}: {line['key']}: {line.get('skipped') or ''}")
+
+    for key, line in runner.whole_model(path, specs, options.engine, length, keep).items():
+        writer.writerow(_row(table.name, *kinds[key], line))
+
+
+def workload_of(prompt: int, gen: int) -> Workload:
+    """The workload that the runs measure: the depth is that of the middle token."""
+    n_ubatch = min(prompt, 512)
+    depth = prompt + gen // 2
+    return Workload(n_ctx=prompt + 256, depth=depth, prompt=prompt, gen=gen, n_ubatch=n_ubatch)
+
+
+def _row(model: str, kind: str, placement: Placement, line: dict[str, object]) -> dict[str, object]:
+    row: dict[str, object] = {
+        "model": model,
+        "placement": placement.name,
+        "kind": kind,
+        "layer_devices": " ".join(placement.layer_devices),
+        "moved": " ".join(placement.moved),
+        "skipped": line.get("skipped", ""),
+    }
+    times = line.get("decode_ns")
+    prefill = line.get("prefill_ns")
+    if isinstance(times, list) and isinstance(prefill, list):
+        quarters = statistics.quantiles(times, n=4)
+        row["decode_ns"] = round(statistics.median(times))
+        row["spread_ns"] = round(quarters[2] - quarters[0])
+        row["prefill_ns"] = round(statistics.median(prefill))
+    return row
+
+
+def say(text: str) -> None:
+    """A message with the time."""
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
