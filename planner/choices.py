@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from planner.options import CachePoint, SolveOptions
+from planner.kernels import attends
+from planner.options import SolveOptions
 from planner.price import OFFLOAD_BATCH, Prices, Times
 from planner.problem import Option
 from planner.profile import Device
@@ -54,18 +55,19 @@ class Chooser:
         return [Option(self.cpu, self.cpu, ("cpu",) * len(units), times.decode_ns, times.prefill_ns, memory)]
 
     def uses_host(self, option: Option) -> bool:
-        """Whether the CPU computes any part, or any weight lies in host memory."""
-        return self.cpu in (option.entry, option.exit) or option.splits > 0
+        """Whether anything of an option lies in host memory."""
+        return self.cpu >= 0 and option.memory[self.cpu] > 0
 
     def exclusive(self) -> tuple[tuple[int, ...], ...]:
         """Shares that exclude each other: one size of MoE cache for all layers."""
-        return ()
+        first = PER_DEVICE * len(self.devices)
+        return (tuple(range(first, first + len(self.options.cache))),) if self.options.cache else ()
 
     def layer(self, name: str, units: tuple[Unit, ...], kv: int, state: int) -> list[Option]:
         """Options of a layer (or the output head) that keeps `kv` and `state` bytes beside its weights."""
         found: list[Option] = []
         for d, device in enumerate(self.devices):
-            if self._too_large(device, units):
+            if self._too_large(device, units) or (kv and not attends(device, self.workload)):
                 continue
             spots = [list(self._spots(unit, d)) for unit in units]
             found += [self._option(d, units, chosen, kv + state) for chosen in itertools.product(*spots)]
@@ -95,6 +97,7 @@ class Chooser:
             yield Spot("cpu", self._bytes(self.cpu, unit.size_bytes), times, True)
         if unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
             yield from self._stripes(unit, d, here)
+            yield from self._cached(unit, d, here)
 
     def _host_times(self, unit: Unit, through: int) -> Times:
         cpu = self.devices[self.cpu].name
@@ -119,6 +122,26 @@ class Chooser:
             memory[d], memory[self.cpu] = stripe.device_bytes, stripe.host_bytes
             times = _blend(here, cold, stripe)
             yield Spot(f"stripe:{device.name}:{stripe.k}", tuple(memory), times)
+
+    def _cached(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
+        """Experts on the host behind the engine's cache, which holds the same share of every layer."""
+        device = self.devices[d]
+        if device.memory_pool and device.memory_pool == self.devices[self.cpu].memory_pool:
+            return  # one memory: a cache would only copy within it
+        for n, point in enumerate(self.options.cache):
+            memory = [0] * len(self.devices)
+            memory[d] = unit.size_bytes * point.share_ppm // _PPM
+            memory[self.cpu] = unit.size_bytes
+            if memory[d] * unit.experts < unit.used * unit.size_bytes:
+                continue  # the engine leaves a layer out whose slots are fewer than it uses
+            missed = unit.active_bytes * self.workload.n_seq * (_PPM - point.hit_ppm) // _PPM
+            copied = self.prices.copy_ns(self.devices[self.cpu].name, device.name, missed)
+            asked = self.prices.copy_ns(device.name, self.devices[self.cpu].name, 4 * unit.used)
+            prefill = self._host_times(unit, d).prefill_ns
+            times = Times(here.decode_ns + copied + asked, prefill, 0)
+            streaming = (PER_DEVICE * d + 1, PER_DEVICE * d + 2) if self._streams(d) else ()
+            shares = (*streaming, PER_DEVICE * len(self.devices) + n)
+            yield Spot(f"cache:{device.name}:{point.share_ppm}", tuple(memory), times, shares=shares)
 
     def _option(self, d: int, units: tuple[Unit, ...], spots: tuple[Spot, ...], kept: int) -> Option:
         """One combination of spots, with the changes of device inside the layer."""
@@ -199,12 +222,3 @@ def _blend(hot: Times, cold: Times, stripe: Stripe) -> Times:
         mix(hot.prefill_ns, cold.prefill_ns, stripe.cold_prefill_ppm),
         0,
     )
-
-
-def hit_at(curve: tuple[CachePoint, ...], share_ppm: int) -> int:
-    """Hit rate of a cache of that share, between the points of its curve."""
-    points = [(0, 0), *((p.share_ppm, p.hit_ppm) for p in curve), (_PPM, _PPM)]
-    for (x0, y0), (x1, y1) in itertools.pairwise(sorted(points)):
-        if x0 <= share_ppm <= x1 and x0 != x1:
-            return y0 + (y1 - y0) * (share_ppm - x0) // (x1 - x0)
-    return _PPM

@@ -95,6 +95,7 @@ def price(
     n_gpus = sum(d.kind != "cpu" for d in devices)
     rooms = {d.name: room_of(model.inventory, workload, d, n_gpus) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
+    shares += tuple(Share(f"cache of {point.share_ppm} ppm", 0, 0) for point in options.cache)
     chooser = Chooser(prices, devices, options, rooms)
     wanted = pinned(options.pins, [u for _, g in model.groups for u in g], [d.name for d in devices])
     decisions = tuple(_decision(chooser, model, name, units, options, wanted) for name, units in model.groups)

@@ -65,7 +65,7 @@ class LayerRange(Record):
 
 
 class Placement(Record):
-    """One unit and its site: gpu:DEVICE, cpu, cache:DEVICE, stripe:DEVICE:K."""
+    """One unit and its site: gpu:DEVICE, cpu, cache:DEVICE:PPM, stripe:DEVICE:K."""
 
     unit: str
     site: str

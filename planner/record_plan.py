@@ -71,7 +71,7 @@ def record(
         layers=ranges(devices),
         predicted=prediction(chosen, profile),
         baselines=tuple(_baseline(c, priced) for c in stock),
-        notes=_notes(chosen, profile, workload, options),
+        notes=_notes(chosen, profile, budgets, options),
         units=tuple(_placement(chosen, unit, sites[unit.name]) for unit in units),
         overrides=overrides_of(priced.model.inventory, units, [sites[u.name] for u in units], devices),
         experts=_orders(sites, units, options),
@@ -170,35 +170,46 @@ def _model_ref(priced: Priced) -> ModelRef:
 
 
 def _uses(chosen: Chosen, budgets: Mapping[str, int], options: SolveOptions) -> tuple[DeviceUse, ...]:
+    found = (_use(chosen, d, budgets, options) for d in range(len(chosen.priced.problem.devices)))
+    return tuple(use for use in found if use is not None)
+
+
+def _use(chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptions) -> DeviceUse | None:
+    """What fills one device; None when nothing does."""
     problem, model = chosen.priced.problem, chosen.priced.model
-    found = []
-    for d, device in enumerate(problem.devices):
-        total = chosen.evaluation.memory[d]
-        kept = [decision.name for decision, option in _pairs(chosen) if option.entry == d]
-        if not total and not kept:
-            continue
-        kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
-        asked = {s for _, option in _pairs(chosen) for s in option.shares}
-        shares = [s for i, s in enumerate(problem.shares) if i in asked and s.device == d]
-        once = sum(s.size_bytes for s in shares)
-        context = next(
-            (p.context_bytes for p in chosen.priced.prices.profile.devices if p.name == device.device), 0
-        )
-        context = context if shares else 0
-        found.append(
-            DeviceUse(
-                name=device.device,
-                kind=device.kind,
-                budget_bytes=budgets[device.device],
-                weights_bytes=total - kv - state - once,
-                kv_bytes=kv,
-                state_bytes=state,
-                compute_bytes=once - context,
-                reserve_bytes=context
-                + sum(r.size_bytes for r in options.reserves if r.device == device.device),
-            )
-        )
-    return tuple(found)
+    device, total = problem.devices[d], chosen.evaluation.memory[d]
+    kept = [decision.name for decision, option in _pairs(chosen) if option.entry == d]
+    if not total and not kept:
+        return None
+    kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
+    asked = {s for _, option in _pairs(chosen) for s in option.shares}
+    once = sum(s.size_bytes for i, s in enumerate(problem.shares) if i in asked and s.device == d)
+    context = chosen.priced.prices.profile.device(device.device).context_bytes if once else 0
+    cache = _cache_bytes(chosen, device.device)
+    reserved = sum(r.size_bytes for r in options.reserves if r.device == device.device)
+    return DeviceUse(
+        name=device.device,
+        kind=device.kind,
+        budget_bytes=budgets[device.device],
+        weights_bytes=total - kv - state - once - cache,
+        kv_bytes=kv,
+        state_bytes=state,
+        compute_bytes=once - context,
+        cache_bytes=cache,
+        reserve_bytes=context + reserved,
+    )
+
+
+def _cache_bytes(chosen: Chosen, device: str) -> int:
+    """What the engine's MoE cache holds on a device: its share of every layer behind it."""
+    sizes = {unit.name: unit.size_bytes for unit in chosen.priced.model.units}
+    sites = [pair for d, o in _pairs(chosen) for pair in zip(d.units, o.sites, strict=True)]
+    prefix = f"cache:{device}:"
+    return sum(
+        sizes[unit] * int(site.removeprefix(prefix)) // _PPM
+        for unit, site in sites
+        if site.startswith(prefix)
+    )
 
 
 def _baseline(candidate: Candidate, priced: Priced) -> Baseline:
@@ -233,16 +244,40 @@ def _placement(chosen: Chosen, unit: Unit, site: str) -> Placement:
     return Placement(unit=unit.name, site=site, size_bytes=unit.size_bytes, time_ns=0, why="not loaded")
 
 
-def _notes(chosen: Chosen, profile: Profile, workload: Workload, options: SolveOptions) -> tuple[str, ...]:
+def _notes(
+    chosen: Chosen, profile: Profile, budgets: Mapping[str, int], options: SolveOptions
+) -> tuple[str, ...]:
     found = []
     if not profile.measured:
         found.append(f"assumed, not measured: {profile.name}")
     if chosen.rule:
         found.append(f"same as the stock rule {chosen.rule}, or not told apart from it")
-    if not any(r.name == "projector" for r in options.reserves):
+    if not any(r.name.startswith("projector") for r in options.reserves):
         found.append("no memory reserved for a vision projector (--mmproj)")
+    found += _ceilings(chosen)
+    found += _paged(chosen, budgets, options)
     found += [f"profile: {warning}" for warning in profile.warnings]
     return tuple(found)
+
+
+def _ceilings(chosen: Chosen) -> list[str]:
+    """What devices that share one memory may hold together."""
+    return [
+        f"{pool.name}: one memory, counted once; at most {pool.capacity_bytes >> 20} MiB together"
+        for pool in chosen.priced.problem.pools
+    ]
+
+
+def _paged(chosen: Chosen, budgets: Mapping[str, int], options: SolveOptions) -> list[str]:
+    """A warning in numbers where host weights exceed memory on request."""
+    found = []
+    for d, device in enumerate(chosen.priced.problem.devices):
+        over = chosen.evaluation.memory[d] - budgets[device.device]
+        if options.page and device.host and over > 0:
+            found.append(
+                f"will page from disk: {over >> 20} MiB more than host memory; slower than predicted"
+            )
+    return found
 
 
 def _orders(

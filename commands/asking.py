@@ -1,0 +1,252 @@
+"""The options that `solve`, `sweep` and their kin share: for which machine, use and limits to plan."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commands.console import read_text, say
+from commands.models import load_inventory, load_profile
+from planner.errors import OptionProblem
+from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.inventory import Inventory
+    from planner.options import SolveOptions
+    from planner.plan import Plan
+    from planner.profile import Profile
+
+_FILE = click.Path(path_type=Path)
+_OPTIONS = (
+    click.argument("model", type=_FILE),
+    click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine."),
+    click.option("--machine", help="A machine description that ships with the program."),
+    click.option(
+        "--budget", default="", help="MiB on each GPU, all told: 21500, 21.5GiB, CUDA0=21500,CUDA1=8000."
+    ),
+    click.option("--ctx", default="4096", show_default=True, help="Cells of the KV cache, or max."),
+    click.option("--ctx-min", type=click.IntRange(1), help="The context may shrink to this to fit."),
+    click.option("--kv-type", default="f16", show_default=True, help="Of K and V: f16, q8_0; K/V: q8_0/f16."),
+    click.option("--ubatch", type=click.IntRange(1, 65536), default=512, show_default=True),
+    click.option("--workload", "use", default="", help="prompt=512,gen=256,depth=0,seqs=1"),
+    click.option("--mtp", is_flag=True, help="Load the NextN/MTP block."),
+    click.option("--pin", "pins", multiple=True, help="PATTERN=SITE, for example 'blk.0.*=gpu'."),
+    click.option("--contiguous", is_flag=True, help="Whole layers only, one run of layers per device."),
+    click.option("--no-cpu", is_flag=True, help="Nothing but the input tables in host memory."),
+    click.option("--page", is_flag=True, help="Host weights may exceed memory and are paged from disk."),
+    click.option("--reserve", default="", help="MiB to leave to others: 1024, or CUDA0=2048,CUDA1=512."),
+    click.option("--mmproj", type=_FILE, help="Vision projector to leave room for."),
+    click.option("--draft", type=_FILE, help="Draft model to leave room for."),
+    click.option("--heat", type=_FILE, help="Expert routing (heat.csv): lets hot experts live on the GPU."),
+    click.option(
+        "--stripes/--no-stripes", default=True, help="Hot experts of a layer on the GPU [with --heat]."
+    ),
+    click.option(
+        "--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True, help="Seconds."
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command line, unread."""
+
+    model: Path
+    profile_path: Path | None
+    machine: str | None
+    budget: str
+    ctx: str
+    ctx_min: int | None
+    kv_type: str
+    ubatch: int
+    use: str
+    mtp: bool
+    pins: tuple[str, ...]
+    contiguous: bool
+    no_cpu: bool
+    page: bool
+    reserve: str
+    mmproj: Path | None
+    draft: Path | None
+    heat: Path | None
+    stripes: bool
+    time_limit: float
+
+
+def asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command these options, handed over as one `asked`."""
+    names = Asked.__slots__
+
+    @functools.wraps(function)
+    def wrapped(**values: Any) -> Any:
+        own = {name: values.pop(name) for name in names}
+        return function(asked=Asked(**own), **values)
+
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything a plan is made from."""
+
+    inventory: Inventory
+    profile: Profile
+    budgets: Mapping[str, int]
+    workload: Workload
+    options: SolveOptions
+    lowest_ctx: int  # 0: the context is fixed
+
+    def plan(self) -> Plan:
+        """The plan; with a context that may shrink, the largest that fits."""
+        from planner.make_plan import make_plan
+
+        workload = self.workload
+        if self.lowest_ctx:
+            from planner.context import largest_context
+
+            largest, keep = largest_context(
+                self.inventory, self.profile, self.budgets, workload, self.options, self.lowest_ctx
+            )
+            say(f"context {largest}: the largest with {keep.value}")
+            workload = workload.model_copy(update={"n_ctx": largest})
+        return make_plan(self.inventory, self.profile, self.budgets, workload, self.options)
+
+
+def inputs_of(asked: Asked) -> Inputs:
+    """Read every file and option of a command line; raises InputError with the option at fault."""
+    from planner.budget import budgets_for, parse_budget
+
+    profile = load_profile(asked.profile_path, asked.machine)
+    budgets = budgets_for(profile, parse_budget(asked.budget) if asked.budget else {})
+    inventory = load_inventory(asked.model)
+    workload = workload_of(asked, inventory)
+    lowest = asked.ctx_min or (min(_needed(workload), workload.n_ctx) if asked.ctx == "max" else 0)
+    if lowest > workload.n_ctx:
+        raise OptionProblem("--ctx-min", str(lowest), f"is above the context of {workload.n_ctx}")
+    options = _options(asked, inventory, workload, budgets, profile)
+    return Inputs(inventory, profile, budgets, workload, options, lowest)
+
+
+def workload_of(asked: Asked, inventory: Inventory) -> Workload:
+    """The workload of a command line; OptionProblem for what makes no sense."""
+    from pydantic import ValidationError
+
+    from planner.kernels import kv_problem
+
+    type_k, _, type_v = asked.kv_type.partition("/")
+    trained = inventory.number("context_length", 4096)
+    if asked.ctx != "max" and not (asked.ctx.isdecimal() and 0 < int(asked.ctx) < 2**31):
+        raise OptionProblem("--ctx", asked.ctx, "expected a number of tokens, or max")
+    fields: dict[str, Any] = {
+        "n_ctx": trained if asked.ctx == "max" else int(asked.ctx),
+        "type_k": type_k,
+        "type_v": type_v or type_k,
+        "n_ubatch": asked.ubatch,
+        "n_batch": max(2048, asked.ubatch),
+        "mtp": asked.mtp,
+    }
+    half = max(fields["n_ctx"] // 2, 1)  # a short context shortens the workload nobody stated
+    fields |= {"prompt": min(512, half), "gen": min(256, half), **_use(asked.use)}
+    try:
+        workload = Workload(**fields)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        option = {"type_k": "--kv-type", "type_v": "--kv-type"}.get(name, "--workload")
+        raise OptionProblem(option, str(first["input"]), first["msg"].lower()) from None
+    if _needed(workload) > workload.n_ctx:
+        why = f"the workload needs {_needed(workload)} cells"
+        raise OptionProblem("--ctx", str(workload.n_ctx), why)
+    if kv_problem(workload):
+        raise OptionProblem("--kv-type", asked.kv_type, kv_problem(workload))
+    return workload
+
+
+def _needed(workload: Workload) -> int:
+    """Cells that the workload fills."""
+    return max(workload.depth, workload.prompt) + workload.gen if workload.gen > 1 else max(workload.depth, 1)
+
+
+_USE = {"prompt": "prompt", "gen": "gen", "depth": "depth", "seqs": "n_seq"}
+
+
+def _use(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in text.split(",") if text else ():
+        name, _, value = part.partition("=")
+        name = name.strip()
+        if name not in _USE or not value.strip().isdecimal() or len(value) > 9:
+            raise OptionProblem("--workload", text, "expected prompt=512,gen=256,depth=0,seqs=1")
+        if _USE[name] in found:
+            raise OptionProblem("--workload", text, f"{name} is given twice")
+        found[_USE[name]] = int(value)
+    return found
+
+
+def _options(
+    asked: Asked, inventory: Inventory, workload: Workload, budgets: Mapping[str, int], profile: Profile
+) -> SolveOptions:
+    from planner.budget import EVERY, parse_reserve
+    from planner.options import SolveOptions
+    from planner.pins import parse_pin
+    from planner.reserve import Extras, reserves
+
+    kept = dict(parse_reserve(asked.reserve)) if asked.reserve else {}
+    gpus = [d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets]
+    every = kept.pop(EVERY, 0)
+    for name in kept:
+        if name not in budgets:
+            raise OptionProblem(
+                "--reserve", asked.reserve, f"{name} has no budget; there are {', '.join(budgets)}"
+            )
+    kept = {name: kept.get(name, every) for name in gpus} | {n: s for n, s in kept.items() if n not in gpus}
+    extras = Extras(
+        mmproj=load_inventory(asked.mmproj) if asked.mmproj else None,
+        draft=load_inventory(asked.draft) if asked.draft else None,
+        reserved={name: size for name, size in kept.items() if size},
+    )
+    return SolveOptions(
+        pins=tuple(parse_pin(text) for text in asked.pins),
+        contiguous=asked.contiguous,
+        no_cpu=asked.no_cpu,
+        page=asked.page,
+        stripes=asked.stripes,
+        reserves=reserves(inventory, workload, extras, gpu=gpus[0] if gpus else "CPU"),
+        time_limit_s=asked.time_limit,
+        command=shlex.join(["atsplan", *sys.argv[1:]]),
+        **_heat(asked, inventory, workload),
+    )
+
+
+def _heat(asked: Asked, inventory: Inventory, workload: Workload) -> dict[str, Any]:
+    """Coverage curves, orders and expert counts of a heat file."""
+    if asked.heat is None:
+        return {}
+    from planner.coverage import curves, expected_distinct, hot_order
+    from planner.heat import from_text
+    from planner.moe import moe_shape
+    from planner.records import digest
+
+    text = read_text(asked.heat)
+    heat, shape = from_text(text, str(asked.heat)), moe_shape(inventory)
+    if heat.model and heat.model != shape.digest:
+        raise OptionProblem("--heat", str(asked.heat), "was recorded from another model")
+    if heat.n_expert != shape.n_expert:
+        raise OptionProblem(
+            "--heat", str(asked.heat), f"has {heat.n_expert} experts a layer, the model {shape.n_expert}"
+        )
+    return {
+        "curves": curves(heat, shape.n_group),
+        "orders": hot_order(heat, shape.n_group),
+        "distinct": expected_distinct(heat, workload.n_ubatch),
+        "heat_digest": digest(text),
+    }
