@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.console import mib, out, out_json, out_table, say, table, write_text
-from commands.engines import Job, engine_options, find_engine, open_job, plan_options
+from commands.engines import Job, engine_options, find_engine, open_job, plan_options, review
 from planner.errors import AnswerIsNo, OptionProblem
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def command(
 
     job = open_job(model, plan_path, device_maps, threads)
     lengths = _lengths(prompts, tokens, job)
+    review(job, engine, llama_h)
     arms, checks = _arms(job, against, engine, llama_h, device_maps, threads)
     terms = Terms(engine, llama_h, job.path, lengths, tokens, rounds)
     results = run(terms, arms, checks, on_step=say)

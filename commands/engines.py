@@ -100,6 +100,13 @@ def open_job(model: Path, plan_path: Path, device_maps: tuple[str, ...], threads
     return Job(file, plan, spec, mapped)
 
 
+def review(job: Job, engine: str | None, llama_h: Path | None) -> None:
+    """The dry run in a child process: devices, budgets, free memory; MachineError says what is wrong."""
+    from runtime.worker import work
+
+    work(engine, llama_h, job.path, job.spec, [], job.checks(), on_note=say, dry=True)
+
+
 def parse_map(texts: tuple[str, ...], plan: Plan) -> dict[str, str]:
     """`CUDA0=CPU` options as a mapping; OptionProblem for a device that the plan does not use."""
     from planner.loading import CPU, devices_of, load_spec

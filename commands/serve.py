@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from commands.console import out, say
-from commands.engines import Job, engine_options, open_job, plan_options
+from commands.engines import engine_options, open_job, plan_options, review
 from planner.errors import EngineProblem
 
 
@@ -51,10 +51,3 @@ def command(
         out(f"{server.url} (OpenAI-compatible under /v1)")
         code = server.wait()
         raise EngineProblem("llama-server", f"ended with status {code}")
-
-
-def review(job: Job, engine: str, llama_h: Path | None) -> None:
-    """The dry run of the server's own library: devices, budgets, free memory, in a child process."""
-    from runtime.worker import work
-
-    work(engine, llama_h, job.path, job.spec, [], job.checks(), on_note=say, dry=True)

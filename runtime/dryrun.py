@@ -118,9 +118,14 @@ def from_json(data: Mapping[str, Any]) -> LoadSpec:
     return LoadSpec(**plain)
 
 
+def supported(engine: Engine) -> bool:
+    """Whether the build tells its memory exactly."""
+    return engine.has(_BREAKDOWN)
+
+
 def breakdown(engine: Engine, context: Handle) -> dict[str, Breakdown]:
     """Bytes of a live context by buffer type name."""
-    if not engine.has(_BREAKDOWN):
+    if not supported(engine):
         raise EngineProblem(engine.label, "this build does not report memory (llama_get_memory_breakdown)")
     # A std::map by value comes back through a hidden pointer; libstdc++ and libc++ differ in its nodes.
     room = (c.c_uint64 * 6)()

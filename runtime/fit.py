@@ -20,6 +20,7 @@ from runtime.libllama import Engine, Override
 _ROOM = 4096  # entries that the engine asks for
 _ERRORS_ONLY = 4
 _CONTEXT_LEAST = 256
+_ALL_LAYERS = 10_000
 # Two signatures: newer builds take one more pointer, a second model to fit.
 _HEAD = "_Z17common_fit_paramsPKcP18llama_model_paramsP20llama_context_params"
 _LONG = f"{_HEAD}PfP32llama_model_tensor_buft_overridePmjPK22common_fit_extra_model14ggml_log_level"
@@ -47,6 +48,15 @@ def fit(engine: str, model: Path, spec: LoadSpec, budgets: Mapping[str, int]) ->
     )
 
 
+def supported(engine: Engine) -> bool:
+    """Whether the build has a --fit to compare with."""
+    try:
+        _function(engine)
+    except EngineProblem:
+        return False
+    return True
+
+
 def _fit_here(request: Mapping[str, Any]) -> dict[str, Any]:
     engine = Engine.find(request["engine"])
     spec = dryrun.from_json(request["spec"])
@@ -68,7 +78,8 @@ def _fit_here(request: Mapping[str, Any]) -> dict[str, Any]:
     count = len(spec.devices)
     shares = [float(value) for value in split[:count]]
     return {
-        "n_gpu_layers": _layers(engine, request["model"], model.n_gpu_layers),
+        # Left at -1 where everything fits.
+        "n_gpu_layers": model.n_gpu_layers if model.n_gpu_layers >= 0 else _ALL_LAYERS,
         "tensor_split": [round(s) for s in shares] if count > 1 and any(shares) else [1] * count,
         "overrides": [
             [entry.pattern.decode(), engine.ggml.buft_device(entry.buft)]
@@ -81,11 +92,6 @@ def _fit_here(request: Mapping[str, Any]) -> dict[str, Any]:
 def _margins(engine: Engine, spec: LoadSpec, budgets: Mapping[str, int]) -> list[int]:
     free = {d.name: d.free_bytes for d in engine.ggml.devices()}
     return [max(free[name] - budgets[name], 0) for name in spec.devices]
-
-
-def _layers(engine: Engine, path: str, n_gpu_layers: int) -> int:
-    """A layer count; fit leaves -1 where everything fits."""
-    return n_gpu_layers if n_gpu_layers >= 0 else 10_000
 
 
 def _function(engine: Engine) -> tuple[Any, tuple[None, ...]]:

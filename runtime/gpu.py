@@ -73,6 +73,12 @@ def wait_until_free(devices: Mapping[str, int], patience_s: float = _PATIENCE_S)
         return False
 
 
+def available() -> bool:
+    """Whether GPU figures can be had here."""
+    with _nvml() as nvml:
+        return nvml is not None and nvml.nvmlDeviceGetCount() > 0
+
+
 @contextmanager
 def _nvml() -> Iterator[Any]:
     try:

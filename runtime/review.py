@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from planner.errors import MachineError
 from planner.loading import CPU
@@ -82,18 +83,35 @@ def check_budgets(plan: Plan, found: Mapping[str, Breakdown]) -> None:
             raise OverBudget(use.name, needed, use.budget_bytes, use.used_bytes)
 
 
-def check_room(found: Mapping[str, Breakdown], devices: tuple[Device, ...]) -> None:
+def check_room(found: Mapping[str, Breakdown], devices: tuple[Device, ...], mapped: bool = True) -> None:
     """The engine's bytes against memory that is free now. Raises NoRoom.
 
-    Weights of the CPU may stay on disk (they are mapped): they do not count.
+    Weights of the CPU may stay on disk when they are `mapped`: they do not count then. Of a GPU that
+    shares the host's memory the smaller figure counts.
     """
+    available = host_available_bytes()
     for device in devices:
         have = found.get(device.name)
         if have is None or not device.total_bytes:
             continue
-        needed = have.context + have.compute if device.name == CPU else have.total
-        if needed > device.free_bytes:
-            raise NoRoom(device.name, needed, device.free_bytes, device.total_bytes)
+        shared = device.kind in ("cpu", "igpu") and available is not None
+        free = min(device.free_bytes, available or 0) if shared else device.free_bytes
+        needed = have.context + have.compute if device.name == CPU and mapped else have.total
+        if needed > free:
+            raise NoRoom(device.name, needed, free, device.total_bytes)
+
+
+def host_available_bytes() -> int | None:
+    """Memory the kernel says new programs can have; None where it does not say.
+
+    The engine reports a CPU as entirely free.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return int(kib) * 1024 if kib else None
 
 
 def planned(use: DeviceUse) -> Breakdown:

@@ -53,6 +53,11 @@ class Misplaced(MachineError):
         return f"engine {self.engine}: {name} was loaded into {have}, the plan says {want}{more}"
 
 
+def supported(engine: Engine) -> bool:
+    """Whether the build shows where its weights are."""
+    return any(engine.has(name) for name in _TENSOR_MAPS)
+
+
 def weights(engine: Engine, model: Handle) -> tuple[Weight, ...]:
     """Every weight of a loaded model with its real buffer, in load order.
 

@@ -141,7 +141,7 @@ def _review(
         emit({"note": f"engine: {note}"})
     if checks and checks.plan is not None:
         check_budgets(checks.plan, dry.devices)
-    check_room(dry.devices, engine.ggml.devices())
+    check_room(dry.devices, engine.ggml.devices(), spec.use_mmap)
     return dry
 
 

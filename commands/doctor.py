@@ -1,0 +1,61 @@
+"""atsplan doctor: the engine, the devices, what is possible here, and what the rest would take."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from commands.console import mib, out, out_json, out_table, table
+from commands.engines import engine_options
+
+if TYPE_CHECKING:
+    from runtime.doctor import Findings
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
+@engine_options
+def command(as_json: bool, engine: str | None, llama_h: Path | None) -> None:
+    """Say which llama.cpp is used, which devices it sees, and what this program can do with them.
+
+    Ends with status 3 when there is no engine that can be used.
+    """
+    from dataclasses import asdict
+
+    from profiler.synth import SynthSpec, write
+    from runtime.doctor import examine, others
+
+    with tempfile.TemporaryDirectory() as folder:
+        probe = write(Path(folder) / "probe.gguf", SynthSpec("llama", n_layers=1))
+        found = examine(engine, llama_h, probe)
+    elsewhere = others(Path(found.build.path))
+    if as_json:
+        out_json({**asdict(found), "others": elsewhere})
+        return
+    _show(found)
+    for label, path in elsewhere:
+        out(f"also here: {label} ({path}): --engine {path}")
+
+
+def _show(found: Findings) -> None:
+    from runtime.doctor import cores
+
+    build = found.build
+    out(f"engine   {build.text}")
+    out(f"library  {build.path}")
+    out(f"structs  model {build.model_params_bytes}, context {build.context_params_bytes} bytes")
+    out(f"cores    {cores()}")
+    devices = table("device", "kind", "what", "free", "total", "buffers")
+    for d in found.devices:
+        memory = (mib(d.free_bytes), mib(d.total_bytes)) if d.total_bytes else ("?", "?")
+        devices.add_row(d.name, d.kind, d.description, *memory, ", ".join(d.buffers))
+    out_table(devices)
+    for ability in found.abilities:
+        out(f"{'yes' if ability.works else 'no ':3} {ability.name}" + _because(ability.why_not))
+
+
+def _because(why: str) -> str:
+    return f": {why}" if why else ""
