@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from planner.errors import AtsplanError, MachineError
 from runtime import stripe_layout as layout
-from runtime.cuda import Attribute, CudaCallFailed, CudaMissing, Driver, Place
+from runtime.cuda import Attribute, CudaCallFailed, CudaMissing, Driver
 from runtime.ggml import Ggml, Handle, Tensor
 from runtime.stripe_layout import Layout, StripesRefused
 from runtime.stripe_range import GRANULE, Gpu, Part, StripeRange, copy_in_pieces
@@ -125,6 +125,10 @@ class Stripes:
     def gpu(self, device: str) -> Gpu:
         """The driver's side of a ggml device. Raises StripesRefused."""
         return self._gpu(device)[0]
+
+    def layout(self, device: str) -> Layout:
+        """How this build lays out its structs. Raises StripesRefused."""
+        return self._gpu(device)[1]
 
     def check(self) -> None:
         """Raise what went wrong inside a callback of the engine since the last call."""
@@ -317,6 +321,3 @@ def _pci_id(ggml: Ggml, device: Handle) -> str:
 
 def _address(function: Any) -> int:
     return c.cast(function, c.c_void_p).value or 0
-
-
-__all__ = ["GRANULE", "Place", "Striped", "Stripes", "StripesRefused", "find_gpu"]

@@ -14,7 +14,8 @@ from planner.errors import AtsplanError
 from runtime import child
 from runtime.ggml import Ggml, Handle
 from runtime.libllama import Engine
-from runtime.stripe import Stripes, StripesRefused
+from runtime.stripe import Stripes
+from runtime.stripe_layout import StripesRefused
 
 _WIDTH, _ROWS, _EXPERTS, _USED, _HOT = 1024, 1024, 16, 4, 7  # q8_0: 17 MiB, the boundary inside a granule
 

@@ -24,7 +24,7 @@ class HostMemoryShort(MachineError):
 
     def message(self) -> str:
         need, free = self.need_bytes / 2**20, self.free_bytes / 2**20
-        return f"stripes: {need:,.0f} MiB of host memory must be pinned, {free:,.0f} MiB are available"
+        return f"stripes: {need:,.0f} MiB of host memory must be pinned, {free:,.0f} MiB can be had"
 
 
 @dataclass(eq=False)
@@ -69,8 +69,10 @@ class StripeRange:
     base: Address = 0
     parts: dict[Address, Part] = field(default_factory=dict)
     _mapped: list[tuple[Address, int]] = field(default_factory=list)
+    _room: int = 0  # host memory when the range was made, less what the system keeps
 
     def __post_init__(self) -> None:
+        self._room = host_room() - MARGIN_BYTES
         self.size_bytes = rounded(self.size_bytes)
         self.base = self.driver.reserve(self.size_bytes, GRANULE)
 
@@ -78,10 +80,13 @@ class StripeRange:
         """Memory for a tensor at `start` (granule-aligned): `hot_bytes`, rounded up, on the device.
 
         Returns whether the padding behind the data is zero; if not, the caller clears it.
-        Raises DeviceMemoryShort.
+        Raises DeviceMemoryShort, HostMemoryShort.
         """
         total = rounded(padded_bytes)
         hot = min(rounded(hot_bytes), total)
+        need = total - hot + sum(part.host_bytes for part in self.parts.values())
+        if need > self._room:  # asking for more would wake the system's out-of-memory killer
+            raise HostMemoryShort(need, max(self._room, 0))
         if hot:
             self._map(start, hot, Place.DEVICE, self.gpu.number)
         part = Part(start, hot, total - hot, None)
@@ -142,10 +147,21 @@ def rounded(size_bytes: int) -> int:
 
 
 def host_room() -> int:
-    """Host memory that can still be had, in bytes; the machine's or, if less, the control group's."""
+    """Host memory that can still be had, in bytes: the machine's or, if less, the control group's."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-    return sizes.get("MemAvailable", sizes.get("MemFree", 0))
+    room = sizes.get("MemAvailable", sizes.get("MemFree", 0))
+    return min(room, _group_room(Path("/sys/fs/cgroup"), room))
+
+
+def _group_room(group: Path, otherwise: int) -> int:
+    """What the control group leaves; its share of the page cache can be given back."""
+    try:
+        limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return otherwise
+    return int(limit) - used + int(counts.get("file", 0)) if limit.strip().isdecimal() else otherwise
 
 
 def copy_in_pieces(pool: ThreadPoolExecutor, target: Address, source: Address, size: int) -> None:

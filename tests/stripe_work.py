@@ -12,10 +12,13 @@ from typing import Any
 from planner.errors import AtsplanError
 from planner.loading import LoadSpec
 from planner.workload import Workload
+from runtime import stripe_range
 from runtime.cuda import Driver, Place
 from runtime.dryrun import measure
 from runtime.libllama import Engine
 from runtime.session import Session
+from runtime.stripe import Stripes
+from runtime.stripe_hook import striped_weights
 from runtime.stripe_session import StripedSession, session_for
 
 PATTERN = r"^blk\.\d+\.ffn_(gate|up|down)_exps\.weight$"
@@ -49,6 +52,11 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     with driver.current(driver.retain(0)):
         if request.get("starve"):
             return starve(engine, driver, request)
+        if request.get("no_host_memory"):
+            stripe_range.MARGIN_BYTES = 2**60
+            return refused(engine, driver, request)
+        if request.get("hook"):
+            return hooked(engine, request)
         if request.get("together"):
             return together(engine, request)
         answer: dict[str, Any] = {"vram_after": [], "resident_after": []}
@@ -80,15 +88,35 @@ def starve(engine: Engine, driver: Driver, request: dict[str, Any]) -> dict[str,
         pass  # libraries and context have taken what they take
     granule = 2 * 2**20
     ballast = driver.create((driver.memory()[0] - 80 * 2**20) // granule * granule, Place.DEVICE, 0)
+    answer = refused(engine, driver, request)
+    driver.drop(ballast)
+    return answer
+
+
+def refused(engine: Engine, driver: Driver, request: dict[str, Any]) -> dict[str, Any]:
+    """A load that cannot succeed: its one line, and the device memory it left behind."""
     before, problem = driver.memory()[0], ""
     try:
         with session(engine, request, request["k"][0]):
             pass
-    except AtsplanError as refused:
-        problem = str(refused)
-    lost = before - driver.memory()[0]
-    driver.drop(ballast)
-    return {"problem": problem, "vram_lost": lost}
+    except AtsplanError as why:
+        problem = str(why)
+    return {"problem": problem, "vram_lost": before - driver.memory()[0]}
+
+
+def hooked(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
+    """A plain session, striped behind its back as a server's would be."""
+    names = [f"blk.{i}.ffn_{part}_exps.weight" for i in (0, 1) for part in ("gate", "up", "down")]
+    widths = dict.fromkeys(names, request["k"][0])
+    plain = LoadSpec(("CUDA0",), (3,), 3, (), Workload(n_ctx=512))
+    with (
+        Stripes(engine.ggml) as stripes,
+        striped_weights(stripes, "CUDA0", widths),
+        session_for(engine, Path(request["model"]), plain) as opened,
+    ):
+        stripes.check()
+        tensors = sum(held.tensors for held in stripes.held())
+        return {"logits": [logits(opened)], "tensors": tensors}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as c
 import json
 import os
 import subprocess
@@ -17,11 +18,15 @@ from planner.loading import LoadSpec
 from planner.stripes import GRANULE as PLANNED
 from planner.workload import Workload
 from profiler.synth import SynthSpec, write
+from runtime import stripe_layout as layout
 from runtime.cuda import CudaMissing, Driver
 from runtime.libllama import Engine
-from runtime.stripe import Stripes, StripesRefused, find_gpu
+from runtime.session import Session
+from runtime.stripe import Stripes, find_gpu
 from runtime.stripe_bytes import host_bytes
 from runtime.stripe_check import check
+from runtime.stripe_hook import diverted
+from runtime.stripe_layout import StripesRefused
 from runtime.stripe_range import GRANULE, rounded
 
 CUDA_ENGINE = os.environ.get("ATSPLAN_CUDA_ENGINE", "")
@@ -132,3 +137,38 @@ def test_missing_device_memory_is_one_line_and_leaves_nothing(cuda_engine: str, 
     found = work({"engine": cuda_engine, "model": str(routed_model), "k": [16], "starve": True})
     assert "has no room for another" in str(found["problem"])
     assert found["vram_lost"] == 0
+
+
+def test_missing_host_memory_is_one_line_and_leaves_nothing(cuda_engine: str, routed_model: Path) -> None:
+    found = work({"engine": cuda_engine, "model": str(routed_model), "k": [16], "no_host_memory": True})
+    assert "of host memory must be pinned" in found["problem"]
+    assert found["vram_lost"] == 0
+
+
+def test_without_overrides_the_hook_gives_the_same_logits(cuda_engine: str, routed_model: Path) -> None:
+    plain = work({"engine": cuda_engine, "model": str(routed_model), "k": [32]})
+    found = work({"engine": cuda_engine, "model": str(routed_model), "k": [9], "hook": True})
+    assert found == {"logits": plain["logits"], "tensors": 6}
+
+
+def test_hook_diverts_named_tensors_and_is_gone_afterwards(moe_model: Path) -> None:
+    engine = Engine.find()
+    buft = engine.lib.ggml_backend_cpu_buffer_type()
+    twin = (c.c_uint64 * 10)(*[layout.read(buft, index) for index in range(10)])
+    spec = LoadSpec((), (), 0, (), Workload(n_ctx=256), use_mmap=False, use_extra_bufts=False)
+    seen: list[str] = []
+
+    def choose(name: str) -> int | None:
+        if "_exps" not in name:
+            return None
+        seen.append(name)
+        return c.addressof(twin)
+
+    with Session(engine, moe_model, spec) as session:
+        plain = session.logits([1, 2, 3])
+    with diverted(engine.ggml, buft, choose), Session(engine, moe_model, spec) as session:
+        assert (session.logits([1, 2, 3]) == plain).all()
+    assert len(seen) == 12
+    with Session(engine, moe_model, spec) as session:
+        assert (session.logits([1, 2, 3]) == plain).all()
+    assert len(seen) == 12
