@@ -100,27 +100,32 @@ def table(rows: list[Json]) -> str:
 
 
 def plot(rows: list[Json], path: Path) -> None:
-    """Decode time against VRAM, a panel a routing, a line a contender."""
+    """Decode time against measured VRAM, a panel a model and routing, a line a contender."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels = list(dict.fromkeys((r["model"], r["routing"]) for r in rows if "failed" not in r))
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False, sharey=True)
+    shown = [r for r in rows if "failed" not in r and decode_ns(r, 0)]
+    panels = list(dict.fromkeys((r["model"], r["routing"]) for r in shown))
+    colours = {name: f"C{i}" for i, name in enumerate((*STOCK, *OURS, "all in VRAM"))}
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3.4), squeeze=False, sharey=True)
     for axis, (model, routing) in zip(axes[0], panels, strict=True):
-        lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for row in rows:
-            if "failed" not in row and (row["model"], row["routing"]) == (model, routing):
-                lines[row["contender"]].append((row["vram_bytes"] / 2**30, decode_ns(row, 0) / 1e6))
-        for name, points in lines.items():
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
-        axis.set(title=f"{model}, {routing} routing", xlabel="VRAM, GiB")
+        for name, colour in colours.items():
+            points = sorted(
+                (r["vram_bytes"] / 2**30, decode_ns(r, 0) / 1e6)
+                for r in shown
+                if (r["model"], r["routing"], r["contender"]) == (model, routing, name)
+            )
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, color=colour)
+        axis.set(title=f"{model}, {routing}", xlabel="VRAM, GiB", ylim=(0, None))
         axis.grid(alpha=0.3)
-    axes[0][0].set(ylabel="decode, ms per token", ylim=(0, None))
-    axes[0][-1].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    axes[0][0].set(ylabel="decode, ms per token")
+    labelled = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
+    figure.legend(labelled.values(), labelled.keys(), frameon=False, ncols=len(labelled), loc="lower center")
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
