@@ -39,10 +39,14 @@ class Job:
 
     def checks(self) -> Checks:
         """What to prove around a load; budgets only where the plan's own devices are used."""
+        from planner.arch import layers_of, shared_kv
         from planner.expected import expected_devices
         from runtime.worker import Checks
 
-        return Checks(None if self.mapped else self.plan, expected_devices(self.file.inventory, self.spec))
+        inventory = self.file.inventory
+        shared = sorted(set(shared_kv(inventory, layers_of(inventory)).values()))
+        plan = None if self.mapped else self.plan
+        return Checks(plan, expected_devices(inventory, self.spec), tuple(shared))
 
 
 def engine_options(function: F) -> F:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes as c
+import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from planner.loading import CPU, LoadSpec
 from planner.workload import Workload
 from runtime import child, load
 from runtime.ggml import Handle
+from runtime.graphlog import Listener, describe
 from runtime.libllama import Engine
-from runtime.logs import Tail
+from runtime.logs import CONTINUED, DEBUG, Tail
 
+_SCHED_DEBUG = "GGML_SCHED_DEBUG"  # read by the engine when a context is made
 _BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"
 
 
@@ -47,6 +50,7 @@ class DryRun:
     splits_prefill: int
     splits_decode: int
     notes: tuple[str, ...]  # what the engine disabled or refused to honour
+    strays: tuple[str, ...] = ()  # work at decode that would run away from its data; only when asked for
 
 
 def memory(engine: Engine, model_path: Path, spec: LoadSpec) -> Mapping[str, Breakdown]:
@@ -71,15 +75,21 @@ def measure(engine: Engine, model_path: Path, spec: LoadSpec) -> DryRun:
     )
 
 
-def measure_here(engine: Engine, model_path: Path, spec: LoadSpec) -> DryRun:
-    """The same in this process, which an abort of the engine ends: for children."""
+def measure_here(
+    engine: Engine, model_path: Path, spec: LoadSpec, watch: bool = False, shared: Collection[int] = ()
+) -> DryRun:
+    """The same in this process, which an abort of the engine ends: for children.
+
+    `watch` also asks the scheduler where every node of the decode graph would run; the KV caches of
+    `shared` layers are read by other layers, wherever these are.
+    """
     load.check(engine, spec)
-    said, kept = Tail(4000), load.Kept()
+    said, graphs, kept = Tail(4000), Listener(), load.Kept()
     with ExitStack() as stack:
         stack.callback(kept.objects.clear)
         params = load.model_params(engine, spec, kept, no_alloc=True)
         model = stack.enter_context(load.model(engine, model_path, spec, params))
-        with engine.log(said.add):
+        with _scheduler_log(watch), engine.log(_both(said, graphs)):
             context = engine.lib.llama_init_from_model(model, load.context_params(engine, spec, kept))
         if not context:
             raise EngineProblem(engine.label, said.cause() or "could not create a context")
@@ -87,7 +97,31 @@ def measure_here(engine: Engine, model_path: Path, spec: LoadSpec) -> DryRun:
         buffers = breakdown(engine, context)
         devices = _less_stripes(by_device(engine, buffers), model_path, spec)
     nodes, (prefill, decode) = _graph(list(said.lines))
-    return DryRun(devices, buffers, nodes, prefill, decode, tuple(_notes(list(said.lines))))
+    strays = describe(graphs.decode().strays, shared)
+    return DryRun(devices, buffers, nodes, prefill, decode, tuple(_notes(list(said.lines))), strays)
+
+
+@contextmanager
+def _scheduler_log(watch: bool) -> Iterator[None]:
+    """Have contexts made inside the block print their graphs."""
+    if not watch:
+        yield
+        return
+    os.environ[_SCHED_DEBUG] = "2"
+    try:
+        yield
+    finally:
+        del os.environ[_SCHED_DEBUG]
+
+
+def _both(said: Tail, graphs: Listener) -> Callable[[int, str], None]:
+    # The scheduler prints each graph in thousands of debug lines: these must not push out the others.
+    def receive(level: int, text: str) -> None:
+        graphs.add(level, text)
+        if level not in (DEBUG, CONTINUED):
+            said.add(level, text)
+
+    return receive
 
 
 def _less_stripes(devices: dict[str, Breakdown], model_path: Path, spec: LoadSpec) -> dict[str, Breakdown]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 
-ERROR = 4  # ggml_log_level
+DEBUG = 1  # ggml_log_level
 CONTINUED = 5
 
 _ABORT = re.compile(r"^(?:\S*/)?[\w.-]+\.(?:cpp|cc|c|cu|cuh|h|hpp|m|mm):\d+: (.+)")

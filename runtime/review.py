@@ -65,6 +65,17 @@ class WeightsDiffer(MachineError):
         )
 
 
+@dataclass(eq=False)
+class StrayWork(MachineError):
+    """Operators of the decode graph that would run away from their data."""
+
+    engine: str
+    sentences: tuple[str, ...]
+
+    def message(self) -> str:
+        return f"engine {self.engine}: {'; '.join(self.sentences)}"
+
+
 def check_budgets(plan: Plan, found: Mapping[str, Breakdown]) -> None:
     """The engine's bytes against the plan, device by device. Raises WeightsDiffer, OverBudget.
 

@@ -19,7 +19,7 @@ from runtime import child, dryrun, load, locate, truth
 from runtime.dryrun import Breakdown
 from runtime.libllama import Engine
 from runtime.logs import Tail
-from runtime.review import check_budgets, check_room
+from runtime.review import StrayWork, check_budgets, check_room
 from runtime.session import GREEDY, Sampling, Session, Timings
 from runtime.stripe_session import session_for
 
@@ -32,6 +32,7 @@ class Checks:
 
     plan: Plan | None  # its budgets are compared with the dry run; None for another machine's plan
     devices: Mapping[str, str]  # tensor to the device it must be on
+    shared: tuple[int, ...] = ()  # layers whose KV cache other layers read too
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +137,11 @@ def _review(
     engine: Engine, path: Path, spec: LoadSpec, checks: Checks | None, emit: child.Emit
 ) -> dryrun.DryRun:
     """The dry run: budgets and free memory, before anything large is touched."""
-    dry = dryrun.measure_here(engine, path, spec)
+    dry = dryrun.measure_here(engine, path, spec, True, checks.shared if checks else ())
     for note in dry.notes:
         emit({"note": f"engine: {note}"})
+    if dry.strays:
+        raise StrayWork(engine.label, dry.strays)
     if checks and checks.plan is not None:
         check_budgets(checks.plan, dry.devices)
     check_room(dry.devices, engine.ggml.devices(), spec.use_mmap)
@@ -177,11 +180,16 @@ def _memory(session: Session) -> Mapping[str, Breakdown]:
 
 
 def _checks_to_json(checks: Checks) -> dict[str, Any]:
-    return {"plan": to_text(checks.plan) if checks.plan else None, "devices": dict(checks.devices)}
+    return {
+        "plan": to_text(checks.plan) if checks.plan else None,
+        "devices": dict(checks.devices),
+        "shared": checks.shared,
+    }
 
 
 def _checks_from_json(data: Mapping[str, Any]) -> Checks:
-    return Checks(from_text(data["plan"], "plan") if data["plan"] else None, data["devices"])
+    plan = from_text(data["plan"], "plan") if data["plan"] else None
+    return Checks(plan, data["devices"], tuple(data["shared"]))
 
 
 def _ask_from_json(data: Mapping[str, Any]) -> Ask:
