@@ -1,0 +1,50 @@
+"""The demonstration: its own steps, and how it stops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from commands.demo import write_moe
+from commands.same_logits import same_logits
+from profiler.synth import SynthSpec, write
+
+
+def demo(cwd: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "atsplan", "demo", "--small", *options]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_failing_step_ends_it_with_the_steps_exit_code(tmp_path: Path) -> None:
+    done = demo(tmp_path, "--engine", str(tmp_path / "none"))
+    assert done.returncode == 3
+    assert "$ atsplan inventory moe.gguf\n" in done.stdout
+    first, last = done.stderr.splitlines()[-2:]
+    assert "no such file or folder" in first
+    assert last.startswith("atsplan: demo stopped: `atsplan profile moe.gguf")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = demo(tmp_path, "--folder", "file")
+    assert done.returncode == 2
+    assert done.stderr.startswith("atsplan: file")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_model_of_the_demonstration_is_always_the_same(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        write_moe(tmp_path / name)
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_equal_weights_give_equal_bits_and_others_do_not(tmp_path: Path, dense_model: Path) -> None:
+    again = write(tmp_path / "again.gguf", SynthSpec("llama", alignment=4096))
+    other = write(tmp_path / "other.gguf", SynthSpec("llama", seed=2))
+    same = same_logits(None, dense_model, again)
+    assert (same.same, same.n_tokens, same.n_vocab, same.largest) == (True, 32, 512, 0)
+    differs = same_logits(None, dense_model, other)
+    assert not differs.same
+    assert differs.largest > 0.1
