@@ -20,9 +20,11 @@ from predict_measure import workload_of
 from planner import inventory as inventories
 from planner import profile as profiles
 from planner.inventory import Inventory
-from planner.profile import Calibration, Profile
-from profiler.calibrate import Run, fit
+from planner.profile import Profile
+from profiler.calibrate import Run, machine, model
 from profiler.placements import Placement, Predictor
+
+BRIEF = ("all on the GPU", "all moved", "every other moved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class Verdict:
     """How well one model was predicted; relative errors."""
 
     model: str
-    calibration: Calibration | None
+    stage: str
+    profile: Profile
     errors: tuple[Error, ...]
 
     def summary(self) -> dict[str, float]:
@@ -87,13 +90,9 @@ def main() -> None:
         table = inventories.from_text(path.read_text(), path.name)
         tables[table.name] = (table, read_rows(options.folder / "runs.csv", table.name))
     workload = (options.prompt, options.gen)
-    found = [v for name in tables for v in judge(*tables[name], profile, workload)]
+    found = [v for table, rows in tables.values() if rows for v in judge(table, rows, profile, workload)]
     if options.json:
-        print(
-            json.dumps(
-                [{"model": v.model, "calibrated": v.calibration is not None, **v.summary()} for v in found]
-            )
-        )
+        print(json.dumps([{"model": v.model, "stage": v.stage, **v.summary()} for v in found]))
         return
     for verdict in found:
         report(verdict, options.runs)
@@ -101,32 +100,34 @@ def main() -> None:
 
 def judge(
     table: Inventory, rows: Sequence[Row], profile: Profile, workload: tuple[int, int]
-) -> tuple[Verdict, Verdict]:
-    """The held-out placements of one model, without and with whole-model calibration."""
+) -> tuple[Verdict, ...]:
+    """The held-out placements of one model, at three stages of calibration."""
     load = workload_of(*workload)
-    seen = [Run(row.placement, row.decode_ns) for row in rows if row.kind == "calibration"]
-    calibration = fit(table, load, profile, seen, table.table_digest())
-    names = {row.placement for row in rows if row.kind == "calibration"}
-    held = [
-        row for row in rows if row.kind != "calibration" and _bare(row) not in {_bare_of(p) for p in names}
-    ]
+    seen = [row for row in rows if row.kind == "calibration"]
+    # Without any layer on the GPU the engine repacks host weights: other kernels, not of this comparison.
+    runs = [Run(r.placement, r.decode_ns) for r in seen if set(r.placement.layer_devices) != {"CPU"}]
+    brief = [run for run in runs if run.placement.name in BRIEF]
+    known = {_bare(row) for row in seen}
+    held = [row for row in rows if row.kind != "calibration" and _bare(row) not in known]
     bare = profile.model_copy(update={"calibrations": ()})
-    fitted = profile.model_copy(update={"calibrations": (calibration,)})
+    whole = machine(table, load, bare, runs)
+    stages = {
+        "operators alone": bare,
+        f"calibrated on {len(runs)} runs": whole,
+        f"then on {len(brief)} runs of the model": model(table, load, whole, brief),
+    }
     predictor = Predictor(table, load)
     verdicts = []
-    for used, known in ((bare, None), (fitted, calibration)):
+    for stage, used in stages.items():
         prices = predictor.evaluate_all(used, [row.placement for row in held])
         errors = [Error(r, e.decode_ns, e.prefill_ns) for r, e in zip(held, prices, strict=True)]
-        verdicts.append(Verdict(table.name, known, tuple(errors)))
-    return verdicts[0], verdicts[1]
+        verdicts.append(Verdict(table.name, stage, used, tuple(errors)))
+    return tuple(verdicts)
 
 
 def _bare(row: Row) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return _bare_of(row.placement)
-
-
-def _bare_of(placement: Placement) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return placement.layer_devices, placement.moved
+    """What makes two placements the same whatever they are called."""
+    return row.placement.layer_devices, row.placement.moved
 
 
 def read_rows(path: Path, model: str) -> list[Row]:
@@ -160,15 +161,14 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def report(verdict: Verdict, each: bool) -> None:
     """A few lines on one model."""
-    calibration = verdict.calibration
-    print(f"\n{verdict.model}: {'calibrated' if calibration else 'operators alone'}")
-    if calibration:
-        scales = ", ".join(f"{name} x{ppm / 1e6:.2f}" for name, ppm in calibration.scale_ppm.items())
+    print(f"\n{verdict.model}: {verdict.stage}")
+    for c in verdict.profile.calibrations[-1:]:
+        scales = ", ".join(f"{name} x{ppm / 1e6:.2f}" for name, ppm in c.scale_ppm.items())
+        small = ", ".join(f"{d.name} {d.op_overhead_ns / 1e3:.1f} us" for d in verdict.profile.devices)
         print(
-            f"  {scales}, split {calibration.split_ns / 1e3:.1f} us, "
-            f"mixed {calibration.mixed_ns / 1e3:.0f} us, "
-            f"token {calibration.token_ns / 1e3:.0f} us; worst of {calibration.runs} runs "
-            f"{calibration.residual_ppm / 1e4:.1f} %"
+            f"  {scales}, split {c.split_ns / 1e3:.1f} us, mixed {c.mixed_ns / 1e3:.0f} us, "
+            f"token {c.token_ns / 1e3:.0f} us; small operators {small}; "
+            f"worst of {c.runs} runs {c.residual_ppm / 1e4:.1f} %"
         )
     s = verdict.summary()
     print(

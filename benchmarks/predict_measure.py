@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from profiler import runner, session, synth
 from profiler.placements import Placement, calibrating, sensible, shuffled, spec_of
 from profiler.runner import Length
 
+Row = dict[str, object]
 COLUMNS = (
     "model",
     "placement",
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--engine", help="llama.cpp library or build folder")
     parser.add_argument("--gpu", default="CUDA0", help="the device beside the CPU")
     parser.add_argument("--small", action="store_true", help="small models, for software GPUs")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which models")
     parser.add_argument("--random", type=int, default=14, help="random placements a model")
     parser.add_argument("--seconds", type=float, default=50, help="aim for the operators")
     parser.add_argument("--prompt", type=int, default=512)
@@ -72,7 +75,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        specs = SMALL if options.small else MODELS
+        specs = {name: (SMALL if options.small else MODELS)[name] for name in options.models}
         paths = {name: folder / f"{name}.gguf" for name in specs}
         for name, path in paths.items():
             if not path.exists():
@@ -84,8 +87,7 @@ def main() -> None:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             for name, path in paths.items():
-                _runs(options, name, path, tables[name], threads, writer)
-                file.flush()
+                _runs(options, path, tables[name], threads, lambda row: (writer.writerow(row), file.flush()))
 
 
 def _profile(options: argparse.Namespace, tables: list[Inventory]) -> int:
@@ -112,12 +114,7 @@ def _profile(options: argparse.Namespace, tables: list[Inventory]) -> int:
 
 
 def _runs(
-    options: argparse.Namespace,
-    name: str,
-    path: Path,
-    table: Inventory,
-    threads: int,
-    writer: csv.DictWriter[str],
+    options: argparse.Namespace, path: Path, table: Inventory, threads: int, write: Callable[[Row], object]
 ) -> None:
     drawn = {
         "calibration": tuple(calibrating(table, (options.gpu,), brief=False)),
@@ -129,11 +126,11 @@ def _runs(
     specs = {key: spec_of(table, placement, workload, threads) for key, (_, placement) in kinds.items()}
     length = Length(options.prompt, options.gen, options.repeats)
 
-    def keep(line: dict[str, object]) -> None:
-        say(f"{name}: {line['key']}: {line.get('skipped') or ''}")
+    def keep(line: Row) -> None:
+        say(f"{table.name}: {line['key']}: {line.get('skipped') or ''}")
+        write(_row(table.name, *kinds[str(line["key"])], line))
 
-    for key, line in runner.whole_model(path, specs, options.engine, length, keep).items():
-        writer.writerow(_row(table.name, *kinds[key], line))
+    runner.whole_model(path, specs, options.engine, length, keep)
 
 
 def workload_of(prompt: int, gen: int) -> Workload:
@@ -143,8 +140,8 @@ def workload_of(prompt: int, gen: int) -> Workload:
     return Workload(n_ctx=prompt + 256, depth=depth, prompt=prompt, gen=gen, n_ubatch=n_ubatch)
 
 
-def _row(model: str, kind: str, placement: Placement, line: dict[str, object]) -> dict[str, object]:
-    row: dict[str, object] = {
+def _row(model: str, kind: str, placement: Placement, line: Row) -> Row:
+    row: Row = {
         "model": model,
         "placement": placement.name,
         "kind": kind,

@@ -91,10 +91,11 @@ def whole_model(
                     found[started] = line
                     on_line(line)
         if child.failure:
-            lost = started if started not in found else next((k for k in left if k not in found), started)
-            found.setdefault(
-                lost, {"kind": "run", "key": lost, "skipped": f"the engine failed: {child.failure}"}
-            )
+            lost = started if started not in found else next((k for k in left if k not in found), "")
+            if not lost:  # it failed after its last run
+                break
+            found[lost] = {"kind": "run", "key": lost, "skipped": f"the engine failed: {child.failure}"}
+            on_line(found[lost])
     return found
 
 
