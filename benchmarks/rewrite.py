@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,17 +44,26 @@ ATSPLAN = [sys.executable, str(ROOT / "atsplan.py")]
 
 @dataclass(frozen=True)
 class Contender:
-    """A command; `moved` is the number of model bytes it handles, for its throughput."""
+    """A command and the files it makes."""
 
     name: str
     command: list[str]
     outputs: tuple[Path, ...] = ()
-    sync: bool = False  # whether the time includes flushing the output to the disk afterwards
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run: seconds of the process, seconds it reports itself, CPU seconds, peak private memory."""
+
+    seconds: float
+    reported: float
+    cpu: float
+    anon_mib: float
 
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over the runs."""
+    """The best of several runs: on a shared machine the others measure the neighbours."""
 
     name: str
     seconds: float
@@ -118,7 +127,7 @@ def contenders(folder: Path, mbolt: str) -> Iterator[Contender]:
     rewrite = [*ATSPLAN, "rewrite", str(model), "-o", str(out), "--json", "--plan"]
     made = (out, folder / "out.gguf.manifest.yaml")
     yield Contender("cp", ["cp", str(model), str(copy)], (copy,))
-    yield Contender("cp, then sync", ["cp", str(model), str(copy)], (copy,), sync=True)
+    yield Contender("cp, then sync", _synced(["cp", str(model), str(copy)], copy), (copy,))
     for name in ("same", "moved"):
         label = "identity" if name == "same" else "experts moved"
         plan = str(folder / f"{name}.yaml")
@@ -127,8 +136,13 @@ def contenders(folder: Path, mbolt: str) -> Iterator[Contender]:
     if mbolt:
         command = [mbolt, str(model), str(folder / "perms.json"), "-o", str(out), "--layout", "chain"]
         yield Contender("mbolt 0.1.0 chain", command, (out,))
-        yield Contender("mbolt 0.1.0 chain, then sync", command, (out,), sync=True)
+        yield Contender("mbolt 0.1.0 chain, then sync", _synced(command, out), (out,))
     yield Contender("sha256sum", ["sha256sum", str(model)])
+
+
+def _synced(command: list[str], output: Path) -> list[str]:
+    """The command, then its output flushed to the disk, as atsplan does."""
+    return ["sh", "-c", f"{shlex.join(command)} && sync {shlex.quote(str(output))}"]
 
 
 def verifier(folder: Path) -> Contender:
@@ -137,34 +151,37 @@ def verifier(folder: Path) -> Contender:
     return Contender("atsplan verify, experts moved", [*command, "--plan", str(folder / "moved.yaml")])
 
 
-def measure(one: Contender, size_bytes: int, runs: int) -> Result:
-    """Run a contender several times."""
-    seconds, inner, cpu, peaks = [], [], [], []
+def measure(every: Sequence[Contender], size_bytes: int, runs: int) -> list[Result]:
+    """Run all contenders in turn, several rounds."""
+    samples: dict[str, list[Sample]] = {one.name: [] for one in every}
     for _ in range(runs):
-        for path in one.outputs:
-            path.unlink(missing_ok=True)
-        os.sync()
-        took, work, used, peak = _once(one)
-        seconds.append(took)
-        inner.append(work)
-        cpu.append(used)
-        peaks.append(peak)
+        for one in every:
+            _clean(one)
+            os.sync()
+            samples[one.name].append(_once(one))
+            _clean(one)
+    return [_best(one.name, samples[one.name], size_bytes / 2**20) for one in every]
+
+
+def _clean(one: Contender) -> None:
     for path in one.outputs:
         path.unlink(missing_ok=True)
-    mib, median, work = size_bytes / 2**20, statistics.median(seconds), statistics.median(inner)
+
+
+def _best(name: str, samples: list[Sample], mib: float) -> Result:
+    seconds, work = min(s.seconds for s in samples), min(s.reported for s in samples)
     return Result(
-        name=one.name,
-        seconds=round(median, 3),
-        mib_per_s=round(mib / median),
-        cpu_seconds=round(min(cpu), 3),
+        name=name,
+        seconds=round(seconds, 3),
+        mib_per_s=round(mib / seconds),
+        cpu_seconds=round(min(s.cpu for s in samples), 3),
         inner_mib_per_s=round(mib / work) if work else 0,
-        spread=round(max(seconds) / min(seconds), 2),
-        anon_mib=round(max(peaks)),
+        spread=round(max(s.seconds for s in samples) / seconds, 2),
+        anon_mib=round(max(s.anon_mib for s in samples)),
     )
 
 
-def _once(one: Contender) -> tuple[float, float, float, float]:
-    """Seconds of the process, seconds it reports itself, CPU seconds, peak of private memory in MiB."""
+def _once(one: Contender) -> Sample:
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
         started = time.monotonic()
         child = subprocess.Popen(one.command, stdout=said, stderr=errors)
@@ -172,16 +189,14 @@ def _once(one: Contender) -> tuple[float, float, float, float]:
         while not (ended := os.wait4(child.pid, os.WNOHANG))[0]:
             peak = max(peak, _anon_kib(child.pid))
             time.sleep(SAMPLE_S)
-        child.returncode = os.waitstatus_to_exitcode(ended[1])
-        if one.sync:
-            subprocess.run(["sync", *map(str, one.outputs)], check=True)
         seconds = time.monotonic() - started
+        child.returncode = os.waitstatus_to_exitcode(ended[1])
         for file in (said, errors):
             file.seek(0)
         if child.returncode:
             raise click.ClickException(f"{one.name}: {errors.read().decode()[-500:]}")
         cpu = ended[2].ru_utime + ended[2].ru_stime
-        return seconds, _reported(said.read()), cpu, peak / 1024
+        return Sample(seconds, _reported(said.read()), cpu, peak / 1024)
 
 
 def _reported(text: bytes) -> float:
@@ -225,7 +240,8 @@ def _show(results: list[Result]) -> None:
         ours = by_name[f"atsplan rewrite --no-verify, {label}"]
         click.echo(
             f"rewrite, {label}: {ours.mib_per_s / copied:.2f} of cp with sync, "
-            f"{ours.inner_mib_per_s / copied:.2f} without the start of the program"
+            f"{ours.inner_mib_per_s / copied:.2f} without the start of the program; "
+            f"CPU time {ours.cpu_seconds / by_name['cp, then sync'].cpu_seconds:.2f} times cp's"
         )
     verified = by_name["atsplan verify, experts moved"]
     click.echo(
@@ -247,10 +263,9 @@ def main(folder: Path, gib: float, runs: int, mbolt: str, target: Path | None) -
         size = model.stat().st_size
         write_plans(here, read_model(model))
         click.echo(f"model of {size / 2**20:.0f} MiB, {runs} runs each, load {os.getloadavg()[0]:.1f}")
-        results = [measure(one, size, runs) for one in contenders(here, mbolt)]
         keep = [*ATSPLAN, "rewrite", str(model), "-o", str(here / "kept.gguf"), "--no-verify", "--plan"]
         subprocess.run([*keep, str(here / "moved.yaml")], check=True, stdout=subprocess.DEVNULL)
-        results.append(measure(verifier(here), size, runs))
+        results = measure([*contenders(here, mbolt), verifier(here)], size, runs)
     _show(results)
     if target is not None:
         target.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
