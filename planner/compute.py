@@ -76,7 +76,7 @@ def compute_items(
         stage_bytes=stage_bytes,
         staging=staged_bytes,
         inputs=copies * tokens * _INPUT_BYTES + (copies - 1) * 4 * tokens * width,
-        head=4 * tokens * width * (_LIVE + (1 if workload.flash_attn else 3)) if head else 0,
+        head=4 * tokens * width * _head_copies(inventory, shape, workload) if head else 0,
     )
 
 
@@ -104,10 +104,23 @@ def compute_bytes(
     ).total
 
 
+def _head_copies(inventory: Inventory, shape: Layers, workload: Workload) -> int:
+    """Copies of the residual stream that may lie below the logits, as seen on CPU, Vulkan and CUDA."""
+    if not workload.flash_attn:
+        return _LIVE + 3
+    names = {
+        t.name.partition(".")[2].partition(".")[2] for t in inventory.tensors if t.name.startswith("blk.")
+    }
+    gated = {"ffn_gate_exps.weight", "ffn_gate_up_exps.weight"} & names
+    if gated and not {"ffn_down_shexp.weight", "ffn_down_exps.bias", "ffn_down.weight"} & names:
+        return 13
+    return 11 if gated and any(shape.recurrent) else _LIVE + 1
+
+
 def host_bytes(inventory: Inventory, workload: Workload, *, swa_full: bool = False) -> int:
     """The compute buffer that stays in host memory when every layer and the head are on GPUs."""
     tokens = batch_tokens(workload)
-    inputs = 2 * 4 * tokens * inventory.number("embedding_length") + tokens * _INPUT_BYTES
+    inputs = 4 * 4 * tokens * inventory.number("embedding_length") + tokens * _INPUT_BYTES
     shape = layers_of(inventory)
     masks = sum(_masks(inventory, workload, shape, range(shape.n_main), swa_full))
     return inputs + masks + _per_layer_inputs(inventory, shape, tokens)
@@ -118,11 +131,16 @@ def output_bytes(inventory: Inventory, workload: Workload) -> int:
     return 4 * vocabulary(inventory) * workload.n_seq
 
 
-def staging_bytes(host_tensors: Iterable[int], workload: Workload, *, op_offload: bool = True) -> int:
-    """Room on a GPU for weights that stay in host memory: the largest one, from 32 tokens a batch on."""
+def staging_bytes(
+    host_tensors: Iterable[int], workload: Workload, *, op_offload: bool = True, hybrid: bool = False
+) -> int:
+    """Room on a GPU for weights that stay in host memory, from 32 tokens a batch on: the largest one.
+
+    In models with recurrent layers (`hybrid`) the engine was seen to keep two of them at a time.
+    """
     if not op_offload or batch_tokens(workload) < OFFLOAD_BATCH:
         return 0
-    return max(host_tensors, default=0)
+    return sum(sorted(host_tensors)[-2 if hybrid else -1 :])
 
 
 def pipeline_copies(n_gpus: int, *, full_offload: bool, overrides: bool) -> int:

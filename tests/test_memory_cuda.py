@@ -1,0 +1,84 @@
+"""Formulas against dry loads of 18 real models on an H200 (llama.cpp b11434, all layers on CUDA0).
+
+The numbers were read from llama_get_memory_breakdown; `experts_on_host` overrides routed experts to the CPU.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from planner.arch import layers_of
+from planner.inventory import Inventory, from_text
+from planner.kv import is_latent
+from planner.memory import compute_bytes, host_bytes, kv_bytes, staging_bytes, state_bytes
+from planner.roles import Role, part_of
+from planner.workload import Workload
+
+ROOT = Path(__file__).parent
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One dry load."""
+
+    model: str
+    workload: Workload
+    experts_on_host: bool
+    context: int
+    compute: int
+    host_compute: int
+
+    def __str__(self) -> str:
+        work = self.workload
+        return f"{self.model}-{work.n_ctx}x{work.n_seq}-{work.n_ubatch}-{work.type_k}-{self.experts_on_host}"
+
+
+def measured() -> Iterator[Measured]:
+    with (ROOT / "data" / "memory_h200_b11434.csv").open() as file:
+        for row in csv.DictReader(file):
+            work = {key: int(row[key]) for key in ("n_ctx", "n_seq", "n_ubatch")}
+            types = {
+                "type_k": row["kv_type"],
+                "type_v": row["kv_type"],
+                "flash_attn": row["flash_attn"] == "true",
+            }
+            yield Measured(
+                row["model"],
+                Workload.model_validate({**work, **types}),
+                row["experts_on_host"] == "true",
+                *(int(row[key]) for key in ("context", "compute", "host_compute")),
+            )
+
+
+@cache
+def read(name: str) -> Inventory:
+    path = ROOT.parent / "plans" / "inputs" / f"{name}.inventory.yaml"
+    return from_text(path.read_text(), str(path))
+
+
+@pytest.mark.parametrize("load", measured(), ids=str)
+def test_a_real_gpu(load: Measured) -> None:
+    model, work = read(load.model), load.workload
+    context = sum(kv_bytes(model, work)) + sum(state_bytes(model, work))
+    # CUDA pads quantised rows that are no multiple of 512 values: once a tensor, 512 bytes.
+    padded = 512 * layers_of(model).n_main if work.type_k == "q8_0" else 0
+    assert 0 <= load.context - context <= padded * (is_latent(model) or any(layers_of(model).recurrent))
+    host = (
+        [t.size_bytes for t in model.tensors if part_of(t).role is Role.EXPERTS]
+        if load.experts_on_host
+        else []
+    )
+    staged = staging_bytes(host, work, hybrid=any(layers_of(model).recurrent))
+    estimate = compute_bytes(model, work, staged_bytes=staged)
+    assert load.compute <= 1.03 * estimate + 4 * MIB
+    assert estimate <= 2 * load.compute + 4 * MIB
+    if not load.experts_on_host:
+        assert estimate <= 1.11 * load.compute
+        assert load.host_compute <= 1.5 * host_bytes(model, work)
