@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import MachineError
+from planner.errors import FileProblem, MachineError
 from planner.gguf_file import ModelFile
 from planner.gguf_header import DEFAULT_ALIGNMENT
 from planner.gguf_shards import parse_name
@@ -93,6 +93,8 @@ def rewrite(
 def decide(model: ModelFile, plan: Plan, name: str, options: RewriteOptions, plan_path: str) -> Work:
     """Everything a rewrite will do, without doing it. `name` is the output's."""
     check_plan(model, plan, plan_path)
+    if not model.inventory.tensors:
+        raise FileProblem(str(model.paths[0]), "holds no tensors: there is nothing to put in order")
     _refuse_foreign_order(model, plan)
     found = regions(model.inventory, plan, units_of(model.inventory).units, plan_path)
     stamp = read_stamp(model)
