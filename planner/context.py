@@ -12,7 +12,7 @@ from planner.kv import CELL_STEP
 from planner.options import SolveOptions
 from planner.problem import Decision, Edge, Option, Problem
 from planner.profile import Profile
-from planner.refusal import Infeasible, check_forced, refuse
+from planner.refusal import Infeasible, forced, refuse
 from planner.solve import Limits, solve
 from planner.workload import Workload
 
@@ -48,8 +48,7 @@ def largest_context(
         if fits(lowest, keep):
             return _bisect(lambda n, keep=keep: fits(n, keep), lowest, workload.n_ctx), keep
     floor = _priced(inventory, profile, budgets, _with(workload, lowest), options, Keep.ANY)
-    check_forced(floor, budgets, options)
-    refusal = refuse(floor, budgets, options)
+    refusal = forced(floor, budgets, options) or refuse(floor, budgets, options)
     raise Infeasible(refusal.needs, refusal.hints, f"not even a context of {lowest} cells fits")
 
 
@@ -94,9 +93,7 @@ def _priced(
 
 
 def _fits(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> bool:
-    try:
-        check_forced(priced, budgets, options)
-    except Infeasible:
+    if forced(priced, budgets, options) is not None:
         return False
     return solve(free_of_charge(priced.problem), None, Limits(2.0, 10.0)).solution is not None
 

@@ -81,13 +81,15 @@ class CountModel:
             return
         devices, n = range(len(self.problem.devices)), len(self.problem.decisions)
         flow = {(p, q): self.model.new_int_var(0, n, f"flow{p}.{q}") for p in devices for q in devices}
-        starts = {o.exit for o in self.problem.decisions[0].options}
+        # Devices that data reaches otherwise than by a hand-over: where the chain starts, inside a layer.
+        reached = {o.exit for o in self.problem.decisions[0].options}
+        reached |= {o.exit for _, _, o in self.problem.each_option() if o.exit != o.entry}
         for d in devices:
             given = self._counting(lambda o, d=d: o.exit == d, lambda c: not c.last)
             taken = self._counting(lambda o, d=d: o.entry == d, lambda c: not c.first)
             self.model.add(sum(flow[d, q] for q in devices) == sum(given))
             self.model.add(sum(flow[p, d] for p in devices) == sum(taken))
-            if d not in starts and taken:  # a device in use is entered from another at least once
+            if d not in reached and taken:  # a device in use is entered from another at least once
                 entered = self.model.new_bool_var(f"entered{d}")
                 for count in taken:
                     self.model.add(count <= n * entered)

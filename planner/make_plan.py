@@ -15,7 +15,7 @@ from planner.plan import Plan
 from planner.problem import Solution
 from planner.profile import Profile
 from planner.record_plan import Chosen, record
-from planner.refusal import check_forced, refuse
+from planner.refusal import forced, refuse
 from planner.solve import Limits, Solved, solve
 from planner.workload import Workload
 
@@ -39,12 +39,12 @@ def make_plan(
         model, profile, budgets, workload, replace(options, pins=(), contiguous=False, no_cpu=False)
     )
     constrained = price(model, profile, budgets, workload, options)
-    check_forced(constrained, budgets, options)
     stock = baselines.candidates(everything, options.given)
     alone = host_only(model, profile, budgets, workload, options)
-    chosen = choose(constrained, everything, stock, alone, options)
+    refusal = forced(constrained, budgets, options)
+    chosen = choose(constrained, everything, stock, alone, options, searched=refusal is None)
     if chosen is None:
-        raise refuse(constrained, budgets, options)
+        raise refusal or refuse(constrained, budgets, options)
     return record(chosen, (alone[1], *stock) if alone else stock, profile, budgets, workload, options)
 
 
@@ -67,12 +67,18 @@ def choose(
     stock: tuple[Candidate, ...],
     host_only: tuple[Priced, Candidate] | None,
     options: SolveOptions,
+    *,
+    searched: bool = True,
 ) -> Chosen | None:
-    """The solver's answer, unless a stock rule is as good within the error of the prediction."""
+    """The solver's answer, unless a stock rule is as good within the error of the prediction.
+
+    `searched` False: no placement on these devices exists, only the CPU alone is left to look at.
+    """
     usable = [c for c in (_translate(priced, each, free) for each in stock) if c is not None and c.feasible]
     hint = min(usable, key=lambda c: _objective(c), default=None)
     limits = Limits(options.time_limit_s, 3 * options.time_limit_s)
-    solved = solve(priced.problem, hint.solution if hint else None, limits)
+    start = hint.solution if hint else None
+    solved = solve(priced.problem, start, limits) if searched else Solved("infeasible", None, 0, 0)
     found = _pick(priced, solved, usable)
     if host_only is None or options.no_cpu or options.pins:
         return found

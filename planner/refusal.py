@@ -36,9 +36,9 @@ class Infeasible(AnswerIsNo):
     why: str = ""
 
     def message(self) -> str:
-        parts = [_sentence(need) for need in self.needs] or [self.why or "no placement keeps all limits"]
+        parts = [*([self.why] if self.why else []), *(_sentence(need) for need in self.needs)]
         hint = f"; try {' or '.join(self.hints)}" if self.hints else ""
-        return "does not fit: " + "; ".join(parts) + hint
+        return "does not fit: " + ("; ".join(parts) or "no placement keeps all limits") + hint
 
 
 def _sentence(need: Need) -> str:
@@ -61,19 +61,19 @@ def _sentence(need: Need) -> str:
     )
 
 
-def check_forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> None:
-    """Refuse at once what no search can save: a decision without options, or forced bytes above a limit.
+def forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible | None:
+    """What no search can save: a decision without options, or forced bytes above a limit.
 
-    Raises Infeasible. Returning does not promise that a placement exists.
+    None does not promise that a placement exists.
     """
     problem = priced.problem
     for decision in problem.decisions:
         if not decision.options:
-            raise Infeasible((), (), f"{decision.name} has no allowed place under the pins and modes given")
+            why = f"{decision.name} has no allowed place under the pins, modes and KV types given"
+            return Infeasible((), hints(priced, options), why)
     needs = [_forced(priced, d, budgets, options) for d in range(len(problem.devices))]
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
-    if short:
-        raise Infeasible(short, hints(priced, options))
+    return Infeasible(short, hints(priced, options)) if short else None
 
 
 def refuse(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible:

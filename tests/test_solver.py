@@ -1,0 +1,141 @@
+"""The solver against two oracles that share nothing with it, on thousands of small random problems."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_problems import brute_force, random_problem, with_budget
+
+from planner import counts, dp, frontier
+from planner.evaluate import evaluate
+from planner.problem import Problem, Solution
+from planner.solve import Solved, price_of, solve, solve_cp
+
+SEEDS = st.integers(min_value=0, max_value=2**40)
+
+
+def many(examples: int) -> settings:
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+
+
+def agree(problem: Problem, solved: Solved, best: int | None) -> None:
+    """The solver found the optimum, and the evaluator finds its placement legal and as cheap as it said."""
+    if best is None:
+        assert solved.status == "infeasible" and solved.solution is None
+        return
+    assert solved.status == "optimal" and solved.solution is not None
+    found = evaluate(problem, solved.solution)
+    assert found.violations == ()
+    assert found.objective_ns == solved.objective_ns == solved.bound_ns == best
+
+
+@many(1000)
+@given(SEEDS)
+def test_same_objective_as_trying_everything(seed: int) -> None:
+    problem = random_problem(seed, length=3)
+    agree(problem, solve(problem), brute_force(problem))
+
+
+@many(250)
+@given(SEEDS)
+def test_cp_sat_alone_agrees(seed: int) -> None:
+    problem = random_problem(seed, length=3)
+    agree(problem, solve_cp(problem), brute_force(problem))
+
+
+@many(200)
+@given(SEEDS)
+def test_same_objective_as_the_dynamic_programme(seed: int) -> None:
+    problem = random_problem(seed, length=9, gpus=1, limit_host=False, extras=False)
+    agree(problem, solve(problem), dp.optimum(problem, 0))
+
+
+@many(200)
+@given(SEEDS)
+def test_dynamic_programme_against_trying_everything(seed: int) -> None:
+    problem = random_problem(seed, length=3, gpus=1, limit_host=False, extras=False)
+    assert dp.optimum(problem, 0) == brute_force(problem)
+
+
+@many(120)
+@given(SEEDS)
+def test_a_hint_changes_nothing_but_the_start(seed: int) -> None:
+    problem = random_problem(seed, length=3)
+    first = solve(problem)
+    if first.solution is not None:
+        agree(problem, solve(problem, first.solution), first.objective_ns)
+
+
+@many(60)
+@given(SEEDS)
+def test_more_budget_is_never_slower(seed: int) -> None:
+    problem = random_problem(seed, length=6, extras=False)
+    before: int | None = None
+    for capacity in range(0, 40, 8):
+        found = solve(with_budget(problem, 0, capacity))
+        assert before is None or (found.solution is not None and found.objective_ns <= before)
+        before = found.objective_ns if found.solution is not None else before
+
+
+@many(300)
+@given(SEEDS)
+def test_the_counting_relaxation_is_a_lower_bound(seed: int) -> None:
+    from ortools.sat.python import cp_model
+
+    problem = random_problem(seed, length=3)
+    best = brute_force(problem)
+    if best is None or not counts.applies(problem):
+        return
+    solver = cp_model.CpSolver()
+    assert solver.solve(counts.CountModel(cp_model, problem).model) == cp_model.OPTIMAL
+    assert round(solver.objective_value) <= best
+
+
+@many(400)
+@given(SEEDS)
+def test_the_frontier_proves_what_it_says(seed: int) -> None:
+    problem = random_problem(seed, length=3)
+    if not frontier.applies(problem):
+        return
+    found, best = frontier.search(problem, None, 0), brute_force(problem)
+    if found.proven:
+        assert (found.objective_ns if found.solution else None) == best
+    elif best is not None:
+        assert found.bound_ns <= best
+
+
+@many(300)
+@given(SEEDS)
+def test_two_ways_to_price_a_placement_agree(seed: int) -> None:
+    problem = random_problem(seed, length=5)
+    choices = tuple(seed // 7**i % len(d.options) for i, d in enumerate(problem.decisions))
+    solution = Solution(choices)
+    assert price_of(problem, solution) == evaluate(problem, solution).objective_ns
+
+
+def test_the_same_problem_gives_the_same_placement() -> None:
+    problem = random_problem(11, length=8, gpus=2)
+    assert solve(problem) == solve(problem)
+
+
+def test_contiguous_is_found_by_itself_when_splits_are_dear() -> None:
+    problem = random_problem(5, length=6, gpus=1, limit_host=False, extras=False)
+    dear = tuple(tuple(0 if p == q else 10_000 for q in range(2)) for p in range(2))
+    edges = tuple(replace(e, decode_ns=dear, prefill_ns=dear) for e in problem.edges)
+    problem = replace(problem, edges=edges)
+    found = solve(problem)
+    assert found.solution is not None
+    chosen = found.solution.chosen(problem)
+    assert sum(a.exit != b.entry for a, b in itertools.pairwise(chosen)) <= 1
+
+
+@pytest.mark.parametrize("length", [24, 48])
+def test_alike_layers_are_proven_in_one_pass(length: int) -> None:
+    """Forty-eight equal layers under one budget: hopeless for plain branching."""
+    problem = random_problem(3, length=length, gpus=1, limit_host=False, extras=False)
+    assert frontier.search(problem, None, 0).proven
+    agree(problem, solve(problem), dp.optimum(problem, 0))
