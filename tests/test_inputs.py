@@ -11,6 +11,7 @@ from planner.arch import KNOWN, layers_of
 from planner.errors import FieldProblem
 from planner.inventory import Inventory, from_text, to_text
 from planner.kv import kv_bytes, state_bytes
+from planner.memory import compute_bytes
 from planner.tables import inventory_of, read_table
 from planner.units import Kind, units_of
 from planner.workload import Workload
@@ -114,3 +115,22 @@ def test_a_bad_table_is_refused_at_its_line(text: str, line: int, what: str) -> 
     with pytest.raises(FieldProblem, match=what) as caught:
         read_table(text, "t.csv")
     assert caught.value.line == line
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3.6-35B-A3B-q4_K", "gemma-4-26B-A4B-Q4_K_M", "DeepSeek-V3.1-Terminus-q4_K"]
+)
+def test_more_of_anything_never_takes_less_memory(name: str) -> None:
+    """What fits at a context fits at every smaller one; the same for batches."""
+    model = read(name)
+
+    def total(**changed: int) -> int:
+        work = Workload(**{"n_ctx": 8192, "n_seq": 2, "n_ubatch": 256, **changed})
+        return sum(kv_bytes(model, work)) + sum(state_bytes(model, work)) + compute_bytes(model, work)
+
+    for key, values in (
+        ("n_ctx", range(256, 8192, 256)),
+        ("n_ubatch", (16, 32, 64, 512, 2048)),
+    ):
+        sizes = [total(**{key: value}) for value in values]
+        assert sizes == sorted(sizes)

@@ -63,7 +63,7 @@ def read(name: str) -> Inventory:
     return from_text(path.read_text(), str(path))
 
 
-@pytest.mark.parametrize("load", measured(), ids=str)
+@pytest.mark.parametrize("load", list(measured()), ids=str)
 def test_a_real_gpu(load: Measured) -> None:
     model, work = read(load.model), load.workload
     context = sum(kv_bytes(model, work)) + sum(state_bytes(model, work))
