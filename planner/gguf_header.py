@@ -129,6 +129,11 @@ def one_line(name: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}…"
 
 
+def printable(message: str) -> str:
+    """A message that quotes names from a file, on one line whatever they hold."""
+    return message if message.isprintable() else ascii(message)
+
+
 class _Reader:
     """A position in the file; every read is checked against the end first."""
 

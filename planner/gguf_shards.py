@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import FileProblem, InputError
-from planner.gguf_header import Header
+from planner.gguf_header import Header, printable
 
 _NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
@@ -33,7 +33,7 @@ class ShardProblems(InputError):
     problems: tuple[str, ...]
 
     def message(self) -> str:
-        return f"{self.path}: {'; '.join(self.problems)}"
+        return printable(f"{self.path}: {'; '.join(self.problems)}")
 
 
 def shard_file(prefix: str, number: int, count: int) -> str:

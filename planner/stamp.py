@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from planner.errors import FileProblem, InputError
 from planner.gguf_file import ModelFile
+from planner.gguf_header import printable
 from planner.plan import Plan, to_text
 from planner.records import digest
 
@@ -48,10 +49,9 @@ class PlanMismatch(InputError):
     found: str
 
     def message(self) -> str:
-        return (
-            f"{self.path}: the plan is for another model: {self.plan_model}, not {self.model} "
-            f"({self.what} {self.expected[:19]} in the plan, {self.found[:19]} here)"
-        )
+        names = printable(f"{self.plan_model}, not {self.model}")
+        digests = f"{self.what} {self.expected[:19]} in the plan, {self.found[:19]} here"
+        return f"{self.path}: the plan is for another model: {names} ({digests})"
 
 
 def plan_digest(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from planner.errors import AnswerIsNo
 from planner.ggml_types import is_known, tensor_bytes
+from planner.gguf_header import printable
 from planner.inventory import Inventory, Tensor
 from planner.roles import Role, part_of
 
@@ -30,7 +31,7 @@ class OrderRefused(AnswerIsNo):
     why: str
 
     def message(self) -> str:
-        return f"experts of layer {self.layer} cannot be reordered: {self.why}"
+        return printable(f"experts of layer {self.layer} cannot be reordered: {self.why}")
 
 
 def gathers(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from planner.errors import AnswerIsNo
 from planner.gguf_file import ModelFile
+from planner.gguf_header import printable
 from planner.inventory import Tensor
 from planner.plan import Plan
 from planner.roles import Role, part_of
@@ -43,7 +44,7 @@ class NotFaithful(AnswerIsNo):
 
     def message(self) -> str:
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
-        return f"{self.path}: not a faithful rewrite: {self.problems[0]}{more}"
+        return printable(f"{self.path}: not a faithful rewrite: {self.problems[0]}{more}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Verification:
     tensors: tuple[ManifestTensor, ...]
     size_bytes: int  # of payloads, one side
     seconds: float
-    moved_layers: tuple[int, ...]
+    moved_layers: tuple[int, ...]  # whose experts stand in another order than in the source
 
     @property
     def claims(self) -> tuple[str, ...]:
@@ -86,8 +87,18 @@ def verify(
     found = _compare(source, ours, theirs, before, after, advance)
     _raise(outputs, found[1])
     size = sum(tensor.size_bytes for tensor in found[0])
-    moved = tuple(sorted(n for n, order in after.items() if order != tuple(range(len(order)))))
-    return Verification(found[0], size, time.monotonic() - started, moved)
+    return Verification(found[0], size, time.monotonic() - started, _moved(before, after))
+
+
+def _moved(before: Orders, after: Orders) -> tuple[int, ...]:
+    """Layers whose experts stand in another order than in the source that was compared."""
+    layers = sorted(before.keys() | after.keys())
+    pairs = {n: (before.get(n), after.get(n)) for n in layers}
+    return tuple(n for n, (old, new) in pairs.items() if _settled(old, new) != _settled(new, old))
+
+
+def _settled(order: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...]:
+    return order if order is not None else tuple(range(len(other or ())))
 
 
 def _raise(outputs: Sequence[Path], problems: list[str]) -> None:
@@ -117,11 +128,11 @@ def _speaks_of_layout(key: str) -> bool:
 def _table(ours: list[Seen], theirs: list[Seen]) -> Iterator[str]:
     """The same tensors with the same types and dimensions."""
     left, right = _weights(ours), _weights(theirs)
-    for name in left.keys() - right.keys():
+    for name in sorted(left.keys() - right.keys()):
         yield f"tensor {name} is missing"
-    for name in right.keys() - left.keys():
+    for name in sorted(right.keys() - left.keys()):
         yield f"tensor {name} was added"
-    for name in left.keys() & right.keys():
+    for name in sorted(left.keys() & right.keys()):
         if (left[name][1].dims, left[name][1].kind) != (right[name][1].dims, right[name][1].kind):
             yield f"tensor {name} has another type or shape"
     if sum(len(seen.weights) for seen in theirs) != len(right):
@@ -157,7 +168,7 @@ def _stamp(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[str]:
     for wanted in plan.experts:
         if orders.get(wanted.layer, tuple(range(len(wanted.order)))) != wanted.order:
             yield f"experts of layer {wanted.layer} are not in the order of the plan"
-    for layer in orders.keys() - {wanted.layer for wanted in plan.experts}:
+    for layer in sorted(orders.keys() - {wanted.layer for wanted in plan.experts}):
         yield f"experts of layer {layer} are in an order that the plan does not ask for"
 
 

@@ -13,7 +13,7 @@ from hand_plans import hand_plan
 from planner.errors import FileProblem
 from planner.gguf_file import ModelFile, read_model
 from planner.plan import Override, Plan
-from planner.stamp import read_stamp
+from planner.stamp import PlanMismatch, read_stamp
 from rewriter.make import RewriteOptions, rewrite
 from rewriter.manifest import from_text, manifest_path, to_text
 from rewriter.payloads import Payload, PayloadCut, digests
@@ -70,6 +70,26 @@ def test_a_faithful_output(made: tuple[ModelFile, Path, Plan]) -> None:
     assert proof.moved_layers == (0, 1)
     assert proof.size_bytes == source.inventory.size_bytes
     assert verify(source, source.paths, None).claims == (WEIGHTS_EXACT, LOGITS_EXACT)
+
+
+def test_claims_speak_of_the_source_that_was_compared(made: tuple[ModelFile, Path, Plan]) -> None:
+    source, out, plan = made
+    again = out.with_name("again.gguf")
+    assert rewrite(read_model(out), plan, again, RewriteOptions()).claims == (WEIGHTS_EXACT, LOGITS_EXACT)
+    back = rewrite(read_model(out), hand_plan(source), out.with_name("b.gguf"), RewriteOptions())
+    assert back.claims == (WEIGHTS_PERMUTED, LOGITS_CLOSE)
+
+
+def test_names_cannot_break_the_line(tmp_path: Path) -> None:
+    tensors = [f32("a\nb\x1b", 1.0), f32("c", 1.0)]
+    source = read_model(save(tmp_path, gguf([arch("x"), kv("general.name", STR, "n\nm")], tensors)))
+    other = read_model(save(tmp_path, gguf([arch("x")], tensors[1:]), "o.gguf"))
+    with pytest.raises(NotFaithful) as found:
+        verify(source, other.paths, None)
+    assert str(found.value).isprintable()
+    with pytest.raises(PlanMismatch) as refused:
+        rewrite(source, hand_plan(other), tmp_path / "z.gguf", RewriteOptions())
+    assert str(refused.value).isprintable()
 
 
 def test_the_manifest_holds_the_digests_of_the_original(made: tuple[ModelFile, Path, Plan]) -> None:
