@@ -19,6 +19,7 @@ from planner.heat import Heat, Part, Phase, WrongModel
 from planner.moe import MoeShape
 from planner.routing import Trace
 
+MAX_LAYERS = 1 << 16
 Sparse = Mapping[int, Mapping[int, int]]  # layer -> expert -> count
 
 
@@ -73,7 +74,10 @@ def read(data: Bytes, path: str, shape: MoeShape | None = None, n_expert: int = 
     `n_expert` helps where neither the file nor a shape says it. Raises FileProblem or FieldProblem for
     what cannot be read and WrongModel for ids, layers or counts that do not fit the model.
     """
-    found = _parse(data, path, shape)
+    try:
+        found = _parse(data, path, shape)
+    except (OverflowError, ValueError):
+        raise FileProblem(path, "broken routing profile: a number that no trace holds") from None
     experts = _n_expert(found, path, shape, n_expert)
     notes = found.notes
     if not (found.n_expert or shape or n_expert):
@@ -134,6 +138,8 @@ def _n_expert(found: Found, path: str, shape: MoeShape | None, asked: int) -> in
     experts = found.n_expert or said or largest + 1
     if largest >= experts:
         raise WrongModel(path, f"expert id {largest}, the model has {experts} experts")
+    if experts > heats.MAX_EXPERTS:
+        raise FileProblem(path, f"broken routing profile: {experts} experts in a layer")
     return experts
 
 
@@ -160,13 +166,15 @@ def _by_layer(found: Found, path: str, shape: MoeShape | None) -> Found:
 
 
 def _check_ids(found: Found, path: str, n_expert: int, shape: MoeShape | None) -> None:
-    if shape is None or found.ordinal:
-        return
     named = (
         {int(la) for la in np.unique(found.trace.layer)}
         if found.trace
         else {la for p in found.parts for la, row in p.counts.items() if any(row.values())}
     )
+    if max(named, default=0) > MAX_LAYERS:
+        raise FileProblem(path, f"broken routing profile: layer {max(named)}")
+    if shape is None or found.ordinal:
+        return
     strangers = sorted(named - set(shape.layers))
     if strangers:
         raise WrongModel(path, f"layer {strangers[0]} routes here, but not in the model")

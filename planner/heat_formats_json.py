@@ -128,7 +128,8 @@ def _logical_count(root: Any, path: str) -> Found:
 
 def _executed_topk(root: Any, path: str) -> Found:
     """Rows of executed top-k by absolute layer, prompts by row ranges: prefill rows, then decode steps."""
-    sources, where = _prompt_rows(root)
+    n_rows = max(len(layer["executed_topk"]) for layer in root["layers"].values())
+    sources, where = _prompt_rows(root, n_rows)
     rows: list[Row] = []
     for name, layer in root["layers"].items():
         for index, ids in enumerate(layer["executed_topk"]):
@@ -141,14 +142,14 @@ def _executed_topk(root: Any, path: str) -> Found:
     return Found(TOPK_SCHEMA, n_expert, k, trace=trace)
 
 
-def _prompt_rows(root: Any) -> tuple[list[str], dict[int, tuple[int, bool, int]]]:
+def _prompt_rows(root: Any, n_rows: int) -> tuple[list[str], dict[int, tuple[int, bool, int]]]:
     """Names of the prompts, and for each row its prompt, whether it is decode, and its step."""
     sources: list[str] = []
     where: dict[int, tuple[int, bool, int]] = {}
     for index, prompt in enumerate(root["conditional"]["prompts"]):
         sources.append(f"{prompt.get('category', 'prompt')}-{index}")
         start, prefill = int(prompt["start_row"]), int(prompt["prefill_rows"])
-        for row in range(start, int(prompt["end_row"])):
+        for row in range(max(0, start), min(n_rows, int(prompt["end_row"]))):
             decode = row >= start + prefill
             where[row] = (index, decode, row - start - prefill if decode else 0)
     return sources, where

@@ -33,7 +33,7 @@ def parse(text: str, path: str, shape: MoeShape | None) -> Found:
     names = [name.strip().lower() for name in header.split(",")]
     if {"layer", "expert", "count"} <= set(names):
         return _plain_counts(text, path, names)
-    if {"layer", "expert", "slot", "phase"} <= set(names):
+    if {"turn", "phase", "step", "layer", "slot", "expert"} <= set(names):
         return _route_trace(text, path, names)
     if {"rank", "layer", "expert"} <= set(names):
         raise FileProblem(path, "an order of experts without counts: coverage cannot be judged from it")

@@ -55,5 +55,5 @@ def _plan_orders(text: str, path: str) -> Orders:
 def _json_orders(text: str, path: str, layout: str) -> Orders:
     try:
         return {int(la["layer"]): [int(e) for e in la[f"{layout}_perm"]] for la in json.loads(text)["layers"]}
-    except (KeyError, TypeError, ValueError) as problem:
+    except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise FileProblem(path, f"no perms.json with {layout}_perm in each layer: {problem}") from None

@@ -116,7 +116,7 @@ def _compose(text: str, path: str) -> yaml.Node:
     except yaml.MarkedYAMLError as problem:
         raise FieldProblem(path, _mark(problem), "", f"not YAML: {problem.problem}") from None
     except (yaml.YAMLError, RecursionError) as problem:
-        raise FieldProblem(path, 0, "", f"not YAML: {problem}") from None
+        raise FieldProblem(path, 0, "", f"not YAML: {' '.join(str(problem).split())}") from None
     if not isinstance(node, yaml.MappingNode):
         raise FieldProblem(path, 1, "", "expected a mapping of keys at the top level")
     return node
