@@ -95,7 +95,7 @@ def test_the_counting_relaxation_is_a_lower_bound(seed: int) -> None:
     assert round(solver.objective_value) <= best
 
 
-@many(400)
+@many(100)
 @given(SEEDS)
 def test_the_frontier_proves_what_it_says(seed: int) -> None:
     problem = random_problem(seed, length=3)

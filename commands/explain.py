@@ -1,0 +1,62 @@
+"""atsplan explain: a plan in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from commands.console import out, out_json, say
+from commands.models import load_plan
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+
+@click.command()
+@click.argument("path", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("--model", "models", multiple=True, type=click.Path(path_type=Path), help="GGUF or inventory.")
+@click.option(
+    "--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Machine profile."
+)
+@click.option("--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="For a program.")
+def command(
+    path: Path, models: tuple[Path, ...], profiles: tuple[Path, ...], time_limit: float, as_json: bool
+) -> None:
+    """Where the time of PLAN goes, what limits it, what 1 GiB more would buy, why it beats stock rules.
+
+    Model and profile are looked for in `inputs/` beside the plan; without them the question of more
+    memory stays open.
+    """
+    from planner.explain import as_data, sentences
+
+    plan = load_plan(path)
+    larger = _larger(plan, path, models, profiles, time_limit)
+    if as_json:
+        out_json(as_data(plan, larger))
+        return
+    for sentence in sentences(plan, larger):
+        out(sentence)
+    for note in plan.notes:
+        say(f"note: {note}")
+
+
+def _larger(
+    plan: Plan, path: Path, models: tuple[Path, ...], profiles: tuple[Path, ...], time_limit: float
+) -> Plan | None:
+    """The plan with 1 GiB more on the device that limits it."""
+    from commands.inputs import InputLibrary
+    from planner.explain import GIB, binding, with_more
+
+    tight = binding(plan)
+    inputs = InputLibrary(models, profiles).of(plan, path)
+    if tight is None:
+        return None
+    if inputs.inventory is None or inputs.profile is None:
+        say("model or profile not found: pass --model and --profile to learn what more memory would buy")
+        return None
+    known = replace(inputs.known, time_limit_s=time_limit)
+    return with_more(plan, inputs.inventory, inputs.profile, known, tight.name, GIB)

@@ -1,0 +1,171 @@
+"""A plan in sentences: where the time goes, what limits it, what more memory would buy, why it beats others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from planner.errors import AnswerIsNo
+from planner.inventory import Inventory
+from planner.make_plan import make_plan
+from planner.options import SolveOptions
+from planner.plan import Baseline, DeviceUse, Plan
+from planner.profile import Profile
+from planner.reprice import asked
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Part of the time of one token."""
+
+    what: str
+    time_ns: int
+    units: int
+
+
+def slices(plan: Plan) -> tuple[Slice, ...]:
+    """The predicted time of one token by kind of unit and place, most first; the parts add up to it."""
+    times: dict[str, int] = defaultdict(int)
+    counts: dict[str, int] = defaultdict(int)
+    for placed in plan.units:
+        if placed.time_ns:
+            what = f"{placed.unit.rsplit('.', 1)[-1]} on {_place(placed.site)}"
+            times[what] += placed.time_ns
+            counts[what] += 1
+    found = [Slice(what, ns, counts[what]) for what, ns in times.items()]
+    rest = plan.predicted.tpot_ns - sum(times.values())
+    found.append(Slice("changes of device, sampling and launch", max(rest, 0), 0))
+    return tuple(sorted(found, key=lambda s: (-s.time_ns, s.what)))
+
+
+def _place(site: str) -> str:
+    kind, _, rest = site.partition(":")
+    if kind == "stripe":
+        return f"{rest.rsplit(':', 1)[0]}, hot ones there and the others across the bus"
+    return "the CPU" if site == "cpu" else rest
+
+
+def binding(plan: Plan) -> DeviceUse | None:
+    """The device whose memory keeps units off it: the fullest GPU, when anything is not on a GPU."""
+    gpus = [use for use in plan.devices if use.kind != "cpu"]
+    elsewhere = any(p.site == "cpu" and p.time_ns > 0 and "embd" not in p.unit for p in plan.units)
+    split = any(p.site.startswith(("stripe:", "cache:")) for p in plan.units)
+    if not gpus or not (elsewhere or split):
+        return None
+    return min(gpus, key=lambda use: use.budget_bytes - use.used_bytes)
+
+
+def with_more(
+    plan: Plan, inventory: Inventory, profile: Profile, known: SolveOptions, device: str, extra_bytes: int
+) -> Plan | None:
+    """The plan with a larger budget on one device; None when the answer is no, as for pins."""
+    budgets = dict(plan.constraints.budgets)
+    budgets[device] = budgets.get(device, 0) + extra_bytes
+    options = replace(asked(plan, known), time_limit_s=known.time_limit_s)
+    try:
+        return make_plan(inventory, profile, budgets, plan.workload, options)
+    except AnswerIsNo:
+        return None
+
+
+def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
+    """The explanation, a sentence a line; `larger` is the plan with one GiB more on the binding device."""
+    p = plan.predicted
+    low, high = (round(p.tpot_ns * (1 + s * p.error_ppm / 1e6)) for s in (-1, 1))
+    yield (
+        f"A token is predicted to take {_ms(p.tpot_ns)} ({1e9 / max(p.tpot_ns, 1):.1f} tokens/s), "
+        f"between {_ms(low)} and {_ms(high)}; a prompt of {plan.workload.prompt} tokens {_ms(p.prefill_ns)}."
+    )
+    yield from _time(plan)
+    yield from _limit(plan, larger)
+    yield from _proof(plan)
+    yield from (_against(plan, baseline) for baseline in plan.baselines)
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    total = max(plan.predicted.tpot_ns, 1)
+    for part in slices(plan)[:6]:
+        if part.time_ns * 100 < total:
+            break
+        count = f" ({part.units} units)" if part.units > 1 else ""
+        yield f"{part.time_ns * 100 / total:.0f} % of it, {_ms(part.time_ns)}, goes to {part.what}{count}."
+
+
+def _limit(plan: Plan, larger: Plan | None) -> Iterator[str]:
+    tight = binding(plan)
+    if tight is None:
+        yield "Memory is not the limit: everything that a GPU could speed up is on one."
+        return
+    free = tight.budget_bytes - tight.used_bytes
+    yield (
+        f"The limit is the memory of {tight.name}: {_mib(tight.used_bytes)} of "
+        f"{_mib(tight.budget_bytes)} MiB are used, {_mib(free)} MiB are too few for another unit worth its place."
+    )
+    if larger is not None:
+        gain = plan.predicted.tpot_ns - larger.predicted.tpot_ns
+        prompt = plan.predicted.prefill_ns - larger.predicted.prefill_ns
+        yield (
+            f"1 GiB more on {tight.name} would {_change(gain)} a token and {_change(prompt)} the prompt "
+            f"({1e9 / max(larger.predicted.tpot_ns, 1):.1f} tokens/s)."
+        )
+
+
+def _change(gain_ns: int) -> str:
+    return f"take {_ms(gain_ns)} off" if gain_ns >= 0 else f"add {_ms(-gain_ns)} to"
+
+
+def _proof(plan: Plan) -> Iterator[str]:
+    p = plan.predicted
+    if p.gap_ppm == 0:
+        yield "No placement under this budget is predicted to be faster: that is proven, not searched."
+    else:
+        gap = f"{p.gap_ppm / 1e4:.2f} %"
+        yield f"No placement is predicted to be more than {gap} faster; a closer answer was not proven."
+
+
+def _against(plan: Plan, baseline: Baseline) -> str:
+    name = f"{baseline.name} ({baseline.setting})"
+    if not baseline.feasible:
+        return f"{name} does not fit."
+    mine = _request(plan, plan.predicted.tpot_ns, plan.predicted.prefill_ns)
+    theirs = _request(plan, baseline.tpot_ns, baseline.prefill_ns)
+    if mine == theirs:
+        return f"{name} is this plan."
+    faster = theirs / max(mine, 1)
+    token = baseline.tpot_ns - plan.predicted.tpot_ns
+    prompt = baseline.prefill_ns - plan.predicted.prefill_ns
+    return (
+        f"{name} takes {faster:.2f} times as long for a request: {_signed(token)} a token, "
+        f"{_signed(prompt)} for the prompt, with {_mib(baseline.vram_bytes)} MiB of GPU memory."
+    )
+
+
+def _request(plan: Plan, tpot_ns: int, prefill_ns: int) -> int:
+    return plan.workload.gen * tpot_ns + prefill_ns
+
+
+def _signed(ns: int) -> str:
+    return f"{'+' if ns >= 0 else '-'}{_ms(abs(ns))}"
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.2f} ms"
+
+
+def _mib(size: int) -> str:
+    return f"{size // 2**20}"
+
+
+def as_data(plan: Plan, larger: Plan | None) -> Mapping[str, object]:
+    """The same for a program."""
+    tight = binding(plan)
+    return {
+        "tpot_ns": plan.predicted.tpot_ns,
+        "slices": [{"what": s.what, "time_ns": s.time_ns, "units": s.units} for s in slices(plan)],
+        "binding": tight.name if tight else None,
+        "tpot_ns_with_1_gib_more": larger.predicted.tpot_ns if larger else None,
+        "sentences": list(sentences(plan, larger)),
+    }
