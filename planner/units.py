@@ -249,8 +249,15 @@ def _long_edges(
         yield home[owner], home[reader]
 
 
+_COMPUTING = frozenset({Role.ATTENTION, Role.STATE, Role.MIXER, Role.FFN, Role.EXPERTS, Role.SHARED})
+
+
 def _unknown(inventory: Inventory, layers: Layers, parts: Parts, known: bool) -> tuple[str, ...]:
+    """What could not be placed by knowledge; an expected part that is absent is such a thing, no damage."""
     architecture = () if known else (f"architecture {inventory.architecture}",)
     names = tuple(t.name for t, part in parts if part.role is Role.UNKNOWN)
     beyond = tuple(t.name for t, part in parts if part.layer is not None and part.layer >= layers.n_all)
-    return architecture + names + beyond
+    held = {part.layer for _, part in parts}
+    computing = {part.layer for _, part in parts if part.role in _COMPUTING}
+    odd = tuple(f"layout of blk.{n}" for n in range(layers.n_main) if n in held and n not in computing)
+    return architecture + names + beyond + odd

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from sparse_model import write_sparse
 
 from atsplan import main
 from planner.gguf_file import read_model
 from planner.inventory import from_text, to_text
+from planner.tables import Row, inventory_of
 from profiler.synth import SynthSpec, write
 
 INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
@@ -69,6 +71,26 @@ def test_draft_and_projector_beside_the_model(moe_model: Path, dense_model: Path
     assert (
         json.loads(call(moe_model, "--draft", dense_model, "--json").stdout)["extras"][0]["kind"] == "draft"
     )
+
+
+def test_a_projector_is_counted_with_its_compute_buffer(moe_model: Path, tmp_path: Path) -> None:
+    hparams = {"vision.embedding_length": 64, "vision.feed_forward_length": 256}
+    sizes = {"vision.image_size": 224, "vision.patch_size": 14}
+    rows = [Row("v.blk.0.attn_q.weight", "f16", (64, 64), 8192), Row("mm.0.weight", "f16", (64, 256), 32768)]
+    path = write_sparse(tmp_path / "mmproj.gguf", inventory_of("mmproj", "clip", {**hparams, **sizes}, rows))
+    found = json.loads(call(moe_model, "--mmproj", path, "--json").stdout)["extras"]
+    assert found[0]["size_bytes"] == 8192 + 32768
+    assert found[0]["compute_bytes"] == 4 * 16**2 * (256 + 5 * 64)
+    assert "mmproj" in call(moe_model, "--mmproj", path).stdout
+
+
+def test_an_architecture_we_do_not_know_is_said(tmp_path: Path) -> None:
+    text = (INPUTS / "Qwen3-4B-Instruct-2507-q4_K.inventory.yaml").read_text()
+    path = tmp_path / "odd.yaml"
+    path.write_text(text.replace("architecture: qwen3\n", "architecture: frobnicate\n"))
+    answer = call(path)
+    assert answer.exit_code == 0
+    assert "architecture frobnicate" in answer.stderr
 
 
 def test_what_a_person_should_know_goes_to_stderr(tmp_path: Path) -> None:

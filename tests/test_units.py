@@ -129,6 +129,16 @@ def test_unknown_tensors_stay_with_their_layer_and_are_listed() -> None:
     assert "blk.1.ffn_odd.weight" in named(made)["blk.1.attention"].tensors
 
 
+def test_a_layer_without_the_parts_we_expect_is_a_layout_we_do_not_know() -> None:
+    text = "\n".join(
+        [ends(), attention(0), dense(0), "blk.1.attn_norm.weight 64", "blk.1.novel_mixer.weight 64x64"]
+    )
+    made = units_of(table("llama", text, block_count=2))
+    assert made.unknown == ("blk.1.novel_mixer.weight", "layout of blk.1")
+    # No dense name in a layer of experts is nothing odd.
+    assert units_of(moe()).unknown == ()
+
+
 def test_foreign_tensors_are_a_unit_that_decoding_never_reads() -> None:
     units = named(units_of(moe("v.blk.0.attn_q.weight 8x8\nmm.0.weight 8x8")))
     assert units["foreign"].tensors == ("v.blk.0.attn_q.weight", "mm.0.weight")
