@@ -1,4 +1,4 @@
-"""A plan in sentences: where the time goes, what limits it, what more memory would buy, why it beats others."""
+"""A plan in sentences: where time goes, what limits it, what more memory would buy, why it beats others."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def _limit(plan: Plan, larger: Plan | None) -> Iterator[str]:
         return
     free = tight.budget_bytes - tight.used_bytes
     yield (
-        f"The limit is the memory of {tight.name}: {_mib(tight.used_bytes)} of "
-        f"{_mib(tight.budget_bytes)} MiB are used, {_mib(free)} MiB are too few for another unit worth its place."
+        f"The limit is the memory of {tight.name}: {_mib(tight.used_bytes)} "
+        f"of {_mib(tight.budget_bytes)} MiB are used, {_mib(free)} MiB are too few for one more unit."
     )
     if larger is not None:
         gain = plan.predicted.tpot_ns - larger.predicted.tpot_ns
@@ -119,10 +119,12 @@ def _change(gain_ns: int) -> str:
 
 def _proof(plan: Plan) -> Iterator[str]:
     p = plan.predicted
-    if p.gap_ppm == 0:
+    gap = f"{p.gap_ppm / 1e4:.2f} %"
+    if p.status == "baseline" and p.gap_ppm:
+        yield f"Some placement may be {gap} faster, too little to tell: the stock rule is kept."
+    elif p.gap_ppm == 0:
         yield "No placement under this budget is predicted to be faster: that is proven, not searched."
     else:
-        gap = f"{p.gap_ppm / 1e4:.2f} %"
         yield f"No placement is predicted to be more than {gap} faster; a closer answer was not proven."
 
 

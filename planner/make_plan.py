@@ -85,35 +85,28 @@ def choose(
     alone, candidate = host_only
     if not candidate.feasible or candidate.evaluation is None or candidate.solution is None:
         return found
-    if found is None or candidate.evaluation.objective_ns <= found.evaluation.objective_ns:
-        bound = min(solved.bound_ns, candidate.evaluation.objective_ns) if solved.solution else 0
-        bound = bound or candidate.evaluation.objective_ns
-        return Chosen(alone, candidate.solution, candidate.evaluation, bound, "optimal", candidate.name)
+    own = candidate.evaluation.objective_ns
+    margin = found.evaluation.objective_ns * indistinct_ppm(priced) // _PPM if found and not found.rule else 0
+    if found is None or own <= found.evaluation.objective_ns + margin:
+        bound = min(solved.bound_ns, own) if solved.solution else own
+        return Chosen(alone, candidate.solution, candidate.evaluation, bound, "baseline", candidate.name)
     return found
 
 
 def _pick(priced: Priced, solved: Solved, usable: list[Candidate]) -> Chosen | None:
-    solution = solved.solution
-    if solution is None and not usable:
+    """The best stock rule when the solver's answer cannot be told apart from it, else that answer."""
+    stock = min(usable, key=_objective, default=None)  # the simpler of equals, as they come in that order
+    if solved.solution is None and stock is None:
         return None
-    if solution is not None:
-        evaluation = evaluate(priced.problem, solution)
+    limit, best = 2**62, None
+    if solved.solution is not None:
+        evaluation = evaluate(priced.problem, solved.solution)
         assert evaluation.feasible, evaluation.violations
         limit = evaluation.objective_ns + evaluation.objective_ns * indistinct_ppm(priced) // _PPM
-        best = Chosen(priced, solution, evaluation, solved.bound_ns, solved.status, "")
-    else:
-        limit, best = 2**62, None
-    for candidate in usable:
-        if _objective(candidate) <= limit and candidate.solution and candidate.evaluation:
-            return Chosen(
-                priced,
-                candidate.solution,
-                candidate.evaluation,
-                solved.bound_ns,
-                "baseline",
-                candidate.name,
-            )
-    return best
+        best = Chosen(priced, solved.solution, evaluation, solved.bound_ns, solved.status, "")
+    if stock is None or _objective(stock) > limit or stock.solution is None or stock.evaluation is None:
+        return best
+    return Chosen(priced, stock.solution, stock.evaluation, solved.bound_ns, "baseline", stock.name)
 
 
 def _objective(candidate: Candidate) -> int:
