@@ -169,7 +169,8 @@ class _Reader:
         if count > limit:
             raise self.wrong(f"{count} {what}, more than the {limit} this program accepts")
         if count * least_bytes > self.size - self.position:
-            raise self.wrong(f"{count} {what} announced, the file has no room for them")
+            why = f"{count} {what} announced, the file has no room for them"
+            raise FileProblem(self.path, f"truncated header, or a count that lies: {why}")
 
     def text(self, what: str) -> str:
         length = self.u64(f"the length of {what}")

@@ -366,6 +366,30 @@ def test_foreign_tensors_are_never_dropped(tmp_path: Path) -> None:
     assert work.regions[-1].name == "unplaced" and work.regions[-1].tensors == ("v.patch_embd.weight",)
 
 
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (slice(0, 0), "empty file"),
+        (slice(0, 100), "truncated header"),
+        (slice(0, -100), "truncated: tensor"),
+        (slice(1, None), "not a GGUF file"),
+    ],
+)
+def test_damaged_models_end_in_one_line(here: Path, cut: slice, words: str) -> None:
+    (here / "m.gguf").write_bytes((here / "m.gguf").read_bytes()[cut])
+    before = names(here)
+    args = ["rewrite", here / "m.gguf", "--plan", here / "p.yaml", "-o", here / "o.gguf"]
+    refused(run(*args), "m.gguf: ", words)
+    refused(run("verify", here / "m.gguf", here / "m.gguf"), words)
+    assert names(here) == before
+
+
+def test_a_plan_that_is_no_plan_names_its_line(here: Path) -> None:
+    (here / "p.yaml").write_text((here / "p.yaml").read_text() + "typo: 1\n")
+    result = run("rewrite", here / "m.gguf", "--plan", here / "p.yaml", "-o", here / "o.gguf")
+    refused(result, "p.yaml:", "typo")
+
+
 def test_split_metadata_follows_the_files(tmp_path: Path, split_model: Path) -> None:
     source = read_model(split_model)
     one = rewrite(source, hand_plan(source), tmp_path / "one.gguf", RewriteOptions()).files
