@@ -22,6 +22,7 @@ from planner.moe import NotMoe, moe_shape
 from planner.routing import Trace
 from planner.workload import Workload
 from profiler.heat_trace import Cost, Options, Progress, Prompt, trace
+from profiler.synth import SynthSpec, write
 from runtime.libllama import Engine
 from runtime.session import Session
 
@@ -124,6 +125,17 @@ def test_a_router_on_another_device_is_read_alike(
         mine = found.ids[(found.layer == layer) & ~found.decode].tolist()
         pairs = zip(mine, entry["experts"][layer][:16], strict=True)
         assert sum(len({*a} & {*b}) for a, b in pairs) > 0.95 * 16 * USED
+
+
+@pytest.mark.parametrize("architecture", ["deepseek2", "qwen35moe", "nemotron_h_moe"])
+def test_each_layer_with_experts_is_seen(architecture: str, tmp_path: Path) -> None:
+    """Groups, recurrent layers, dense layers in between: the layers that route are those with experts."""
+    path = write(tmp_path / "m.gguf", SynthSpec(architecture))
+    shape = moe_shape(read_model(path).inventory)
+    options = Options(gen=2, cost=False)
+    found, _ = trace(None, path, spec(), [Prompt("a", "the text of the thing")], shape.n_expert, options)
+    assert tuple(np.unique(found.layer)) == shape.layers
+    assert found.n_used == shape.n_used
 
 
 def test_problems_of_the_child_are_one_line(dense_model: Path, tmp_path: Path) -> None:

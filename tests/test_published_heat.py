@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.heat import COLIBRI, HELD, drifting_trace
 from planner import coverage, heat_report
 from planner import heat as heats
+from planner import simulate as sim
 from planner.heat import Heat
 
 DATA = Path(__file__).parent / "data" / "heat"
@@ -63,3 +65,16 @@ def test_curves_of_real_layers_are_concave_and_far_from_uniform() -> None:
         steps = np.diff(curve)
         assert (np.diff(steps) <= 1e-12).all() and curve[-1] == 1.0
         assert curve[32] > 0.4
+
+
+def test_the_published_order_of_cache_policies() -> None:
+    """Where a token's experts barely fit, counts beat recency; with more room recency wins, as published."""
+    demand = sim.one_by_one(sim.demand_of(drifting_trace(289, 4, 64, 8)))
+    lru, lfu, bound = (
+        [sim.replay(demand, sim.POLICIES[name], slots).hit_rate for slots in HELD]
+        for name in ("lru", "lfu", "belady")
+    )
+    assert lfu[0] > lru[0] and all(a > b for a, b in zip(lru[1:], lfu[1:], strict=True))
+    assert all(best > max(pair) for best, *pair in zip(bound, lru, lfu, strict=True))
+    for rates, policy in ((lru, "lru"), (lfu, "lfu")):
+        assert rates == pytest.approx(COLIBRI[policy], abs=0.06)
