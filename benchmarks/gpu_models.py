@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from profiler.synth import SynthSpec, write
-from profiler.synth_bytes import PEAK
+from planner.inventory import Hparam, Inventory, Shard, Tensor
+from profiler.synth import ARCHITECTURES, SynthSpec, settled, write
+from profiler.synth import _type as tensor_type
+from profiler.synth_build import Builder
+from profiler.synth_bytes import PEAK, size_bytes
 
 # Factor of the exponential law of the experts' constant logits; coverage of the hottest half beside it.
 ROUTING: Mapping[str, float] = {"uniform": 0.0, "moderate": 0.15, "strong": 0.36}  # 0.50, 0.60, 0.75
@@ -76,6 +79,34 @@ def make(name: str, folder: Path) -> Path:
     """The model file of that name, written once."""
     path = folder / f"{name}.gguf"
     return path if path.exists() else write(path, MODELS[name])
+
+
+def inventory(name: str) -> Inventory:
+    """The tensor table of the model of that name, without writing it."""
+    spec = settled(MODELS[name])
+    builder = Builder(spec)
+    ARCHITECTURES[spec.arch].build(builder)
+    tensors, offset = [], 0
+    for plan in builder.tensors:
+        type_ = tensor_type(spec, plan)
+        size = size_bytes(type_, plan.shape)
+        tensors.append(
+            Tensor(name=plan.name, type=type_, shape=plan.shape, size_bytes=size, shard=0, offset=offset)
+        )
+        offset += -(-size // 32) * 32
+    prefix = f"{spec.arch}."
+    return Inventory(
+        name=spec.name,
+        architecture=spec.arch,
+        header_digest="",
+        hparams={k.removeprefix(prefix): _plain(v) for k, v in builder.kv.items()},
+        shards=(Shard(file=f"{name}.gguf", size_bytes=offset, data_offset=0, alignment=32),),
+        tensors=tuple(tensors),
+    )
+
+
+def _plain(value: Any) -> Hparam:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def set_routing(path: Path, level: str) -> None:

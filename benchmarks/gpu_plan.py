@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gpu_contenders import GPU, Contender
 
+from planner.budget import budgets_for
 from planner.coverage import expected_distinct, judge
 from planner.heat import Heat, Part, Phase
 from planner.inventory import Inventory
@@ -28,7 +29,9 @@ def solve(
 ) -> tuple[Contender, Plan]:
     """The best placement for decode and prefill of `work`; experts already lie hot first in the file."""
     options = options_for(inventory, choices, work, stripes)
-    plan = make_plan(inventory, profile, {GPU: budget_bytes}, work, options)
+    # Measured VRAM begins where the driver's context is already there; a budget covers everything.
+    everything = budget_bytes + profile.device(GPU).context_bytes
+    plan = make_plan(inventory, profile, budgets_for(profile, {GPU: everything}), work, options)
     sites = [unit.site.rsplit(":", 1)[0] for unit in plan.units if unit.unit.endswith("experts")]
     counts = ", ".join(f"{sites.count(site)} {site}" for site in dict.fromkeys(sites))
     spec = replace(load_spec(plan), use_mmap="cpu" not in sites)
