@@ -10,7 +10,6 @@ import argparse
 import filecmp
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -43,8 +42,8 @@ def fetch_node() -> Path:
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=_made(CACHE)) as folder:
             subprocess.run(["npm", "pack", "--silent", NODE], cwd=folder, check=True, stdout=sys.stderr)
-            with tarfile.open(next(Path(folder).glob("*.tgz"))) as archive:
-                archive.extractall(folder, filter="data")
+            archive = next(Path(folder).glob("*.tgz"))
+            subprocess.run(["tar", "-xzf", archive.name], cwd=folder, check=True)
             (Path(folder) / "package").rename(target)
     return next(target.rglob("libllama*.so")).parent
 
