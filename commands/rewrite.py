@@ -65,7 +65,7 @@ def command(
     file = read_model(model)
     for note in file.notes:
         say(note)
-    target = _target(file.paths, output, options)
+    target = _target(file, output, options)
     plan = None
     if undo:
         _refuse_with_undo(plan_path, options)
@@ -102,7 +102,7 @@ def parse_size(option: str, text: str) -> int:
     return size
 
 
-def _target(sources: tuple[Path, ...], output: Path | None, options: RewriteOptions) -> Path:
+def _target(model: ModelFile, output: Path | None, options: RewriteOptions) -> Path:
     if not options.in_place:
         if output is None:
             raise click.UsageError("Missing option '-o' / '--output'.")
@@ -111,11 +111,15 @@ def _target(sources: tuple[Path, ...], output: Path | None, options: RewriteOpti
         return output
     if output is not None:
         raise click.UsageError("--in-place writes to the model itself: leave -o away.")
-    if len(sources) > 1 or options.shard_by_device or options.shard_bytes:
+    if len(model.paths) > 1 or options.shard_by_device or options.shard_bytes:
         raise click.UsageError("--in-place works on a model of one file.")
     if not options.verify:
         raise click.UsageError("--in-place replaces only what was verified: leave --no-verify away.")
-    return sources[0]
+    if model.headers[0].trailing_bytes:
+        raise OptionProblem(
+            "--in-place", str(model.paths[0]), "what lies behind the last tensor would be lost"
+        )
+    return model.paths[0]
 
 
 def _refuse_with_undo(plan: Path | None, options: RewriteOptions) -> None:

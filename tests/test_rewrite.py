@@ -170,6 +170,15 @@ def test_in_place(here: Path) -> None:
         assert run("rewrite", here / "m.gguf", "--plan", here / "x.yaml", "--in-place", *extra).exit_code == 2
 
 
+def test_in_place_never_loses_what_it_does_not_understand(here: Path) -> None:
+    with (here / "m.gguf").open("ab") as file:
+        file.write(b"something else")
+    before = (here / "m.gguf").read_bytes()
+    result = run("rewrite", here / "m.gguf", "--plan", here / "p.yaml", "--in-place")
+    refused(result, "--in-place", "behind the last tensor would be lost")
+    assert (here / "m.gguf").read_bytes() == before
+
+
 def test_a_plan_for_another_model(here: Path, dense_model: Path) -> None:
     plan = put_plan(here / "d.yaml", hand_plan(read_model(dense_model)))
     result = run("rewrite", here / "m.gguf", "--plan", plan, "-o", here / "o.gguf")
