@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import AnswerIsNo, InputError
-from planner.heat_formats import StepCost
+from planner.heat_found import StepCost
 from planner.simulate import POLICIES, Demand, Replay, replay
 
 Ints = NDArray[np.int64]

@@ -7,54 +7,20 @@ model) comes from the model's shape when one is given; ids outside the model are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from planner import heat as heats
-from planner import routing
+from planner import heat_formats_binary, heat_formats_json, heat_formats_text, routing
 from planner.errors import FileProblem
 from planner.gguf_header import Bytes
-from planner.heat import Heat, Part, Phase, WrongModel
+from planner.heat import Heat, Part, WrongModel
+from planner.heat_found import Found, StepCost
 from planner.moe import MoeShape
 from planner.routing import Trace
 
 MAX_LAYERS = 1 << 16
-Sparse = Mapping[int, Mapping[int, int]]  # layer -> expert -> count
-
-
-@dataclass(frozen=True, slots=True)
-class RawPart:
-    """Counts as a file has them."""
-
-    source: str
-    phase: Phase
-    tokens: int
-    counts: Sparse
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """One line of a ledger: what a planning step missed and, when measured, how long it took."""
-
-    step: int
-    misses: int
-    time_ns: int  # 0: not measured
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """What a parser got out of a file, before it is held against a model."""
-
-    format: str
-    n_expert: int = 0  # 0: the file does not say
-    n_used: int = 0
-    parts: Sequence[RawPart] = ()
-    trace: Trace | None = None
-    ordinal: bool = False  # layers are counted among the layers that route
-    orders: Mapping[int, Sequence[int]] = field(default_factory=dict)  # ids are positions: original ids
-    ledger: Sequence[StepCost] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,8 +78,6 @@ def original_ids(trace: Trace, orders: Mapping[int, Sequence[int]]) -> Trace:
 
 
 def _parse(data: Bytes, path: str, shape: MoeShape | None) -> Found:
-    from planner import heat_formats_binary, heat_formats_json, heat_formats_text
-
     head = bytes(data[0:4096])
     if not head.strip():
         raise FileProblem(path, "empty file")

@@ -6,21 +6,23 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner import routing
 from planner.errors import FileProblem
 from planner.gguf_header import Bytes, Header, KeyValue, parse_header
 from planner.heat import MAX_EXPERTS, Phase
-from planner.heat_formats import Found, RawPart
+from planner.heat_found import Found, RawPart
 from planner.routing import Trace
 
 Parser = Callable[[Bytes, str], Found]
 Ints = NDArray[np.int32]
+Words = NDArray[np.uint16] | NDArray[np.uint32]
 
 _COUNTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight\.counts")
+_RUN = 1 << 16  # records looked at together
 _EXACT_FLOAT = 2**24  # larger counts are rounded in a 32-bit float
 
 
@@ -69,58 +71,75 @@ def _route_bin(data: Bytes, path: str) -> Found:
     words = np.frombuffer(bytes(data[0 : len(data) // 4 * 4]), dtype="<u4")
     if len(words) < 3 or words[1] != 1:
         raise FileProblem(path, "mbolt trace of a version other than 1")
-    records = _records(words, path)
-    if not records:
-        raise FileProblem(path, "mbolt trace without a whole record")
+    records = _records(words[3:], path, None)
     trace = _trace_of(records)
     return Found("mbolt route.bin", min(int(words[2]), MAX_EXPERTS), trace.n_used, trace=trace)
 
 
-def _records(words: NDArray[np.uint32], path: str) -> list[tuple[int, Ints]]:
-    records: list[tuple[int, Ints]] = []
-    at = 3
-    while at + 3 <= len(words):
-        layer, k, n_tokens = (int(w) for w in words[at : at + 3])
-        end = at + 3 + k * n_tokens
-        if not 0 < k <= MAX_EXPERTS or layer > 1 << 16:
-            raise FileProblem(path, f"mbolt trace: broken record at byte {4 * at}")
-        if end > len(words):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Records:
+    """Layer and tokens of each record, in graph order, and the ids of all their tokens (rows, k)."""
+
+    layers: Ints
+    tokens: Ints
+    ids: Ints
+
+
+def _records(words: Words, path: str, fixed_k: int | None) -> _Records:
+    """Records of layer, k (when it is not fixed), tokens, ids; the last one may be cut.
+
+    Runs of records with one token, which is what decoding writes, are taken together.
+    """
+    head = 2 if fixed_k else 3
+    layers: list[Words] = []
+    tokens: list[NDArray[np.int64]] = []
+    ids: list[Words] = []
+    at, k = 0, fixed_k or 0
+    while at + head <= len(words):
+        n_tokens = int(words[at + head - 1])
+        k = fixed_k or int(words[at + 1])
+        if not 0 < k <= MAX_EXPERTS or int(words[at]) > MAX_EXPERTS or (ids and ids[0].shape[1] != k):
+            raise FileProblem(path, f"broken record at word {at}, after {len(layers)} good blocks")
+        size = head + k * n_tokens
+        fit = (len(words) - at) // size
+        if not fit:
             break
-        ids = words[at + 3 : end].astype(np.int32).reshape(n_tokens, k)
-        if (ids < 0).any():
-            raise FileProblem(path, f"mbolt trace: negative expert id in the record at byte {4 * at}")
-        records.append((layer, ids))
-        at = end
-    return records
+        alike = words[at : at + size * min(fit, _RUN if n_tokens == 1 else 1)].reshape(-1, size)
+        same = (alike[:, 1:head] == alike[0, 1:head]).all(axis=1)
+        run = len(same) if same.all() else int(np.argmin(same))
+        layers.append(alike[:run, 0])
+        tokens.append(np.full(run, n_tokens))
+        ids.append(alike[:run, head:].reshape(-1, k))
+        at += size * run
+    if not sum(map(len, ids)):
+        raise FileProblem(path, "routing trace without a whole record")
+    every = np.concatenate(ids).astype(np.int32)
+    if (every < 0).any():
+        raise FileProblem(path, "routing trace with a negative expert id")
+    return _Records(np.concatenate(layers).astype(np.int32), np.concatenate(tokens).astype(np.int32), every)
 
 
-def _trace_of(records: Sequence[tuple[int, Ints]]) -> Trace:
-    """A trace from records of one layer and its ids (tokens, k), in graph order.
+def _trace_of(records: _Records) -> Trace:
+    """A trace from records: a pass ends when the layer falls back, one token in all layers is decode.
 
     A prefill pass after a decode pass starts the next prompt.
     """
-    layers = np.array([layer for layer, _ in records], dtype=np.int32)
-    sizes = [len(ids) for _, ids in records]
-    passes = np.concatenate([[0], np.cumsum(np.diff(layers) <= 0)])
+    passes = np.concatenate([[0], np.cumsum(np.diff(records.layers) <= 0)])
     widest = np.zeros(passes[-1] + 1, dtype=int)
-    np.maximum.at(widest, passes, sizes)
+    np.maximum.at(widest, passes, records.tokens)
     decode = widest == 1
     prompt = np.concatenate([[0], np.cumsum(decode[:-1] & ~decode[1:])])
-    step = _steps(prompt.tolist(), decode.tolist())
-    width = max(ids.shape[1] for _, ids in records)
-    padded = [
-        np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=routing.PAD) for _, ids in records
-    ]
-    of_row = np.repeat(passes, sizes)
+    step = np.array(_steps(prompt.tolist(), decode.tolist()), dtype=np.int32)
+    of_row = np.repeat(passes, records.tokens)
     return Trace(
         "",
         0,
         tuple(f"prompt-{index + 1}" for index in range(prompt[-1] + 1)),
         prompt[of_row].astype(np.int32),
         decode[of_row],
-        np.array(step, dtype=np.int32)[of_row],
-        np.repeat(layers, sizes),
-        np.concatenate(padded).astype(np.int32),
+        step[of_row],
+        np.repeat(records.layers, records.tokens),
+        records.ids,
     )
 
 
@@ -146,14 +165,7 @@ def _longspear(data: Bytes, path: str) -> Found:
     if said.get("endian", "little") != "little" or not 0 < k <= MAX_EXPERTS:
         raise FileProblem(path, "LONGSPEAR trace that is not little-endian, or without experts per token")
     words = np.frombuffer(body[: len(body) // 2 * 2], dtype="<u2")
-    records = []
-    at = 0
-    while at + 2 <= len(words) and (end := at + 2 + int(words[at + 1]) * k) <= len(words):
-        records.append((int(words[at]), words[at + 2 : end].astype(np.int32).reshape(-1, k)))
-        at = end
-    if not records:
-        raise FileProblem(path, "LONGSPEAR trace without a whole record")
-    return Found("LONGSPEAR_ROUTE_TRACE v1", n_expert, k, trace=_trace_of(records))
+    return Found("LONGSPEAR_ROUTE_TRACE v1", n_expert, k, trace=_trace_of(_records(words, path, k)))
 
 
 def _gguf(data: Bytes, path: str) -> Found:

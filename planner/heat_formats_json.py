@@ -11,7 +11,7 @@ import numpy as np
 from planner import routing
 from planner.errors import FileProblem
 from planner.heat import MAX_EXPERTS, Phase
-from planner.heat_formats import Found, RawPart
+from planner.heat_found import Found, RawPart
 from planner.routing import Row
 
 PERF_SCHEMAS = ("llama.cpp.moe_layer_perf.v1", "llama.cpp.moe_layer_opt_perf.v1")

@@ -10,7 +10,7 @@ from planner import heat as heats
 from planner import routing
 from planner.errors import FieldProblem, FileProblem
 from planner.heat import Phase
-from planner.heat_formats import Found, RawPart, StepCost
+from planner.heat_found import Found, RawPart, StepCost
 from planner.moe import MoeShape
 from planner.routing import Row
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planner import cache_model, routing
 from planner import simulate as sim
 from planner.cache_model import CacheTooSmall, NothingToFit, Prefetch, TimeModel
-from planner.heat_formats import StepCost
+from planner.heat_found import StepCost
 from planner.routing import Trace
 
 E, K = 6, 2
