@@ -83,6 +83,7 @@ def read_model(path: Path) -> ModelFile:
     if len(paths) > 1 and first != paths[0]:
         notes.append(f"{first.name} is not the first shard: starting from {paths[0].name}")
     notes += _unknown_types(shards)
+    notes += _holes(shards)
     return ModelFile(_inventory(shards), paths, shards, tuple(notes))
 
 
@@ -223,6 +224,22 @@ def _unknown_types(shards: tuple[ShardHeader, ...]) -> list[str]:
     return [
         f"{count} tensors of unknown {name}: carried as opaque bytes, stock llama.cpp may not load them"
         for name, count in sorted(found.items())
+    ]
+
+
+def _holes(shards: tuple[ShardHeader, ...]) -> list[str]:
+    longer = [
+        info.name
+        for shard in shards
+        for info, size in zip(shard.header.infos, shard.sizes, strict=True)
+        if size > (arithmetic_bytes(info, str(shard.path)) or size)
+    ]
+    if not longer:
+        return []
+    first = one_line(longer[0])
+    return [
+        f"{len(longer)} tensors are longer than type and shape say, {first} first: carried as they are, "
+        "stock llama.cpp will not load them"
     ]
 
 

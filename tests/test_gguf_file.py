@@ -71,6 +71,7 @@ def test_a_hole_behind_a_known_type_is_carried(tmp_path: Path) -> None:
     wide = T("wide.weight", (256, 2), 12, bytes(352))
     model = read_model(save(tmp_path, gguf([arch()], [wide, W2])))
     assert model.inventory.tensor("wide.weight").size_bytes == 352
+    assert "1 tensors are longer than type and shape say, wide.weight first" in model.notes[0]
 
 
 def test_overlap_and_misalignment_are_damage(tmp_path: Path) -> None:
