@@ -1,6 +1,6 @@
 """Stripes against llama.cpp's own rules at equal measured VRAM, on models of real size.
 
-    python benchmarks/gpu.py --engine BUILD_FOLDER --out benchmarks/results/MACHINE.json
+    python -m benchmarks.gpu --engine BUILD_FOLDER --out benchmarks/results/MACHINE.json
 
 Needs an NVIDIA GPU, 64 GiB of host memory, and disk for one model at a time. Every configuration runs
 in a child process; each result is written as soon as it is there.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,13 +19,8 @@ from typing import Any
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import gpu_contenders as contenders
-import gpu_models
-import gpu_plan
-import gpu_report
-
+from benchmarks import gpu_contenders as contenders
+from benchmarks import gpu_models, gpu_plan, gpu_predict, gpu_report
 from planner.errors import AtsplanError
 from planner.gguf_file import read_model
 from planner.inventory import Inventory
@@ -75,7 +69,7 @@ class Bench:
         row = {**cell, "contender": one.name, "setting": one.setting}
         started = time.monotonic()
         try:
-            row |= child.ask("gpu_run", request, str(self.engine), CHILD_S)
+            row |= child.ask("benchmarks.gpu_run", request, str(self.engine), CHILD_S)
         except AtsplanError as problem:
             row["failed"] = str(problem)
         row["wall_s"] = round(time.monotonic() - started, 1)
@@ -88,7 +82,7 @@ class Bench:
     def save(self) -> None:
         """Write what is there."""
         self.out.write_text(json.dumps({**self.header, "runs": self.results}, indent=1))
-        self.out.with_suffix(".routing.json").write_text(json.dumps(self.routing))
+        gpu_predict.write_routing(self.out.with_suffix(".routing.csv"), self.routing)
 
     @property
     def over(self) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gpu_contenders import GPU, Contender
-
+from benchmarks.gpu_contenders import GPU, Contender
 from planner.budget import budgets_for
 from planner.coverage import expected_distinct, judge
 from planner.heat import Heat, Part, Phase

@@ -1,4 +1,4 @@
-"""Predicted against measured cells of a GPU benchmark: python benchmarks/gpu_predict.py RESULTS PROFILE
+"""Predicted against measured cells of a GPU benchmark: python -m benchmarks.gpu_predict RESULTS PROFILE
 
 PROFILE is a profile of a machine of the same kind, of whatever model; nothing of the benchmark's own runs
 goes into a prediction. Beside RESULTS lies its `.routing.csv`: choices of each expert over all layers.
@@ -13,12 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import gpu_models
-import gpu_plan
-import gpu_report
-
+from benchmarks import gpu_models, gpu_plan, gpu_report
 from planner.plan import Plan
 from planner.profile import from_text
 from planner.workload import Workload
