@@ -356,6 +356,36 @@ def test_known_types_are_those_of_the_engine() -> None:
         assert found == (kind.name, kind.block, kind.bytes)
 
 
+ENGINE_LOADS = {
+    "plain": ([W1, W2], b"", True),
+    "trailing bytes": ([W1, W2], b"garbage", True),
+    "hole": ([T("wide.weight", (256, 2), 12, bytes(352)), W2], b"", False),
+    "unknown type": ([T("odd.weight", (256, 2), 153, bytes(288)), W2], b"", False),
+}
+
+
+@pytest.mark.parametrize("case", ENGINE_LOADS)
+def test_what_the_notes_say_of_the_engine_is_so(tmp_path: Path, case: str) -> None:
+    import ctypes
+
+    from runtime.libllama import Engine
+
+    class Params(ctypes.Structure):
+        _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
+
+    tensors, tail, loads = ENGINE_LOADS[case]
+    path = save(tmp_path, gguf([arch()], tensors) + tail)
+    lib = Engine.find(None).lib
+    lib.gguf_init_from_file.restype = ctypes.c_void_p
+    lib.gguf_init_from_file.argtypes = [ctypes.c_char_p, Params]
+    lib.gguf_free.argtypes = [ctypes.c_void_p]
+    found = lib.gguf_init_from_file(str(path).encode(), Params(True, None))
+    assert bool(found) == loads
+    assert any("llama.cpp" in note for note in read_model(path).notes) != loads
+    if found:
+        lib.gguf_free(found)
+
+
 def test_problems_are_input_errors() -> None:
     assert issubclass(TruncatedTensor, InputError) and issubclass(ShardProblems, InputError)
     assert FileProblem("x", "y").exit_code == 2
