@@ -28,7 +28,7 @@ class Shape:
     eps: float = 1e-6
 
 
-class RmsNorm(nn.Module):
+class RmsNorm(nn.Module):  # type: ignore[misc]  # torch is not installed where this is checked
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
@@ -37,7 +37,7 @@ class RmsNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # type: ignore[misc]  # torch is not installed where this is checked
     """Grouped-query attention with normed queries and keys, NeoX rotation."""
 
     def __init__(self, s: Shape) -> None:
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-class Experts(nn.Module):
+class Experts(nn.Module):  # type: ignore[misc]  # torch is not installed where this is checked
     """Top-k of a soft-max router with weights normed over the chosen; keeps what it chose."""
 
     def __init__(self, s: Shape) -> None:
@@ -100,7 +100,7 @@ class Experts(nn.Module):
         return out.view_as(x)
 
 
-class Block(nn.Module):
+class Block(nn.Module):  # type: ignore[misc]  # torch is not installed where this is checked
     def __init__(self, s: Shape) -> None:
         super().__init__()
         self.attn_norm, self.ffn_norm = RmsNorm(s.embd, s.eps), RmsNorm(s.embd, s.eps)
@@ -112,7 +112,7 @@ class Block(nn.Module):
         return out
 
 
-class TinyMoe(nn.Module):
+class TinyMoe(nn.Module):  # type: ignore[misc]  # torch is not installed where this is checked
     """Logits (batch, time, vocab) of tokens (batch, time)."""
 
     def __init__(self, s: Shape) -> None:
