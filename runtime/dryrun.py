@@ -19,6 +19,7 @@ from runtime.ggml import Handle
 from runtime.graphlog import Listener, describe
 from runtime.libllama import Engine
 from runtime.logs import CONTINUED, DEBUG, Tail
+from runtime.remote import connect
 
 _SCHED_DEBUG = "GGML_SCHED_DEBUG"  # read by the engine when a context is made
 _BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"
@@ -61,9 +62,14 @@ def memory(engine: Engine, model_path: Path, spec: LoadSpec) -> Mapping[str, Bre
     return measure(engine, model_path, spec).devices
 
 
-def measure(engine: Engine, model_path: Path, spec: LoadSpec) -> DryRun:
-    """Memory and graph of a load; see `memory`."""
-    request = {"engine": str(engine.path), "model": str(Path(model_path).resolve()), "spec": to_json(spec)}
+def measure(engine: Engine, model_path: Path, spec: LoadSpec, watch: bool = False) -> DryRun:
+    """Memory and graph of a load; `watch` fills in `strays`. See `memory`."""
+    request = {
+        "engine": str(engine.path),
+        "model": str(Path(model_path).resolve()),
+        "spec": to_json(spec),
+        "watch": watch,
+    }
     answer = child.ask("runtime.dryrun", request, engine.label)
     return DryRun(
         devices={name: Breakdown(**sizes) for name, sizes in answer["devices"].items()},
@@ -72,6 +78,7 @@ def measure(engine: Engine, model_path: Path, spec: LoadSpec) -> DryRun:
         splits_prefill=answer["splits_prefill"],
         splits_decode=answer["splits_decode"],
         notes=tuple(answer["notes"]),
+        strays=tuple(answer["strays"]),
     )
 
 
@@ -195,7 +202,11 @@ def _nodes(node: int) -> Iterator[tuple[int, int, int, int]]:
 
 def _measure_request(request: Mapping[str, Any]) -> dict[str, Any]:
     engine = Engine.find(request["engine"])
-    return asdict(measure_here(engine, Path(request["model"]), from_json(request["spec"])))
+    spec, renamed = connect(engine, from_json(request["spec"]))
+    answer = asdict(measure_here(engine, Path(request["model"]), spec, request["watch"]))
+    planned = {here: name for name, here in renamed.items()}
+    answer["devices"] = {planned.get(name, name): sizes for name, sizes in answer["devices"].items()}
+    return answer
 
 
 _SPLITS = re.compile(

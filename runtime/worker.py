@@ -19,6 +19,7 @@ from runtime import child, dryrun, load, locate, truth
 from runtime.dryrun import Breakdown
 from runtime.libllama import Engine
 from runtime.logs import Tail
+from runtime.remote import connect
 from runtime.review import StrayWork, check_budgets, check_room
 from runtime.session import GREEDY, Sampling, Session, Timings
 from runtime.stripe_session import session_for
@@ -111,10 +112,11 @@ def work(
 def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
     llama_h = Path(request["llama_h"]) if request["llama_h"] else None
     engine = Engine.find(request["engine"], llama_h)
-    spec, path = dryrun.from_json(request["spec"]), Path(request["model"])
+    spec, renamed = connect(engine, dryrun.from_json(request["spec"]))
+    path = Path(request["model"])
     for name in spec.devices:
         load.device_handle(engine, name)
-    checks = _checks_from_json(request["checks"]) if request["checks"] else None
+    checks = _checks_from_json(request["checks"], renamed) if request["checks"] else None
     dry = _review(engine, path, spec, checks, emit) if checks or request["dry"] else None
     notes = dry.notes if dry else ()
     if dry and request["dry"]:
@@ -187,9 +189,10 @@ def _checks_to_json(checks: Checks) -> dict[str, Any]:
     }
 
 
-def _checks_from_json(data: Mapping[str, Any]) -> Checks:
+def _checks_from_json(data: Mapping[str, Any], renamed: Mapping[str, str]) -> Checks:
     plan = from_text(data["plan"], "plan") if data["plan"] else None
-    return Checks(plan, data["devices"], tuple(data["shared"]))
+    devices = {tensor: renamed.get(device, device) for tensor, device in data["devices"].items()}
+    return Checks(plan, devices, tuple(data["shared"]))
 
 
 def _ask_from_json(data: Mapping[str, Any]) -> Ask:

@@ -1,0 +1,86 @@
+"""Remote devices over RPC: found by their server, refused in one line when it does not answer."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import ENVIRONMENT
+
+from planner.errors import AtsplanError
+from planner.loading import LoadSpec
+from planner.workload import Workload
+from runtime import dryrun
+from runtime.libllama import Engine
+from runtime.remote import endpoints
+from runtime.server import free_port
+from runtime.worker import Ask, work
+
+SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
+
+
+def remote_spec(endpoint: str) -> LoadSpec:
+    """Everything on the remote device, the experts on the CPU here."""
+    name = f"RPC0[{endpoint}]"
+    experts = (r"^blk\.\d+\.ffn_(?:down_exps|gate_exps|up_exps)\.weight$", "CPU")
+    return LoadSpec((name,), (5,), 5, (experts, (r"^output\.weight$", name)), SMALL, threads=1)
+
+
+@pytest.fixture
+def rpc_server(server_engine: Path) -> Iterator[str]:
+    """A running ggml-rpc-server; its host:port."""
+    port = free_port("127.0.0.1")
+    process = subprocess.Popen(
+        [str(server_engine / "ggml-rpc-server"), "-H", "127.0.0.1", "-p", str(port), "-d", "CPU"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**ENVIRONMENT, "LD_LIBRARY_PATH": str(server_engine)},
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not answers(port):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def answers(port: int) -> bool:
+    """Whether anybody listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_endpoints() -> None:
+    assert endpoints(["CUDA0", "RPC0[a:1]", "RPC1[b.c:22]", "RPC0[a:1]"]) == ("a:1", "b.c:22")
+
+
+def test_a_dry_run_counts_a_remote_device_under_the_plan_s_name(
+    rpc_server: str, server_engine: Path, moe_model: Path
+) -> None:
+    engine = Engine.find(str(server_engine))
+    found = dryrun.memory(engine, moe_model, remote_spec(rpc_server))
+    assert set(found) == {f"RPC0[{rpc_server}]", "CPU"}
+    assert found[f"RPC0[{rpc_server}]"].context > 0
+    # The number is the engine's; the server is what counts.
+    second = replace(remote_spec(rpc_server), devices=(f"RPC7[{rpc_server}]",), overrides=())
+    assert f"RPC7[{rpc_server}]" in dryrun.memory(engine, moe_model, second)
+
+
+def test_a_host_that_is_down_is_one_line(server_engine: Path, moe_model: Path) -> None:
+    endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"
+    with pytest.raises(AtsplanError, match=f"{endpoint}: no RPC server answers") as problem:
+        work(str(server_engine), None, moe_model, remote_spec(endpoint), [Ask((1,), 1)])
+    assert problem.value.exit_code == 3
+
+
+def test_a_build_without_rpc(rpc_server: str, moe_model: Path) -> None:
+    with pytest.raises(AtsplanError, match="has no RPC backend"):
+        work(None, None, moe_model, remote_spec(rpc_server), [Ask((1,), 1)])
