@@ -56,12 +56,12 @@ def compare(rows: list[Json]) -> list[Json]:
     made = []
     for (model, routing, residency), runs in cells(rows).items():
         stock = [r for r in runs if r["contender"] in STOCK]
-        ours = {r["contender"]: r for r in runs if r["contender"] in OURS}
+        ours = [r for r in runs if r["contender"] in OURS]
         if not ours or not stock:
             continue
         for what, clock, at in dict.fromkeys(m for row in runs for m in _measures(row)):
             timed = [(clock(r, at), r["contender"]) for r in stock if clock(r, at)]
-            mine = {name: clock(row, at) for name, row in ours.items() if clock(row, at)}
+            mine = {r["contender"]: clock(r, at) for r in ours if clock(r, at)}
             if timed and mine:
                 made.append(
                     {
