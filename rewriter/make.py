@@ -19,6 +19,7 @@ from rewriter.layout import Layout, Request, make_layout
 from rewriter.manifest import Manifest, ManifestFile, manifest_path, to_text
 from rewriter.order import Region, regions
 from rewriter.publish import check_space, publish, refuse_overwrite, staging
+from rewriter.shards import limit, split
 from rewriter.stamps import source_of, stamp_entries
 from rewriter.stream import write_file
 from rewriter.verify import Verification, verify
@@ -100,12 +101,15 @@ def decide(model: ModelFile, plan: Plan, name: str, options: RewriteOptions, pla
     stamp = read_stamp(model)
     source = source_of(model, stamp)
     experts = _orders(plan)
-    files = split(model, found, options)
+    alignment = options.alignment or source.source_alignment or DEFAULT_ALIGNMENT
+    files = split(found, options.shard_by_device)
+    if options.shard_bytes:
+        files = limit(model, files, plan.experts, alignment, options.shard_bytes)
     order = tuple(name for file in files for name in file)
     request = Request(
         files=files,
         name=output_name(name),
-        alignment=options.alignment or source.source_alignment or DEFAULT_ALIGNMENT,
+        alignment=alignment,
         keep_alignment_key=source.source_alignment > 0,
         stamp=stamp_entries(model, source, plan, order, experts),
         moves=gathers(model.inventory, experts, stamp.experts if stamp else {}),
@@ -166,32 +170,6 @@ def output_name(name: str) -> str:
     """The name shards are numbered from: `out.gguf` for `out-00001-of-00003.gguf`."""
     shard = parse_name(name)
     return f"{shard.prefix}.gguf" if shard else name
-
-
-def split(
-    model: ModelFile, found: tuple[Region, ...], options: RewriteOptions
-) -> tuple[tuple[str, ...], ...]:
-    """Tensor names per output file: one file, one per region, or files up to a size."""
-    sizes = {tensor.name: tensor.size_bytes for tensor in model.inventory.tensors}
-    groups = (
-        [r.tensors for r in found]
-        if options.shard_by_device
-        else [tuple(name for r in found for name in r.tensors)]
-    )
-    if not options.shard_bytes:
-        return tuple(groups)
-    files: list[tuple[str, ...]] = []
-    for group in groups:
-        current: list[str] = []
-        filled = 0
-        for name in group:
-            if current and filled + sizes[name] > options.shard_bytes:
-                files.append(tuple(current))
-                current, filled = [], 0
-            current.append(name)
-            filled += sizes[name]
-        files.append(tuple(current))
-    return tuple(files)
 
 
 def _write(model: ModelFile, layout: Layout, staged: tuple[Path, ...], progress: Progress) -> None:

@@ -69,7 +69,7 @@ def site_of(dice: random.Random, unit: Unit) -> str:
         RewriteOptions,
         alignment=st.sampled_from([0, 8, 32, 64, 512]),
         shard_by_device=st.booleans(),
-        shard_bytes=st.sampled_from([0, 0, 700, 3000]),
+        shard_bytes=st.sampled_from([0, 0, 700, 3000, 9000]),
     ),
     opaque=st.booleans(),
     tail=st.booleans(),
@@ -88,6 +88,8 @@ def test_there_and_back(
         report = rewrite(source, plan, folder / "o.gguf", options)
         made = read_model(report.files[-1])
         assert made.paths == report.files
+        for shard in made.headers if options.shard_bytes else ():
+            assert shard.size_bytes <= options.shard_bytes or len(shard.header.infos) == 1
         assert made.inventory.table_digest() == source.inventory.table_digest()
         other = hand_plan(source, lambda unit: site_of(dice, unit), {})
         again = rewrite(made, other, folder / "again.gguf", RewriteOptions())
