@@ -159,7 +159,7 @@ def vocabulary(inventory: Inventory) -> int:
     """Rows of the output head, from its tensor."""
     tensors = by_name(inventory)
     head = tensors.get("output.weight") or tensors.get("token_embd.weight")
-    return head.shape[1] if head and len(head.shape) > 1 else inventory.number("vocab_size")
+    return _rows(head) if head else inventory.number("vocab_size")
 
 
 def _logits(inventory: Inventory, rows: int) -> int:
@@ -243,7 +243,7 @@ def _expert_values(inventory: Inventory, tensors: Mapping[str, Tensor], layer: i
     if down is None:
         return 0
     used = inventory.per_layer("expert_used_count", layer + 1, 1)[layer]
-    inner, outer = used * down.shape[0], used * down.shape[1]
+    inner, outer = used * down.shape[0], used * _rows(down)
     gated = "ffn_gate_exps" in tensors or "ffn_gate_up_exps" in tensors
     freed = (2 if gated else 1) * inner  # gate and up are gone when the last product starts
     return (3 if gated else 1) * inner + (outer if outer > freed else 0)
@@ -293,11 +293,16 @@ def _recurrent_bytes(inventory: Inventory, workload: Workload, tensors: Mapping[
     kernel = max(inventory.number("ssm.conv_kernel") - 1, 1)
     inner = inventory.number("ssm.inner_size")
     if "ssm_in" in tensors:
-        values = tensors["ssm_in"].shape[1] + 2 * shift // kernel + inner
+        values = _rows(tensors["ssm_in"]) + 2 * shift // kernel + inner
     elif "shortconv.in_proj" in tensors:
-        values = 2 * tensors["shortconv.in_proj"].shape[1]
+        values = 2 * _rows(tensors["shortconv.in_proj"])
     elif any(name.startswith("time_mix") for name in tensors):
         values = 16 * inventory.number("embedding_length")
     else:
         values = 2 * shift // kernel
     return 4 * (tokens * values + sequences * (3 * matrix + 2 * shift))
+
+
+def _rows(tensor: Tensor) -> int:
+    """Outputs of a projection; a damaged table may have lost the axis."""
+    return tensor.shape[1] if len(tensor.shape) > 1 else 1

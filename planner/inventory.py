@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from pydantic import Field
 
+from planner.errors import FieldProblem
 from planner.records import Record, Shape, digest, dump, load
 
 Scalar = bool | int | float | str
 Hparam = Scalar | tuple[Scalar, ...]
+
+# Hyperparameters that are counts or sizes by their names, alone or one for each layer.
+_COUNT = re.compile(
+    r".*(_count|_count_kv|_length|_length_mla|_length_swa|_size|_rank|_kernel|_interval|head_dim|_layers"
+    r"|l_cache|_window|kpool|compress_ratios)"
+)
+_MAX_LAYERS = 4096  # the engine stops at 512
+_MAX_COUNT = 2**32 - 1
 
 
 class Shard(Record):
@@ -83,7 +93,19 @@ def to_text(inventory: Inventory) -> str:
 
 def from_text(text: str, path: str) -> Inventory:
     """Inventory from YAML text; FieldProblem names the line of what is wrong."""
-    return load(text, Inventory, path)
+    inventory = load(text, Inventory, path)
+    for key, value in inventory.hparams.items():
+        if _COUNT.fullmatch(key) and not _is_count(
+            value, _MAX_LAYERS if key == "block_count" else _MAX_COUNT
+        ):
+            line = text[: text.find(f"\n  {key}:") + 1].count("\n") + 1
+            raise FieldProblem(path, line, f"hparams.{key}", "expected a count, or one for each layer")
+    return inventory
+
+
+def _is_count(value: Hparam, limit: int) -> bool:
+    each = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(number, int) and 0 <= number <= limit for number in each)
 
 
 def by_name(inventory: Inventory) -> Mapping[str, Tensor]:

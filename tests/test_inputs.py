@@ -134,3 +134,15 @@ def test_more_of_anything_never_takes_less_memory(name: str) -> None:
     ):
         sizes = [total(**{key: value}) for value in values]
         assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("value", ["abc", "-3", "1.5", "[4, -1]", "9999999999999"])
+@pytest.mark.parametrize("key", ["attention.head_count", "full_attention_interval", "block_count"])
+def test_a_hyperparameter_that_is_no_count_is_refused_at_its_line(key: str, value: str) -> None:
+    path = INPUTS / "Qwen3.5-0.8B-q8_0.inventory.yaml"
+    lines = path.read_text().split("\n")
+    number = next(n for n, line in enumerate(lines) if line.startswith(f"  {key}:"))
+    lines[number] = f"  {key}: {value}"
+    with pytest.raises(FieldProblem, match=key) as caught:
+        from_text("\n".join(lines), "x.yaml")
+    assert caught.value.line == number + 1
