@@ -22,6 +22,7 @@ from planner.gguf_file import read_model
 from planner.inventory import Inventory
 from planner.workload import Workload
 from profiler import runner, session, synth
+from profiler.cases import cases_of
 from profiler.placements import Placement, calibrating, sensible, shuffled, spec_of
 from profiler.runner import Length
 
@@ -97,15 +98,13 @@ def _profile(options: argparse.Namespace, tables: list[Inventory]) -> int:
         devices=(options.gpu,),
         threads=0,
         seconds=options.seconds,
-        n_ubatch=min(options.prompt, 512),
-        max_depth=4096,
-        kv_types=("f16",),
         strict=False,
         name="",
         command="benchmarks/predict_measure.py",
     )
     watch = session.Watcher(say, lambda total, known: say(f"{total} cases, {known} known"), lambda line: None)
-    made = session.measure(request, tables, watch).profile
+    cases = [c for table in tables for c in cases_of(table, min(options.prompt, 512), max_depth=4096)]
+    made = session.measure(request, lambda _: cases, watch).profile
     (options.out / "profile.yaml").write_text(profiles.to_text(made))
     for table in tables:
         (options.out / f"{table.name}.inventory.yaml").write_text(inventories.to_text(table))

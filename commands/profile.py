@@ -10,9 +10,13 @@ import click
 from commands import console
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from planner.inventory import Inventory
     from planner.profile import Profile
-    from profiler.session import Measured
+    from planner.timing import Case
+    from profiler.cases import Place
+    from profiler.session import Choose, Measured, Request
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
@@ -63,15 +67,17 @@ def command(
         devices=devices,
         threads=threads,
         seconds=seconds,
-        n_ubatch=ubatch,
-        max_depth=depth,
-        kv_types=kv or ("f16",),
         strict=strict,
         name=name,
         command=_command(model, devices, ubatch),
     )
-    measured = _measure(request, _inventory(model))
-    profile = measured.profile if no_calibration else _calibrated(measured.profile, request.engine, model)
+    inventory = _inventory(model)
+    cases = _cases_of(inventory, ubatch, depth, kv)
+    if no_calibration:
+        measured = _measure(request, lambda _: cases)
+        profile = measured.profile
+    else:
+        measured, profile = _calibrated(request, cases, model, inventory)
     _report(measured, profile, as_json)
     if out is not None:
         from planner.profile import to_text
@@ -83,7 +89,7 @@ def command(
 def _inventory(model: Path | None) -> Inventory | None:
     if model is None:
         return None
-    if model.suffix in (".yaml", ".yml"):
+    if _is_table(model):
         from planner.inventory import from_text
 
         return from_text(console.read_text(model), str(model))
@@ -92,12 +98,22 @@ def _inventory(model: Path | None) -> Inventory | None:
     return read_model(model).inventory
 
 
+def _is_table(model: Path) -> bool:
+    return model.suffix in (".yaml", ".yml")
+
+
+def _cases_of(inventory: Inventory | None, ubatch: int, depth: int, kv: tuple[str, ...]) -> list[Case]:
+    from profiler.cases import cases_of
+
+    return list(cases_of(inventory, ubatch, depth, kv or ("f16",))) if inventory else []
+
+
 def _command(model: Path | None, devices: tuple[str, ...], ubatch: int) -> str:
     words = ["atsplan profile", *([model.name] if model else []), *(f"--device {d}" for d in devices)]
     return " ".join([*words, *([f"--ubatch {ubatch}"] if ubatch != 512 else [])])
 
 
-def _measure(request: Any, inventory: Inventory | None) -> Measured:
+def _measure(request: Request, cases: Choose) -> Measured:
     from profiler import session
 
     with console.progress() as bar:
@@ -114,14 +130,44 @@ def _measure(request: Any, inventory: Inventory | None) -> Measured:
 
         watch = session.Watcher(lambda text: bar.update(task, description=text), begin, case)
         try:
-            return session.measure(request, [inventory] if inventory else [], watch)
+            return session.measure(request, cases, watch)
         except KeyboardInterrupt:
             console.say("what was measured is kept: give the same command again to continue")
             raise
 
 
-def _calibrated(profile: Profile, engine: str | None, model: Path | None) -> Profile:
-    return profile
+def _calibrated(
+    request: Request, cases: list[Case], model: Path | None, inventory: Inventory | None
+) -> tuple[Measured, Profile]:
+    """Operators, then whole-model runs: of a generated model, and of the model itself when it is here."""
+    import tempfile
+
+    from planner.gguf_file import read_model
+    from profiler import whole
+
+    with tempfile.TemporaryDirectory(prefix="atsplan-") as folder:
+        tables: list[Inventory] = []
+
+        def choose(places: Sequence[Place]) -> list[Case]:
+            if not whole.has_gpu(places):
+                return cases
+            tables.append(read_model(whole.generated(Path(folder))).inventory)
+            return [*cases, *whole.generated_cases(tables[0])]
+
+        measured = _measure(request, choose)
+        profile = measured.profile
+        with console.progress() as bar:
+            task = bar.add_task("generated model", total=None, rate="")
+
+            def say(text: str) -> None:
+                bar.update(task, rate=text)
+
+            for table in tables:
+                profile = whole.machine(profile, whole.path_in(Path(folder)), table, request.engine, say)
+            if model is not None and inventory is not None and not _is_table(model):
+                bar.update(task, description=model.name)
+                profile = whole.model(profile, model, inventory, request.engine, say)
+    return measured, profile
 
 
 def _report(measured: Measured, profile: Profile, as_json: bool) -> None:

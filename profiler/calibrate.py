@@ -42,6 +42,7 @@ _PRIOR: Mapping[str, tuple[float, float]] = {
     SCALE: (1.0, 0.25),
 }
 ERROR = 0.02  # relative error of one measured run
+ENOUGH = 4  # runs that tell the cost of small operators from that of large ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Parameter:
 
 def machine(inventory: Inventory, workload: Workload, profile: Profile, runs: Sequence[Run]) -> Profile:
     """The profile with the calibration "" and the cost of small operators that explain the runs best."""
-    parameters = _parameters(profile, runs, _PRIOR, small=True)
+    parameters = _parameters(profile, runs, _PRIOR, small=len(runs) >= ENOUGH)
     found, worst = _fit(inventory, workload, profile, runs, parameters)
     made = _calibration("", profile, found, worst, len(runs))
     devices = tuple(_with_small(d, found, made) for d in profile.devices)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.inventory import Inventory
 from planner.profile import Device, Fingerprint, Profile
 from planner.timing import Case
 from profiler import host, runner, summarise
-from profiler.cases import Job, cases_of, jobs_of
+from profiler.cases import Place, jobs_of
 from profiler.journal import Journal
 from profiler.summarise import Contended, Verdict
 
 Line = dict[str, Any]
+Choose = Callable[[Sequence[Place]], Iterable[Case]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,6 @@ class Request:
     devices: tuple[str, ...]  # names; () = all
     threads: int  # 0: find the best
     seconds: float  # for the cases together
-    n_ubatch: int
-    max_depth: int
-    kv_types: tuple[str, ...]
     strict: bool
     name: str
     command: str
@@ -57,8 +54,8 @@ MIN_LIMIT_S = 0.04
 MAX_LIMIT_S = 0.25
 
 
-def measure(request: Request, inventories: Sequence[Inventory], watch: Watcher) -> Measured:
-    """Measure this machine for models; its bare figures alone when there is none.
+def measure(request: Request, cases: Choose, watch: Watcher) -> Measured:
+    """Measure operators on every device; `cases` chooses them when the places are known.
 
     Raises EngineProblem, and Contended when the request is strict and the machine is not quiet.
     """
@@ -71,19 +68,20 @@ def measure(request: Request, inventories: Sequence[Inventory], watch: Watcher) 
         figures = list(runner.figures(request.engine, request.devices, request.threads))
         for line in (*figures, {"kind": "link-end", "load": load}):
             journal.add(line)
-    return _with_cases(request, inventories, journal, fingerprint, watch)
+    return _with_cases(request, cases, journal, fingerprint, watch)
 
 
 def _with_cases(
     request: Request,
-    inventories: Sequence[Inventory],
+    cases: Choose,
     journal: Journal,
     fingerprint: Fingerprint,
     watch: Watcher,
 ) -> Measured:
     figures = [line for line in journal.lines if line["kind"] != "case"]
     load = next(line["load"] for line in figures if line["kind"] == "link-end")
-    jobs = _jobs(request, inventories, figures)
+    places = summarise.places(figures)
+    jobs = jobs_of(dict.fromkeys(cases(places)), places)
     known = sum(line["kind"] == "case" for line in journal.lines)
     watch.begin(len(jobs), min(known, len(jobs)))
     limit_s = min(max(request.seconds / max(len(jobs), 1) / 2, MIN_LIMIT_S), MAX_LIMIT_S)
@@ -107,13 +105,6 @@ def _with_cases(
     )
     journal.finish()
     return Measured(made, verdicts, streams)
-
-
-def _jobs(request: Request, inventories: Sequence[Inventory], figures: Sequence[Line]) -> tuple[Job, ...]:
-    found: dict[Case, None] = {}
-    for inventory in inventories:
-        found |= dict.fromkeys(cases_of(inventory, request.n_ubatch, request.max_depth, request.kv_types))
-    return jobs_of(found, summarise.places(figures))
 
 
 def _refuse_if_busy(request: Request, load: float) -> None:
