@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.console import mib, ms, out, out_json, out_table, progress, say, table
+from commands.console import mib, ms, out, out_json, out_table, progress, table
 from commands.heat_files import read_heat, read_profile, shape_of
 from planner.errors import InputError, OptionProblem
 
@@ -42,8 +42,11 @@ SHARES = (0.0625, 0.125, 0.25, 0.5)  # of the experts, where no slots are asked 
     help="Steps, of decaying counts.",
 )
 @click.option(
-    "--hot", type=FILE, help="Heat that the static hot set is chosen on [default: the trace's first half]."
+    "--warm-up",
+    type=click.IntRange(0),
+    help="Steps that are not counted; the static set is chosen on them [default: half].",
 )
+@click.option("--hot", type=FILE, help="Heat that the static set is chosen on instead.")
 @click.option(
     "--budget", type=click.FloatRange(0, min_open=True), help="MiB: recommend the engine's MoE cache size."
 )
@@ -67,6 +70,7 @@ def command(
     shared: bool,
     serial: bool,
     half_life: float,
+    warm_up: int | None,
     hot: Path | None,
     budget: float | None,
     fixed_ms: float | None,
@@ -87,15 +91,16 @@ def command(
     trace = _decode(found, file)
     whole = sim.demand_of(trace, per_layer=not shared)
     demand = sim.one_by_one(whole) if serial else whole
-    policies = [_policy(name, half_life) for name in names or sim.POLICIES]
+    after = demand.n_steps // 2 if warm_up is None else min(warm_up, demand.n_steps - 1)
+    order = _hot(trace, hot, after, shared)
+    policies = _policies(names, half_life, static=order is not None)
     sizes = sorted(set(slots)) or _default_slots(demand)
-    order = _hot(trace, hot, shared)
     with progress() as bar:
         task = bar.add_task("replaying", total=len(policies) * len(sizes), rate="")
-        runs = sim.sweep(demand, policies, sizes, order, lambda: bar.advance(task))
+        runs = sim.sweep(demand, policies, sizes, order, after, lambda: bar.advance(task))
     times = _time_model(found, fixed_ms, miss_ms)
     ahead = _prefetch(recall, width, spare)
-    advice = _advise(trace, shape_of(model), budget)
+    advice = _advise(trace, shape_of(model), budget, after)
     if as_json:
         return out_json(_report(runs, times, ahead, advice))
     _print(runs, demand, whole, times)
@@ -111,37 +116,39 @@ def _decode(found: Imported, file: Path) -> Trace:
     return found.trace
 
 
-def _policy(name: str, half_life: float) -> Policy:
+def _policies(names: tuple[str, ...], half_life: float, static: bool) -> list[Policy]:
     from dataclasses import replace
 
     from planner.simulate import POLICIES
 
-    if name not in POLICIES:
-        raise OptionProblem("--policy", name, f"is none of {', '.join(POLICIES)}")
-    policy = POLICIES[name]
-    return replace(policy, half_life=half_life) if policy.half_life else policy
+    for name in names:
+        if name not in POLICIES:
+            raise OptionProblem("--policy", name, f"is none of {', '.join(POLICIES)}")
+        if name == "static" and not static:
+            raise OptionProblem("--policy", name, "needs --hot, or steps to choose it on (--warm-up)")
+    chosen = [POLICIES[n] for n in names or POLICIES if static or n != "static"]
+    return [replace(p, half_life=half_life) if p.half_life else p for p in chosen]
 
 
 def _default_slots(demand: Demand) -> list[int]:
     return sorted({max(1, round(share * demand.n_items)) for share in SHARES})
 
 
-def _hot(trace: Trace, path: Path | None, shared: bool) -> Ints:
-    """Hot experts of every bank of the trace, best first, for the static policy."""
+def _hot(trace: Trace, path: Path | None, after: int, shared: bool) -> Ints | None:
+    """Hot experts of every bank, best first, for the static policy: of a heat, else of the warm-up."""
     import numpy as np
 
     from planner import coverage, routing
+    from planner.simulate import decode_steps
 
     if path is not None:
         heat = read_heat(path)
         if heat.n_expert != trace.n_expert:
             raise InputError(f"{path}: {heat.n_expert} experts, the trace has {trace.n_expert}")
+    elif after:
+        heat = routing.heat_of(routing.select(trace, trace.decode & (decode_steps(trace) < after)))
     else:
-        rows = np.flatnonzero(trace.decode)
-        first = np.zeros(len(trace.decode), dtype=bool)
-        first[rows[: max(1, len(rows) // 2)]] = True
-        heat = routing.heat_of(routing.select(trace, first))
-        say("static: chosen on the first half of the trace; give --hot for another choice")
+        return None
     sources = coverage.sources_of(heat)
     share = dict(zip(sources.layers, coverage.shares(sources), strict=True))
     layers = [int(la) for la in np.unique(trace.layer[trace.decode])]
@@ -169,7 +176,7 @@ def _prefetch(recall: float | None, width: int | None, spare: float) -> Prefetch
 
 
 def _advise(
-    trace: Trace, shape: MoeShape | None, budget: float | None
+    trace: Trace, shape: MoeShape | None, budget: float | None, after: int
 ) -> tuple[CacheAdvice, list[CacheAdvice]] | None:
     from planner.cache_model import advise
     from planner.simulate import demand_of
@@ -179,13 +186,14 @@ def _advise(
     if shape is None:
         raise OptionProblem("--budget", str(budget), "needs --model, which says what an expert weighs")
     largest = max(shape.expert_bytes.values())
-    return advise(demand_of(trace, per_layer=False), largest, shape.n_used, round(budget * 2**20))
+    return advise(demand_of(trace, per_layer=False), largest, shape.n_used, round(budget * 2**20), after)
 
 
 def _print(runs: list[Replay], demand: Demand, whole: Demand, times: TimeModel | None) -> None:
     where = "of all layers together" if demand.ids.shape[1] == 1 and whole.step_length > 1 else "in a layer"
     sizes = sorted({run.slots for run in runs})
-    out(f"{demand.n_steps} decode steps; hit rate by slots {where} ({demand.n_items} experts)")
+    out(f"{len(runs[0].hits)} of {demand.n_steps} decode steps counted")
+    out(f"hit rate by slots {where} ({demand.n_items} experts)")
     made = table("policy", *map(str, sizes))
     for name in dict.fromkeys(run.policy for run in runs):
         row = {run.slots: run for run in runs if run.policy == name}

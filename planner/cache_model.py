@@ -126,18 +126,19 @@ class CacheAdvice:
 
 
 def advise(
-    demand: Demand, expert_bytes: int, n_used: int, budget_bytes: int, points: int = 8
+    demand: Demand, expert_bytes: int, n_used: int, budget_bytes: int, after: int = 0, points: int = 8
 ) -> tuple[CacheAdvice, list[CacheAdvice]]:
     """The smallest cache that does nearly what the whole budget would, and the curve it stands on.
 
     The engine keeps one LRU for all layers of equal layout and caches nothing when it holds fewer
-    experts than a token uses; `demand` is of the shared kind. Raises CacheTooSmall.
+    experts than a token uses; `demand` is of the shared kind, its first `after` steps are not counted.
+    Raises CacheTooSmall.
     """
     most = min(budget_bytes // expert_bytes, demand.n_items)
     if most < n_used:
         raise CacheTooSmall(budget_bytes, n_used * expert_bytes)
     sizes = sorted({max(n_used, round(most * (i + 1) / points)) for i in range(points)})
-    curve = [_advice(replay(demand, POLICIES["lru"], slots), expert_bytes) for slots in sizes]
+    curve = [_advice(replay(demand, POLICIES["lru"], slots, after=after), expert_bytes) for slots in sizes]
     enough = ENOUGH * curve[-1].hit_rate
     return next(entry for entry in curve if entry.hit_rate >= enough), curve
 

@@ -89,17 +89,25 @@ def demand_of(trace: Trace, per_layer: bool = True) -> Demand:
     rows = np.flatnonzero(trace.decode)
     layers = np.unique(trace.layer[rows])
     place = np.searchsorted(layers, trace.layer[rows])
-    key = trace.source[rows].astype(np.int64) << 32 | trace.step[rows]
-    steps, step = np.unique(key, return_inverse=True)
+    step = decode_steps(trace)[rows]
+    n_steps = int(step.max(initial=-1)) + 1
     flat = step * len(layers) + place
-    ids = _union(flat, trace.ids[rows].astype(np.int64), len(steps) * len(layers), trace.n_expert)
-    grid = ids.reshape(len(steps), len(layers), -1)
+    ids = _union(flat, trace.ids[rows].astype(np.int64), n_steps * len(layers), trace.n_expert)
+    grid = ids.reshape(n_steps, len(layers), -1)
     if per_layer:
-        return Demand(grid, trace.n_expert, np.arange(len(steps)), 1)
+        return Demand(grid, trace.n_expert, np.arange(n_steps), 1)
     offset = (np.arange(len(layers)) * trace.n_expert)[None, :, None]
-    single = np.where(grid >= 0, grid + offset, PAD).reshape(len(steps) * len(layers), 1, -1)
-    each = np.repeat(np.arange(len(steps)), len(layers))
+    single = np.where(grid >= 0, grid + offset, PAD).reshape(n_steps * len(layers), 1, -1)
+    each = np.repeat(np.arange(n_steps), len(layers))
     return Demand(single, trace.n_expert * len(layers), each, len(layers))
+
+
+def decode_steps(trace: Trace) -> Ints:
+    """Number of each row's decode step, counted through all sources; -1 for prefill."""
+    made = np.full(len(trace.decode), -1, dtype=np.int64)
+    key = trace.source.astype(np.int64) << 32 | trace.step
+    made[trace.decode] = np.unique(key[trace.decode], return_inverse=True)[1]
+    return made
 
 
 def one_by_one(demand: Demand) -> Demand:
@@ -126,12 +134,14 @@ def _union(cell: Ints, ids: Ints, n_cells: int, n_expert: int) -> Ints:
     return made
 
 
-def replay(demand: Demand, policy: Policy, slots: int, hot: Ints | None = None) -> Replay:
-    """Run a policy with `slots` per bank.
+def replay(demand: Demand, policy: Policy, slots: int, hot: Ints | None = None, after: int = 0) -> Replay:
+    """Run a policy with `slots` per bank; the first `after` steps warm it up and are not counted.
 
-    `hot` (banks, slots or more) fills the cache before the first step, best first; Belady's bound fills
-    itself with what is asked for first, so that no policy that starts warm can pass it.
+    `hot` (banks, slots or more) fills the cache before the first step, best first. Belady's bound sees
+    the counted steps only and fills itself with what they ask for first, so that no policy can pass it.
     """
+    if policy.key == "next":
+        demand, after = later(demand, after), 0
     cache = _Cache(demand, policy, min(slots, demand.n_items), hot)
     for event in range(len(demand.ids)):
         cache.ask(event)
@@ -139,7 +149,13 @@ def replay(demand: Demand, policy: Policy, slots: int, hot: Ints | None = None) 
     asked = (demand.ids >= 0).sum(axis=(1, 2))
     hits = np.bincount(step, weights=cache.hits, minlength=demand.n_steps).astype(np.int64)
     total = np.bincount(step, weights=asked, minlength=demand.n_steps).astype(np.int64)
-    return Replay(policy.name, cache.slots, hits, total)
+    return Replay(policy.name, cache.slots, hits[after:], total[after:])
+
+
+def later(demand: Demand, after: int) -> Demand:
+    """The demand from a step on."""
+    keep = demand.steps >= after
+    return Demand(demand.ids[keep], demand.n_items, demand.steps[keep] - after, demand.step_length)
 
 
 class _Cache:
@@ -270,12 +286,13 @@ def sweep(
     policies: Sequence[Policy],
     slots: Sequence[int],
     hot: Ints | None = None,
+    after: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Replay]:
-    """Every policy at every number of slots."""
+    """Every policy at every number of slots; `hot` is for the static one, the others start empty."""
     made = []
     for policy in policies:
         for count in slots:
-            made.append(replay(demand, policy, count, hot if policy.key == "fixed" else None))
+            made.append(replay(demand, policy, count, hot if policy.key == "fixed" else None, after))
             on_done()
     return made

@@ -238,6 +238,22 @@ def test_a_ledger_gives_times_and_prefetch_is_judged(tmp_path: Path) -> None:
         assert "lru" in run(*args, *shape).stdout
 
 
+def test_a_static_set_is_judged_on_steps_it_was_not_chosen_on(tmp_path: Path) -> None:
+    """Six steps ask for 0..3, six for 4..7: the set of the first half serves nothing of the second."""
+    file = tmp_path / "d.txt"
+    file.write_text("".join(f"step={s} layer=0 ids={'0,1,2,3' if s < 6 else '4,5,6,7'}\n" for s in range(12)))
+    args = ("simulate", file, "--policy", "static", "--policy", "lru", "--slots", 4, "--json")
+    half = {row["policy"]: row["hit_rate"] for row in json.loads(run(*args).stdout)["runs"]}
+    assert half == {"static": 0.0, "lru": pytest.approx(5 / 6)}
+    hot = write(tmp_path / "h.csv", [[9 if e in (4, 5, 6, 7) else 0 for e in range(8)]])
+    told = {
+        r["policy"]: r["hit_rate"]
+        for r in json.loads(run(*args, "--hot", hot, "--warm-up", 0).stdout)["runs"]
+    }
+    assert told == {"static": 0.5, "lru": pytest.approx(10 / 12)}
+    refused(*args, "--warm-up", 0, why="needs --hot")
+
+
 @pytest.mark.parametrize(
     ("args", "why"),
     [

@@ -99,15 +99,21 @@ def test_belady_is_optimal(requests: list[list[int]], slots: int) -> None:
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
-@given(steps, st.integers(1, E), st.booleans(), st.booleans())
-def test_no_policy_passes_belady(grid: list[list[list[int]]], slots: int, shared: bool, serial: bool) -> None:
+@given(steps, st.integers(1, E), st.booleans(), st.booleans(), st.integers(0, 3))
+def test_no_policy_passes_belady(
+    grid: list[list[list[int]]], slots: int, shared: bool, serial: bool, after: int
+) -> None:
     demand = sim.demand_of(trace_of(grid), per_layer=not shared)
     demand = sim.one_by_one(demand) if serial else demand
     banks = demand.ids.shape[1]
     hot = np.broadcast_to(np.arange(demand.n_items), (banks, demand.n_items))
-    bound = sim.replay(demand, sim.POLICIES["belady"], slots).hits.sum()
+    after = min(after, len(grid) - 1)
+    bound = sim.replay(demand, sim.POLICIES["belady"], slots, after=after)
+    assert len(bound.hits) == len(grid) - after
     for policy, warm in product(sim.POLICIES.values(), (None, hot)):
-        assert sim.replay(demand, policy, slots, warm).hits.sum() <= bound, policy.name
+        run = sim.replay(demand, policy, slots, warm, after)
+        assert run.asked.tolist() == bound.asked.tolist()
+        assert run.hits.sum() <= bound.hits.sum(), policy.name
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
