@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from runtime.session import Timings
     from runtime.worker import Outcome
 
+_OFFLOAD_BATCH = 32  # tokens from which the engine computes host weights on a GPU
+
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 @click.option("--stop", multiple=True, help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Run on past the end of the text.")
 @click.option("--no-check", is_flag=True, help="Skip the dry run and the proof of placement.")
+@click.option(
+    "--smoke", is_flag=True, help="Only prove that short and long prompts decode; no prompt needed."
+)
 @click.option("--json", "as_json", is_flag=True, help="Text, timings and memory as JSON.")
 @engine_options
 def command(
@@ -43,6 +48,7 @@ def command(
     stop: tuple[str, ...],
     ignore_eos: bool,
     no_check: bool,
+    smoke: bool,
     as_json: bool,
     engine: str | None,
     llama_h: Path | None,
@@ -56,6 +62,9 @@ def command(
     from runtime.worker import Ask, work
 
     job = open_job(model, plan_path, device_maps, threads)
+    if smoke:
+        _smoke(job, engine, llama_h)
+        return
     heard: list[str] = []
     ask = Ask(
         prompt=_prompt(prompt),
@@ -80,6 +89,20 @@ def command(
     else:
         out("")
     _say_speed(job, outcome.timings[0])
+
+
+def _smoke(job: Job, engine: str | None, llama_h: Path | None) -> None:
+    """Decode after a short prompt, one past the engine's offload threshold, and one of two ubatches."""
+    from runtime.prompts import text
+    from runtime.worker import Ask, work
+
+    work_ = job.spec.workload
+    room = work_.n_ctx - 3
+    lengths = sorted({min(n, room) for n in (4, _OFFLOAD_BATCH + 8, work_.n_ubatch + 88)})
+    asks = [Ask(text(n), 3, ignore_end=True, silent=True, cut=n) for n in lengths]
+    outcome = work(engine, llama_h, job.path, job.spec, asks, job.checks(), on_note=say)
+    for timings in outcome.timings:
+        out(f"prompt of {timings.prompt_tokens} tokens and {len(timings.tokens)} more: decoded")
 
 
 def _prompt(given: str | None) -> str:

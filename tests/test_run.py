@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from engines import ROOT
 from hand_plans import hand_plan
 
 from atsplan import main
@@ -165,3 +170,40 @@ def test_a_plan_over_its_budget_is_refused_before_loading(
     path.write_text(to_text(plan.model_copy(update={"devices": (tight,)})))
     result = run(dense_model, "--plan", path, "-p", "a", "--engine", vulkan_engine)
     fails(result, 3, "Vulkan0: the engine needs", "the plan's budget is 1.0 MiB")
+
+
+def test_smoke_crosses_the_offload_threshold_and_a_ubatch(run: Run, moe_model: Path, plan_path: Path) -> None:
+    result = run(moe_model, "--plan", plan_path, *HERE, "--smoke")
+    assert result.exit_code == 0, result.output
+    assert [line.split()[2] for line in result.stdout.splitlines()] == ["4", "40", "152"]
+
+
+def test_memory_that_is_not_there(moe_model: Path, tmp_path: Path, run: Run) -> None:
+    # 64 GiB of KV cache: seen by the dry run, and failing in the engine when nobody looks.
+    vast = plan_for(moe_model).model_copy(update={"workload": Workload(n_ctx=2**25, n_batch=64, n_ubatch=64)})
+    path = tmp_path / "vast.yaml"
+    path.write_text(to_text(vast))
+    fails(run(moe_model, "--plan", path, *HERE, "-p", "a"), 3, "CPU: needs", "end what holds it")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "atsplan", "run", str(moe_model), "--plan", str(path), *HERE),
+            "-p",
+            "a",
+            "--no-check",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=limit_memory,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("atsplan: engine")
+    assert re.search("alloc|memory", lines[0])
+
+
+def limit_memory() -> None:
+    """Let this process and its children have 8 GiB of addresses."""
+    resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
