@@ -1,7 +1,7 @@
 """Many dry loads by the embedded engine in one child process: exact bytes for tests of formulas.
 
-As a program it reads a list of [path, workload, swa_full] from stdin and answers with a list of
-{buffer: [model, context, compute]}.
+As a program it reads a list of [path, workload, swa_full, rollback, nextn] from stdin and answers with a
+list of [model, context, compute].
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from planner.workload import Workload
 
@@ -26,6 +27,8 @@ class Load:
     path: Path
     workload: Workload
     swa_full: bool = False
+    rollback: int = 0
+    nextn: bool = False  # the context of the NextN head instead of the main one
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Bytes:
 
 def measure(loads: Iterable[Load]) -> list[Bytes]:
     """The engine's own numbers for each load; the child's last words when it dies."""
-    request = [[str(x.path), x.workload.model_dump(), x.swa_full] for x in loads]
+    request = [[str(x.path), x.workload.model_dump(), x.swa_full, x.rollback, x.nextn] for x in loads]
     asked = subprocess.run(
         [sys.executable, __file__],
         input=json.dumps(request),
@@ -53,7 +56,7 @@ def measure(loads: Iterable[Load]) -> list[Bytes]:
     return [Bytes(*sizes) for sizes in json.loads(asked.stdout)]
 
 
-def _measure_here(request: list[list[object]]) -> list[list[int]]:
+def _measure_here(request: list[list[Any]]) -> list[list[int]]:
     from planner.loading import LoadSpec
     from runtime import load
     from runtime.dryrun import Breakdown, breakdown
@@ -61,12 +64,12 @@ def _measure_here(request: list[list[object]]) -> list[list[int]]:
 
     engine, kept = Engine.find(), load.Kept()
     answers = []
-    for path, workload, swa_full in request:
+    for path, workload, swa_full, rollback, nextn in request:
         work = Workload.model_validate(workload)
         spec = LoadSpec((), (), 0, (), work, use_mmap=False, use_extra_bufts=False)
-        with load.model(engine, Path(str(path)), spec, load.model_params(engine, spec, kept, True)) as model:
+        with load.model(engine, Path(path), spec, load.model_params(engine, spec, kept, True)) as model:
             params = load.context_params(engine, spec, kept)
-            params.swa_full = swa_full
+            params.swa_full, params.n_rs_seq, params.ctx_type = swa_full, rollback, int(nextn)
             with load.context(engine, model, params) as context:
                 total = sum(breakdown(engine, context).values(), start=Breakdown(0, 0, 0))
                 answers.append([total.model, total.context, total.compute])

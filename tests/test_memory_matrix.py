@@ -9,6 +9,7 @@ import pytest
 from dry_loads import Bytes, Load, measure
 from sparse_model import write_sparse
 
+from planner.arch import layers_of
 from planner.gguf_file import read_model
 from planner.inventory import Inventory, from_text
 from planner.memory import (
@@ -16,6 +17,7 @@ from planner.memory import (
     context_bytes,
     kv_bytes,
     loaded_tensors,
+    nextn_kv_bytes,
     state_bytes,
     tied_copy_bytes,
     weight_bytes,
@@ -93,6 +95,33 @@ def test_real_models_at_full_size(name: str, tmp_path: Path) -> None:
         check(inventory, workload, bytes_)
         # At real sizes the estimate of the compute buffer is close to the engine's number.
         assert 0.99 < compute_bytes(inventory, workload) / bytes_.compute < 1.11
+
+
+@pytest.mark.parametrize("model", ["qwen35", "nemotron_h", "lfm2", "qwen3next", "granitehybrid"])
+def test_state_that_speculation_may_take_back(model: str, generated: Path) -> None:
+    inventory = read_model(generated / f"{model}.gguf").inventory
+    work = Workload(n_seq=2)
+    kv = kv_bytes(inventory, work)
+    for depth, said in zip((0, 4), _rolled(generated / f"{model}.gguf", work), strict=True):
+        assert context_bytes(kv, state_bytes(inventory, work, rollback=depth)) == said.context
+
+
+def _rolled(path: Path, work: Workload) -> list[Bytes]:
+    return measure([Load(path, work, rollback=depth) for depth in (0, 4)])
+
+
+@pytest.mark.parametrize("model", ["qwen35moe-nextn", "glm4moe-nextn", "deepseek2-nextn"])
+def test_the_context_of_a_nextn_head(model: str, generated: Path) -> None:
+    inventory = read_model(generated / f"{model}.gguf").inventory
+    work = Workload(n_ctx=12000, mtp=True)
+    with_head, own = measure(
+        [Load(generated / f"{model}.gguf", work), Load(generated / f"{model}.gguf", work, nextn=True)]
+    )
+    assert with_head.model == own.model == weight_bytes(loaded_tensors(inventory, mtp=True))
+    assert with_head.context == context_bytes(kv_bytes(inventory, work), state_bytes(inventory, work))
+    assert own.context == sum(nextn_kv_bytes(inventory, work))
+    blocks = range(layers_of(inventory).n_main, layers_of(inventory).n_all)
+    assert 0 <= compute_bytes(inventory, work, layers=blocks) * 1.01 + MIB - own.compute <= 16 * MIB
 
 
 def test_reads_the_file_as_it_was_planned_from_the_table(tmp_path: Path) -> None:
