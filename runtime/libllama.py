@@ -145,7 +145,7 @@ class Engine:
     def __init__(self, place: locate.Place, header: str = "") -> None:
         self.label = place.label
         self.path = place.path
-        library = _load(place.path, place.label)
+        library = load_library(place.path, place.label)
         self.lib: Any = library
         self._model, self._model_raw = self._layout(structs.MODEL, "llama_model_default_params", header)
         self._context, self._context_raw = self._layout(
@@ -260,7 +260,7 @@ class Engine:
 _NOT_FOUND = re.compile(r"(?P<name>[\w.+-]+): cannot open shared object file")
 
 
-def _load(path: Path, label: str) -> c.CDLL:
+def load_library(path: Path, label: str) -> c.CDLL:
     """dlopen, bringing libraries of the same folder along; EngineProblem says why it cannot be."""
     _load_cxx_runtime()
     tried: set[str] = set()
@@ -273,7 +273,7 @@ def _load(path: Path, label: str) -> c.CDLL:
             if missing is None or missing["name"] in tried or not sibling.exists():
                 raise EngineProblem(label, _why_not(str(problem))) from None
             tried.add(missing["name"])
-            _load(sibling, label)
+            load_library(sibling, label)
 
 
 def _load_cxx_runtime() -> None:

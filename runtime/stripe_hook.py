@@ -23,10 +23,13 @@ _HOOK = c.CFUNCTYPE(c.c_void_p, c.c_void_p, c.c_void_p, c.c_int)
 
 
 @contextmanager
-def striped_weights(stripes: Stripes, device: str, widths: Mapping[str, int]) -> Iterator[None]:
+def striped_weights(
+    stripes: Stripes, device: str, widths: Mapping[str, int], on_made: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Inside the block, models loaded with mmap on `device` keep `widths[tensor]` hot experts in VRAM.
 
-    Models must be freed before `stripes` is closed. Raises StripesRefused.
+    `on_made` is called when stripes have their memory. Models must be freed before `stripes` is closed.
+    Raises StripesRefused.
     """
     ggml = stripes.ggml
     buft = ggml.lib.ggml_backend_dev_buffer_type(ggml.device(device).handle)
@@ -36,12 +39,17 @@ def striped_weights(stripes: Stripes, device: str, widths: Mapping[str, int]) ->
         raise StripesRefused(
             device, "this build allocates weights without telling which: serve needs a newer"
         )
-    with diverted(ggml, buft, lambda name: kinds.get(widths.get(name, -1))):
+    with diverted(ggml, buft, lambda name: kinds.get(widths.get(name, -1)), on_made):
         yield
 
 
 @contextmanager
-def diverted(ggml: Ggml, buft: Handle, choose: Callable[[str], Handle | None]) -> Iterator[None]:
+def diverted(
+    ggml: Ggml,
+    buft: Handle,
+    choose: Callable[[str], Handle | None],
+    on_made: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Tensors allocated together through `buft` go to the buffer type that `choose(name)` gives, if any."""
     original = layout.read(buft, _ALLOC_N)
 
@@ -52,9 +60,12 @@ def diverted(ggml: Ggml, buft: Handle, choose: Callable[[str], Handle | None]) -
             groups.setdefault(choose(name) or buft, []).append(tensor)
         layout.write(buft, _ALLOC_N, original)
         try:
-            return _together(ggml, groups)
+            made = _together(ggml, groups)
         finally:
             layout.write(buft, _ALLOC_N, address)
+        if set(groups) != {buft}:
+            on_made()
+        return made
 
     hook = _HOOK(allocate)
     address = c.cast(hook, c.c_void_p).value or 0
