@@ -131,12 +131,12 @@ def _layer_kinds(inventory: Inventory, layers: Layers, units: Iterable[Unit]) ->
 
 def _roles(inventory: Inventory, units: Iterable[Unit]) -> tuple[RoleLine, ...]:
     tensors = by_name(inventory)
-    used = {unit.layer: unit.used for unit in units if unit.kind is Kind.EXPERTS}
+    routed = {unit.layer: (unit.used, unit.experts) for unit in units if unit.kind is Kind.EXPERTS}
     lines: dict[str, list[tuple[str, int, int]]] = {}
     for unit in units:
         for tensor in (tensors[name] for name in unit.tensors):
             part = part_of(tensor)
-            read = active_bytes(unit.kind, tensor, part, used.get(unit.layer, 0))
+            read = active_bytes(unit.kind, tensor, part, *routed.get(unit.layer, (0, 0)))
             lines.setdefault(_role_in(unit, part.role), []).append((tensor.type, tensor.size_bytes, read))
     made = (_role_line(role, rows) for role, rows in lines.items())
     return tuple(sorted(made, key=lambda line: (-line.size_bytes, line.role)))

@@ -166,22 +166,23 @@ def _unit(
     used = inventory.per_layer("expert_used_count", layer + 1, count)[layer] if layer is not None else 0
     used = min(used, count) or count
     tied = _tied_bytes(inventory) if kind is Kind.OUTPUT else 0
-    active = sum(active_bytes(kind, tensor, part, used) for tensor, part in members) + tied
+    active = sum(active_bytes(kind, tensor, part, used, count) for tensor, part in members) + tied
     size = sum(tensor.size_bytes for tensor, _ in members)
     if not any(part.role is Role.EXPERTS for _, part in members):
         count = used = 0
     return Unit(name, kind, layer, tuple(t.name for t, _ in members), size, active, tied, count, used)
 
 
-def active_bytes(kind: Kind, tensor: Tensor, part: Part, used: int) -> int:
-    """Bytes of a tensor that one decoded token reads; `used` experts of those in the tensor."""
+def active_bytes(kind: Kind, tensor: Tensor, part: Part, used: int, experts: int) -> int:
+    """Bytes of a tensor that one decoded token reads, when it uses `used` of the layer's `experts`."""
     if kind in (Kind.NEXTN, Kind.FOREIGN):
         return 0
     if part.role in (Role.EMBEDDING, Role.LOOKUP):
         rows = tensor.shape[1] if len(tensor.shape) > 1 else 1
         return -(-tensor.size_bytes // max(rows, 1))
-    if part.role in (Role.EXPERTS, Role.EXPERT_SMALL) and part.experts > 1:
-        return -(-tensor.size_bytes * min(used, part.experts) // part.experts)
+    if part.role in (Role.EXPERTS, Role.EXPERT_SMALL):
+        among = part.experts if part.experts > 1 else max(experts, 1)  # one a tensor before they were merged
+        return -(-tensor.size_bytes * min(used, among) // among)
     return tensor.size_bytes
 
 
@@ -246,7 +247,8 @@ def _long_edges(
     if first is not None and per_layer_inputs:
         yield from ((first, target) for layer, target in ordered if layer > 0)
     for reader, owner in shared_kv(inventory, layers).items():
-        yield home[owner], home[reader]
+        if owner in home and reader in home:
+            yield home[owner], home[reader]
 
 
 _COMPUTING = frozenset({Role.ATTENTION, Role.STATE, Role.MIXER, Role.FFN, Role.EXPERTS, Role.SHARED})

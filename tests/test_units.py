@@ -56,6 +56,16 @@ def test_what_is_read_per_token() -> None:
     assert units["blk.0.ffn"].active_bytes == units["blk.0.ffn"].size_bytes
 
 
+def test_experts_in_tensors_of_their_own_are_counted_by_their_tensors() -> None:
+    rows = [f"blk.0.ffn_{n}.{e}.weight 64x32" for e in range(4) for n in ("gate", "up", "down")]
+    text = "\n".join([ends(), attention(0), "blk.0.ffn_gate_inp.weight 64x4", *rows])
+    unit = named(units_of(table("llama", text, block_count=1, expert_count=4, expert_used_count=2)))[
+        "blk.0.experts"
+    ]
+    assert (unit.experts, unit.used, len(unit.tensors)) == (4, 2, 12)
+    assert unit.active_bytes * 2 == unit.size_bytes
+
+
 def test_a_tied_head_is_counted_beside_the_file() -> None:
     whole = named(units_of(table("llama", f"{ends()}\n{attention(0)}\n{dense(0)}")))["output"]
     tied = named(units_of(table("llama", f"{ends(tied=True)}\n{attention(0)}\n{dense(0)}")))["output"]
