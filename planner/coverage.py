@@ -132,13 +132,13 @@ def judge(heat: Heat, orders: Sequence[ExpertOrder]) -> dict[int, tuple[float, .
 def expected_distinct(heat: Heat, n_tokens: int) -> dict[int, float]:
     """Experts that a batch of `n_tokens` independent tokens is expected to touch, by layer.
 
-    Needs `n_used`; 1 - (1 - k p)^n summed over experts. Prompts repeat themselves, so it is an upper
-    estimate of what streaming the layer's experts for a prompt must move.
+    1 - (1 - k p)^n summed over experts; empty when the experts per token are not known. Prompts repeat
+    themselves, so it is an upper estimate of what streaming the layer's experts for a prompt must move.
     """
-    if not heat.parts:
+    if not heat.parts or not heat.n_used:
         return {}
     sources = sources_of(heat)
-    inclusion = np.minimum(1.0, shares(sources) * max(1, heat.n_used))
+    inclusion = np.minimum(1.0, shares(sources) * heat.n_used)
     distinct = (1.0 - (1.0 - inclusion) ** n_tokens).sum(axis=1)
     return {la: float(d) for la, d in zip(sources.layers, distinct, strict=True)}
 

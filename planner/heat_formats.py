@@ -17,7 +17,7 @@ from planner.errors import FileProblem
 from planner.gguf_header import Bytes
 from planner.heat import Heat, Part, WrongModel
 from planner.heat_found import Found, StepCost
-from planner.moe import MoeShape
+from planner.moe import MoeShape, heat_of_model
 from planner.routing import Trace
 
 MAX_LAYERS = 1 << 16
@@ -57,7 +57,7 @@ def read(data: Bytes, path: str, shape: MoeShape | None = None, n_expert: int = 
         trace = original_ids(trace, found.orders) if trace else None
         notes += ("positions mapped back to original expert ids by the file's own permutation",)
     if shape:
-        heat = replace(heat, model=shape.digest, n_used=shape.n_used or heat.n_used)
+        heat = heat_of_model(heat, shape, path)
         trace = replace(trace, model=shape.digest) if trace else None
     if not heat.parts:
         raise FileProblem(path, f"{found.format} without a single routed choice")
@@ -156,7 +156,7 @@ def _heat(found: Found, n_expert: int) -> Heat:
         )
         for p in found.parts
     ]
-    return heats.make("", n_expert, found.n_used, parts)
+    return heats.make(found.model, n_expert, found.n_used, parts)
 
 
 def _count_tokens(heat: Heat) -> Heat:

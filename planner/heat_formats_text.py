@@ -46,7 +46,7 @@ def _own_heat(text: str, path: str) -> Found:
         RawPart(p.source, p.phase, p.tokens, {la: dict(enumerate(row)) for la, row in p.counts.items()})
         for p in heat.parts
     ]
-    return Found("heat.csv", heat.n_expert, heat.n_used, parts)
+    return Found("heat.csv", heat.n_expert, heat.n_used, parts, model=heat.model)
 
 
 def _fields(text: str, path: str, names: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:

@@ -42,4 +42,5 @@ class Found:
     ordinal: bool = False  # layers are counted among the layers that route
     orders: Mapping[int, Sequence[int]] = field(default_factory=dict)  # ids are positions: original ids
     ledger: Sequence[StepCost] = ()
+    model: str = ""  # table digest, where the file says it
     notes: tuple[str, ...] = ()

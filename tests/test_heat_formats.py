@@ -474,7 +474,14 @@ def test_large_counts_shrink_to_the_order() -> None:
 def test_perms_and_heat_come_back(tmp_path: Path) -> None:
     heat = read(positions()).heat
     assert read(heat_export.perms_json(heat)).heat.total() == heat.total()
-    assert read(heats.to_text(heat)).heat == heat
+    assert read(heats.to_text(heat)).heat == read(heats.to_text(heat), None).heat == heat
+    other = heats.make("sha256:other", E, K, heat.parts)
+    for text in (
+        heats.to_text(other),
+        routing.to_text(routing.make("sha256:other", E, ["a"], [(0, True, 0, 1, (1, 2))])),
+    ):
+        with pytest.raises(WrongModel, match="recorded from sha256:other"):
+            read(text)
     orders = heat_orders.read_orders(heat_export.perms_json(heat).encode(), "x")
     assert orders == {la: list(order) for la, order in heat_export.all_experts(heat).items()}
 
