@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import out, say, write_text
+from commands.console import ms, out, say, write_text
 from commands.engines import parse_map
 from commands.models import load_plan
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+    from runtime.stock import Stock
 
 FORMATS = ("llama-server", "llama-cli", "preset", "env", "json", "llama-cpp-python", "docker-compose")
 
@@ -19,6 +24,14 @@ FORMATS = ("llama-server", "llama-cli", "preset", "env", "json", "llama-cpp-pyth
 @click.option("--model", help="Path of the model file there [default: the plan's model name].")
 @click.option("--device-map", "device_maps", multiple=True, metavar="CUDA0=CUDA1", help="Rename a device.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [the tool's default].")
+@click.option(
+    "--inventory",
+    "models",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Model or inventory, to price the nearest plan [default: inputs/ beside the plan].",
+)
+@click.option("--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Its profile.")
 @click.option("--exact", is_flag=True, help="Refuse when the tool cannot express the whole plan.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write here [default: stdout].")
 def command(
@@ -27,30 +40,64 @@ def command(
     model: str | None,
     device_maps: tuple[str, ...],
     threads: int,
+    models: tuple[Path, ...],
+    profiles: tuple[Path, ...],
     exact: bool,
     output: Path | None,
 ) -> None:
     """Print how a stock llama.cpp tool loads a model by PLAN.
 
-    What the tool cannot express is named, with the nearest placement it can do.
+    What the tool cannot express is named, with the nearest placement it can do and what that costs.
     """
     from dataclasses import replace
 
     from planner.errors import AnswerIsNo
-    from planner.loading import load_spec, map_devices, plan_layer_devices
     from runtime.export import export
-    from runtime.stock import stock
 
     plan = load_plan(plan_path)
-    spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
-    placed = stock(replace(spec, threads=threads), len(plan_layer_devices(plan)) - 1)
+    placed = _stock(plan, device_maps, threads)
     if exact and not placed.exact:
         raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(placed.notes)}")
     for note in placed.notes:
         say(f"not expressible: {note}")
+    if not placed.exact and (legal := _nearest(plan, plan_path, models, profiles)):
+        again = _stock(legal, device_maps, threads)
+        done = "instead: as many layers on the CPU as planned, but the first ones"
+        plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
     text = export(plan, placed, model or f"{plan.model.name}.gguf", form)
     if output is None:
         out(text.rstrip("\n"))
     else:
         write_text(output, text)
         say(f"wrote {output}")
+
+
+def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:
+    from dataclasses import replace
+
+    from planner.loading import load_spec, map_devices, plan_layer_devices
+    from runtime.stock import stock
+
+    spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
+    return stock(replace(spec, threads=threads), len(plan_layer_devices(plan)) - 1)
+
+
+def _nearest(plan: Plan, path: Path, models: tuple[Path, ...], profiles: tuple[Path, ...]) -> Plan | None:
+    """The nearest legal plan, priced; None, said, when it cannot be priced or does not fit."""
+    from commands.inputs import InputLibrary
+    from planner.errors import AnswerIsNo
+    from planner.nearest import nearest
+    from planner.reprice import edited
+
+    inputs = InputLibrary(models, profiles).of(plan, path)
+    if inputs.inventory is None or inputs.profile is None:
+        say("its cost is not known: give --inventory and --profile to price the nearest plan")
+        return None
+    try:
+        legal = edited(nearest(plan), inputs.inventory, inputs.profile, inputs.known)
+    except AnswerIsNo as problem:
+        say(f"layers on the CPU cannot simply come first: {problem}")
+        return None
+    was, now = plan.predicted.tpot_ns, legal.predicted.tpot_ns
+    say(f"nearest plan of a stock tool: predicted {ms(now)} a token, the plan itself {ms(was)}")
+    return legal

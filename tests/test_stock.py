@@ -155,6 +155,37 @@ def test_exact_refuses_what_cannot_be_said(moe_model: Path, tmp_path: Path) -> N
     assert "no stock tool can load this plan" in done.stderr
 
 
+def test_the_nearest_plan_is_legal_and_priced(tmp_path: Path) -> None:
+    inventory = ROOT / "plans" / "inputs" / "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"
+    path = tmp_path / "plan.yaml"
+    pins = ["--pin", "blk.5.*=cpu", "--pin", "blk.20.*=cpu"]
+    solved = [
+        "solve",
+        str(inventory),
+        "--machine",
+        "rtx4060-8gb-ddr5",
+        "--budget",
+        "7000",
+        *pins,
+        "-o",
+        str(path),
+    ]
+    made = CliRunner().invoke(main, solved)
+    assert made.exit_code == 0, made.output
+    done = CliRunner().invoke(main, ["export", str(path), "--inventory", str(inventory), "--format", "json"])
+    assert done.exit_code == 0, done.output
+    assert "KV cache and state of layers 5, 20 move" in done.stderr
+    priced = re.search(r"predicted ([\d.]+) ms a token, the plan itself ([\d.]+) ms", done.stderr)
+    assert priced and 0.5 < float(priced[1]) / float(priced[2]) < 2
+    data = json.loads(done.stdout)
+    given = dict(zip(data["arguments"][::2], data["arguments"][1::2], strict=True))
+    assert (given["--device"], given["--n-gpu-layers"]) == (
+        "CUDA0",
+        "47",
+    )  # 48 layers and the head, 2 on the CPU
+    assert not data["exact"]
+
+
 def server_plan(model: Path, *runs: tuple[int, int, str], experts: str = "CPU") -> Plan:
     """The plan of test_run for the Vulkan device, with other layer devices or experts when given."""
     from planner.plan import from_text
