@@ -123,11 +123,13 @@ class Inputs:
 
 def inputs_of(asked: Asked) -> Inputs:
     """Read every file and option of a command line; raises InputError with the option at fault."""
+    from planner.arch import layers_of
     from planner.budget import budgets_for, parse_budget
 
     profile = load_profile(asked.profile_path, asked.machine)
-    budgets = budgets_for(profile, parse_budget(asked.budget) if asked.budget else {})
+    given = parse_budget(asked.budget) if asked.budget else {}
     inventory = load_inventory(asked.model)
+    budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
     workload = workload_of(asked, inventory)
     lowest = asked.ctx_min or (min(_needed(workload), workload.n_ctx) if asked.ctx == "max" else 0)
     if lowest > workload.n_ctx:

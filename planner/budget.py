@@ -69,12 +69,15 @@ def _bytes(size: str, option: str, text: str, *, zero: bool) -> int:
     return count
 
 
-def budgets_for(profile: Profile, given: Mapping[str, int], option: str = "--budget") -> dict[str, int]:
+def budgets_for(
+    profile: Profile, given: Mapping[str, int], option: str = "--budget", *, hybrid: bool = False
+) -> dict[str, int]:
     """The budget of each device that may be used, in the profile's order.
 
     GPUs that are not named stay unused, unless a size for every GPU is given; with nothing given each
-    device offers what was free when profiled, less a headroom. The CPU offers its free memory unless
-    named. Raises OptionProblem for a device that is unknown, too small, or of unknown size.
+    device offers what was free when profiled, less a headroom (twice that for `hybrid` models, which
+    reprocess prompts when memory is tight). The CPU offers its free memory unless named. Raises
+    OptionProblem for a device that is unknown, too small, or of unknown size.
     """
     known = {device.name: device for device in profile.devices}
     short = {name.partition("[")[0]: name for name in known}  # RPC0 for RPC0[host:port]
@@ -86,18 +89,20 @@ def budgets_for(profile: Profile, given: Mapping[str, int], option: str = "--bud
             _fits(known[name], size, option)
     found: dict[str, int] = {}
     for device in profile.devices:
-        size = _budget(device, given, option)
+        size = _budget(device, given, option, hybrid)
         if size:
             found[device.name] = size
     return found
 
 
-def _budget(device: Device, given: Mapping[str, int], option: str) -> int:
+def _budget(device: Device, given: Mapping[str, int], option: str, hybrid: bool) -> int:
     if device.name in given:
         return given[device.name]
     if device.kind == "cpu":
         return device.free_bytes or device.memory_bytes or _ABSURD
     if EVERY in given:
+        if device.kind == "rpc" and not device.memory_bytes:
+            raise OptionProblem(option, device.name, "the server does not tell its memory: name it")
         _fits(device, given[EVERY], option)
         return given[EVERY]
     if given and set(given) != {"CPU"}:
@@ -107,7 +112,7 @@ def _budget(device: Device, given: Mapping[str, int], option: str) -> int:
         raise OptionProblem(
             option, device.name, "the device does not say how much memory it has: give a budget"
         )
-    return available - headroom(available)
+    return max(available - headroom(available) * (2 if hybrid else 1), 0)
 
 
 def _fits(device: Device, size: int, option: str) -> None:

@@ -67,20 +67,20 @@ class Chooser:
         """Options of a layer (or the output head) that keeps `kv` and `state` bytes beside its weights."""
         found: list[Option] = []
         for d, device in enumerate(self.devices):
-            if self._too_large(device, units) or (kv and not attends(device, self.workload)):
+            limit = device.max_alloc_bytes
+            if (limit and self.rooms[device.name].largest_bytes > limit) or (
+                kv and not attends(device, self.workload)
+            ):
                 continue
             spots = [list(self._spots(unit, d)) for unit in units]
             found += [self._option(d, units, chosen, kv + state) for chosen in itertools.product(*spots)]
         return found
 
-    def _too_large(self, device: Device, units: tuple[Unit, ...]) -> bool:
-        """Whether some single buffer is larger than the device can allocate."""
-        limit = device.max_alloc_bytes
-        return bool(limit) and max(self._largest(units), self.rooms[device.name].largest_bytes) > limit
-
-    def _largest(self, units: tuple[Unit, ...]) -> int:
+    def _too_large(self, device: Device, unit: Unit) -> bool:
+        """Whether some tensor is larger than the largest buffer the device can allocate."""
         tensors = self.prices.tensors
-        return max((tensors[name].size_bytes for u in units for name in u.tensors), default=0)
+        largest = max((tensors[name].size_bytes for name in unit.tensors), default=0)
+        return bool(device.max_alloc_bytes) and largest > device.max_alloc_bytes
 
     def _spots(self, unit: Unit, d: int) -> Iterator[Spot]:
         """Where a unit may live when the layer device is `d`."""
@@ -91,7 +91,8 @@ class Chooser:
         here = self.prices.on(unit, device.name)
         if unit.kind is Kind.OUTPUT:
             here += self._logits(device)
-        yield Spot(f"gpu:{device.name}", self._bytes(d, unit.size_bytes + unit.tied_bytes), here)
+        if not self._too_large(device, unit):
+            yield Spot(f"gpu:{device.name}", self._bytes(d, unit.size_bytes + unit.tied_bytes), here)
         if unit.kind in (Kind.FFN, Kind.EXPERTS) and self.cpu >= 0:
             times = self._host_times(unit, d if device.kind == "gpu" else -1)
             yield Spot("cpu", self._bytes(self.cpu, unit.size_bytes), times, True)

@@ -229,7 +229,7 @@ def _mixed(
     # then read and written by some ten small operators in each such layer.
     extra = 10 * max(d.op_overhead_ns for d in devices if d.kind != "cpu") * len(recurrent)
     which = tuple(i for i, d in enumerate(decisions) if d.name in recurrent)
-    return (graph, Mixed("unfused delta net", which, extra, extra * steps))
+    return (graph, Mixed("unfused delta net", which, extra, extra * steps, layers_only=True))
 
 
 def _delta_net(name: str) -> bool:

@@ -119,9 +119,9 @@ class CountModel:
                 if alike.members[0] not in mixed.decisions:
                     continue
                 for count, option in zip(row, self._decision(alike).options, strict=True):
-                    if problem.on_host(option):
+                    if problem.on_host(mixed, option):
                         self.model.add(count <= len(alike.members) * host)
-                    if problem.off_host(option):
+                    if problem.off_host(mixed, option):
                         self.model.add(count <= len(alike.members) * other)
             self.model.add_bool_or([both, ~host, ~other])
             self.cost.append(both * problem.price(mixed.decode_ns, mixed.prefill_ns))

@@ -60,9 +60,9 @@ def _allowed(
         return False
     for mixed, mode in zip(problem.mixed, modes, strict=True):
         if i in mixed.decisions:
-            if mode == "host" and problem.off_host(option):
+            if mode == "host" and problem.off_host(mixed, option):
                 return False
-            if mode == "other" and problem.on_host(option):
+            if mode == "other" and problem.on_host(mixed, option):
                 return False
     return True
 

@@ -77,7 +77,10 @@ def _mixed(problem: Problem, chosen: tuple[Option, ...]) -> tuple[int, int]:
         kinds = [
             problem.devices[device].kind == "cpu"
             for index in mixed.decisions
-            for device in (chosen[index].entry, chosen[index].exit)
+            for device in {
+                chosen[index].entry,
+                chosen[index].entry if mixed.layers_only else chosen[index].exit,
+            }
         ]
         if any(kinds) and not all(kinds):
             decode += mixed.decode_ns

@@ -88,9 +88,9 @@ class ExactModel:
             both = self.model.new_bool_var(f"mixed{m}")
             for i in mixed.decisions:
                 for var, option in zip(self.choose[i], problem.decisions[i].options, strict=True):
-                    if problem.on_host(option):
+                    if problem.on_host(mixed, option):
                         self.model.add_implication(var, host)
-                    if problem.off_host(option):
+                    if problem.off_host(mixed, option):
                         self.model.add_implication(var, other)
             self.model.add_bool_or([both, ~host, ~other])
             self.cost.append(both * problem.price(mixed.decode_ns, mixed.prefill_ns))

@@ -84,5 +84,5 @@ def with_modes(problem: Problem, within: list[Bools], modes: tuple[int, ...]) ->
             continue
         unwanted = problem.on_host if mode == 0 else problem.off_host
         for i in mixed.decisions:
-            allowed[i] = allowed[i] & ~np.array([unwanted(o) for o in problem.decisions[i].options])
+            allowed[i] = allowed[i] & ~np.array([unwanted(mixed, o) for o in problem.decisions[i].options])
     return allowed, fixed

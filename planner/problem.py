@@ -92,6 +92,7 @@ class Mixed:
     decisions: tuple[int, ...]
     decode_ns: int
     prefill_ns: int
+    layers_only: bool = False  # only the layer device counts, not where other units are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +117,16 @@ class Problem:
         """The objective of a pair of times."""
         return self.decode_weight * decode_ns + self.prefill_weight * prefill_ns
 
-    def touches(self, option: Option) -> tuple[int, ...]:
-        """The devices that compute something of an option."""
-        return (option.entry,) if option.entry == option.exit else (option.entry, option.exit)
+    def _touched(self, mixed: Mixed, option: Option) -> tuple[int, ...]:
+        return (option.entry,) if mixed.layers_only else (option.entry, option.exit)
 
-    def on_host(self, option: Option) -> bool:
-        """Whether the CPU computes any part of an option."""
-        return any(self.devices[d].host for d in self.touches(option))
+    def on_host(self, mixed: Mixed, option: Option) -> bool:
+        """Whether an option counts as on the host CPU for a mixed cost."""
+        return any(self.devices[d].host for d in self._touched(mixed, option))
 
-    def off_host(self, option: Option) -> bool:
-        """Whether a device other than the CPU computes any part of an option."""
-        return any(not self.devices[d].host for d in self.touches(option))
+    def off_host(self, mixed: Mixed, option: Option) -> bool:
+        """Whether an option counts as on another device than the CPU for a mixed cost."""
+        return any(not self.devices[d].host for d in self._touched(mixed, option))
 
     def each_option(self) -> Iterator[tuple[int, int, Option]]:
         """All options with their decision's index and their own."""

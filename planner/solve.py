@@ -164,6 +164,8 @@ def price_of(problem: Problem, solution: Solution) -> int:
         total += problem.price(edge.decode_ns[p][q], edge.prefill_ns[p][q])
     for mixed in problem.mixed:
         options = [chosen[i] for i in mixed.decisions]
-        if any(map(problem.on_host, options)) and any(map(problem.off_host, options)):
+        if any(problem.on_host(mixed, o) for o in options) and any(
+            problem.off_host(mixed, o) for o in options
+        ):
             total += problem.price(mixed.decode_ns, mixed.prefill_ns)
     return total

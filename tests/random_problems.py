@@ -87,7 +87,7 @@ def _mixed(random: Random, length: int) -> tuple[Mixed, ...]:
     every = tuple(range(1, length + 1))
     found = [Mixed("graph", every, random.randrange(0, 30), 1)] if random.random() < 0.7 else []
     if random.random() < 0.3:
-        found.append(Mixed("some", every[::2], random.randrange(0, 30), 0))
+        found.append(Mixed("some", every[::2], random.randrange(0, 30), 0, layers_only=random.random() < 0.5))
     return tuple(found)
 
 

@@ -1,0 +1,131 @@
+"""Models and machines for planning tests: real shapes at a tenth of the layers, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from planner.budget import budgets_for, parse_budget
+from planner.ggml_types import tensor_bytes
+from planner.inventory import Hparam, Inventory, from_text
+from planner.machines import load
+from planner.make_plan import make_plan
+from planner.options import SolveOptions
+from planner.plan import Plan
+from planner.profile import Device, Profile
+from planner.tables import Row, inventory_of
+from planner.workload import Workload
+
+INPUTS = Path(__file__).parents[1] / "plans" / "inputs"
+MIB = 2**20
+WIDTH, EXPERTS, INNER = 2048, 128, 768
+
+
+def moe(layers: int = 8, *, dense_first: int = 0, arch: str = "qwen3moe", **more: Hparam) -> Inventory:
+    """A mixture of experts like Qwen3-30B-A3B, with fewer layers."""
+    rows = _ends()
+    for n in range(layers):
+        rows += _attention(n)
+        rows += _dense(n, 6144) if n < dense_first else _experts(n)
+    return inventory_of("moe", arch, {**_hparams(layers), **more}, rows)
+
+
+def dense(inner: list[int], *, arch: str = "qwen3") -> Inventory:
+    """A dense model with a feed-forward of its own width in each layer."""
+    rows = _ends()
+    for n, width in enumerate(inner):
+        rows += _attention(n) + _dense(n, width)
+    return inventory_of("dense", arch, _hparams(len(inner)), rows)
+
+
+def real(name: str) -> Inventory:
+    """One of the inventories that ship with the plans."""
+    path = INPUTS / f"{name}.inventory.yaml"
+    return from_text(path.read_text(), str(path))
+
+
+def machine(name: str = "rtx4090-ddr5", **devices: Mapping[str, object]) -> Profile:
+    """A shipped machine; keyword arguments change fields of its devices by name."""
+    profile = load(name)
+
+    def changed(device: Device) -> Device:
+        return device.model_copy(update=dict(devices.get(device.name, {})))
+
+    return profile.model_copy(update={"devices": tuple(map(changed, profile.devices))})
+
+
+def plan(
+    model: Inventory,
+    budget: str,
+    *,
+    on: Profile | None = None,
+    workload: Workload | None = None,
+    options: SolveOptions | None = None,
+    limit_s: float = 5.0,
+) -> Plan:
+    """A plan as `atsplan solve` makes it."""
+    profile = on or machine()
+    budgets = budgets_for(profile, parse_budget(budget) if budget else {})
+    chosen = replace(options or SolveOptions(), time_limit_s=limit_s)
+    return make_plan(model, profile, budgets, workload or Workload(), chosen)
+
+
+def sites(made: Plan, kind: str = "") -> dict[str, str]:
+    """Site by unit name, of units whose name ends in `kind`."""
+    return {p.unit: p.site for p in made.units if p.unit.endswith(kind)}
+
+
+def _row(name: str, kind: str, *shape: int) -> Row:
+    return Row(name, kind, shape, tensor_bytes(kind, shape))
+
+
+def _hparams(layers: int) -> dict[str, Hparam]:
+    return {
+        "block_count": layers,
+        "context_length": 131072,
+        "embedding_length": WIDTH,
+        "feed_forward_length": 6144,
+        "attention.head_count": 32,
+        "attention.head_count_kv": 4,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "expert_used_count": 8,
+        "vocab_size": 32000,
+    }
+
+
+def _ends() -> list[Row]:
+    return [
+        _row("token_embd.weight", "q4_K", WIDTH, 32000),
+        _row("output_norm.weight", "f32", WIDTH),
+        _row("output.weight", "q6_K", WIDTH, 32000),
+    ]
+
+
+def _attention(n: int) -> list[Row]:
+    return [
+        _row(f"blk.{n}.attn_norm.weight", "f32", WIDTH),
+        _row(f"blk.{n}.attn_q.weight", "q4_K", WIDTH, 4096),
+        _row(f"blk.{n}.attn_k.weight", "q4_K", WIDTH, 512),
+        _row(f"blk.{n}.attn_v.weight", "q6_K", WIDTH, 512),
+        _row(f"blk.{n}.attn_output.weight", "q4_K", 4096, WIDTH),
+        _row(f"blk.{n}.ffn_norm.weight", "f32", WIDTH),
+    ]
+
+
+def _dense(n: int, inner: int) -> list[Row]:
+    return [
+        _row(f"blk.{n}.ffn_gate.weight", "q4_K", WIDTH, inner),
+        _row(f"blk.{n}.ffn_up.weight", "q4_K", WIDTH, inner),
+        _row(f"blk.{n}.ffn_down.weight", "q4_K", inner, WIDTH),
+    ]
+
+
+def _experts(n: int) -> list[Row]:
+    return [
+        _row(f"blk.{n}.ffn_gate_inp.weight", "f32", WIDTH, EXPERTS),
+        _row(f"blk.{n}.ffn_gate_exps.weight", "q4_K", WIDTH, INNER, EXPERTS),
+        _row(f"blk.{n}.ffn_up_exps.weight", "q4_K", WIDTH, INNER, EXPERTS),
+        _row(f"blk.{n}.ffn_down_exps.weight", "q4_K", INNER, WIDTH, EXPERTS),
+    ]
