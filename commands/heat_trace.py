@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.console import ms, progress, read_text, say
+from commands.engines import open_job
 from commands.heat_files import describe, write_result
 from planner.errors import FieldProblem, FileProblem, OptionProblem
 
@@ -36,6 +37,13 @@ if TYPE_CHECKING:
 @click.option("--temp", type=click.FloatRange(0), default=0.8, show_default=True, help="0: greedy.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Load as a plan says.")
+@click.option(
+    "--device-map",
+    "device_maps",
+    multiple=True,
+    metavar="CUDA0=CPU",
+    help="Use a device of this machine in place of the plan's; repeatable.",
+)
 @click.option("--device", help="Load everything onto this device [default: CPU only].")
 @click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [all].")
 @click.option(
@@ -57,6 +65,7 @@ def trace(
     temp: float,
     seed: int,
     plan_path: Path | None,
+    device_maps: tuple[str, ...],
     device: str | None,
     threads: int,
     engine: str | None,
@@ -77,7 +86,12 @@ def trace(
     listed = _prompts(texts, prompts)
     file = read_model(model)
     shape = moe_shape(file.inventory)
-    spec = _spec(file, listed, gen, plan_path, device, threads)
+    if plan_path is None:
+        spec = _spec(file, listed, gen, device, threads)
+    elif device is None:
+        spec = open_job(file.paths[0], plan_path, device_maps, threads).spec
+    else:
+        raise OptionProblem("--device", device, "the plan says which devices to use")
     options = Options(gen, temp, seed, chat, cost=not no_cost)
     found = _original(file, _watch(engine, file, spec, listed, shape, options))
     heat = heats.merge([replace(routing.heat_of(found, shape.n_used), model=shape.digest)])
@@ -127,23 +141,11 @@ def _original(file: ModelFile, found: Trace) -> Trace:
     return original_ids(found, orders)
 
 
-def _spec(
-    file: ModelFile,
-    prompts: list[Prompt],
-    gen: int,
-    plan_path: Path | None,
-    device: str | None,
-    threads: int,
-) -> LoadSpec:
+def _spec(file: ModelFile, prompts: list[Prompt], gen: int, device: str | None, threads: int) -> LoadSpec:
+    """Everything on one device, with a context for the longest prompt."""
     from planner.loading import LoadSpec
     from planner.workload import Workload
 
-    if plan_path is not None and device is not None:
-        raise OptionProblem("--device", device, "the plan says which devices to use")
-    if plan_path is not None:
-        from commands.engines import open_job
-
-        return open_job(file.paths[0], plan_path, (), threads).spec
     # A byte is at most a token, and a chat template adds few.
     longest = max(len(prompt.text.encode()) for prompt in prompts) + gen + 256
     limit = file.inventory.number("context_length", longest) or longest

@@ -130,6 +130,17 @@ def test_positions_of_a_permuted_model_are_original_ids(tmp_path: Path) -> None:
         assert heats.from_text(done.stdout, "x").total() == source
 
 
+def test_a_trace_loads_as_a_plan_says(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(plans.to_text(hand_plan(read_model(MODEL))))
+    args = ("heat", "trace", MODEL, "--text", "def f", "--no-cost", "-n", 3, "--plan", plan)
+    mapped = ("--device-map", "CUDA0=CPU", "--device-map", "CUDA1=CPU")
+    heat = heats.from_text(run(*args, *mapped).stdout, "x")
+    assert heat.sources == ("text-1",) and heat.layers == tuple(range(LAYERS))
+    refused(*args, "--device", "CPU", why="the plan says which devices")
+    refused(*args, why="no device CUDA", code=3)
+
+
 def test_uniform_and_skewed_routing_get_their_verdict(tmp_path: Path) -> None:
     for name, power in (("flat", 0.0), ("skewed", 1.0)):
         files = [write(tmp_path / f"{name}{i}.csv", zipf_rows(i, power), f"s{i}", 2000) for i in range(3)]
