@@ -71,8 +71,8 @@ def command(
         out_json(_report(job, results, comparisons))
     else:
         _show(results, comparisons)
-    _judge_prediction(job, results[0])
     _fail_if_lost(results)
+    _judge_prediction(job, results[0])
     if lost := slower(comparisons):
         worst = max(lost, key=lambda c: c.decode.median)
         raise AnswerIsNo(f"{worst.rival} decodes faster: plan takes {worst.decode.median:.2f} of its time")
@@ -150,18 +150,18 @@ def _ratio(each: Interval) -> str:
 
 
 def _judge_prediction(job: Job, plan: Result) -> None:
-    """Say when the measured time is far from the predicted one, and what usually is the cause."""
+    """Compare measured with predicted time; AnswerIsNo when a plan priced for this machine is far off."""
+    from statistics import median
+
     predicted = job.plan.predicted.tpot_ns
     if job.mapped or not plan.tpot or not predicted:
         return
-    from statistics import median
-
     factor = median(plan.tpot) / predicted
     say(f"measured over predicted: {factor:.2f}")
-    if factor > _FAR:
-        say(
-            "far slower than predicted: weights paged from disk, an operator that fell back to the CPU, "
-            "another thread count than profiled, or a profile of another machine"
+    if factor > _FAR and job.plan.machine.measured:
+        raise AnswerIsNo(
+            f"{factor:.1f} times slower than predicted: weights paged from disk, work that fell back to the "
+            "CPU, another thread count than profiled, or the profile of another machine"
         )
 
 

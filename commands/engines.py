@@ -99,9 +99,21 @@ def open_job(model: Path, plan_path: Path, device_maps: tuple[str, ...], threads
     spec = load_spec(plan)
     mapped = parse_map(device_maps, plan)
     spec = replace(map_devices(spec, mapped) if mapped else spec, threads=threads)
-    for note in (*file.notes, *spec.notes):
+    for note in (*file.notes, *spec.notes, *_foreign(file)):
         say(f"note: {note}")
     return Job(file, plan, spec, mapped)
+
+
+def _foreign(file: ModelFile) -> list[str]:
+    """Tensors of other modalities in the same file, which the stock engine counts and then refuses."""
+    from planner.units import Kind, units_of
+
+    names = [n for u in units_of(file.inventory).units if u.kind is Kind.FOREIGN for n in u.tensors]
+    if not names:
+        return []
+    return [
+        f"{len(names)} tensors ({names[0]} …) are not of the text model: stock llama.cpp may refuse the file"
+    ]
 
 
 def review(job: Job, engine: str | None, llama_h: Path | None) -> None:

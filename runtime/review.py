@@ -76,6 +76,20 @@ class StrayWork(MachineError):
         return f"engine {self.engine}: {'; '.join(self.sentences)}"
 
 
+@dataclass(eq=False)
+class MoreThanDry(MachineError):
+    """A loaded model that holds more of a device than its dry run said."""
+
+    device: str
+    real_bytes: int
+    dry_bytes: int
+
+    def message(self) -> str:
+        return (
+            f"{self.device}: loaded it holds {_mib(self.real_bytes)}, the dry run said {_mib(self.dry_bytes)}"
+        )
+
+
 def check_budgets(plan: Plan, found: Mapping[str, Breakdown]) -> None:
     """The engine's bytes against the plan, device by device. Raises WeightsDiffer, OverBudget.
 
@@ -92,6 +106,17 @@ def check_budgets(plan: Plan, found: Mapping[str, Breakdown]) -> None:
         needed = have.total + use.reserve_bytes
         if needed > max(use.budget_bytes, use.used_bytes):
             raise OverBudget(use.name, needed, use.budget_bytes, use.used_bytes)
+
+
+def check_loaded(dry: Mapping[str, Breakdown], real: Mapping[str, Breakdown]) -> None:
+    """Memory after loading against the dry run, per device. Raises MoreThanDry.
+
+    Host memory is not compared, and a stripe takes less of its device than the dry run sees.
+    """
+    for device, have in real.items():
+        promised = dry.get(device, Breakdown(0, 0, 0)).total
+        if device != CPU and have.total > promised + promised // 100 + _MIB:
+            raise MoreThanDry(device, have.total, promised)
 
 
 def check_room(found: Mapping[str, Breakdown], devices: tuple[Device, ...], mapped: bool = True) -> None:

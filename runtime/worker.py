@@ -20,7 +20,7 @@ from runtime.dryrun import Breakdown
 from runtime.libllama import Engine
 from runtime.logs import Tail
 from runtime.remote import connect
-from runtime.review import StrayWork, check_budgets, check_room
+from runtime.review import StrayWork, check_budgets, check_loaded, check_room
 from runtime.session import GREEDY, Sampling, Session, Timings
 from runtime.stripe_session import session_for
 
@@ -127,6 +127,8 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
         if checks:
             truth.compare(engine, session.weights(), checks.devices)
         memory = _memory(session)
+        if dry:
+            check_loaded(dry.devices, memory)
         timings = [_generate(session, _ask_from_json(each), emit) for each in request["asks"]]
         last_words = _closing_words(session)
     return {

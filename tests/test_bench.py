@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from engines import ENVIRONMENT
+from sample_plan import sample_plan
 from test_run import plan_for
 from test_stock import server_plan
 
 from atsplan import main
-from planner.errors import MachineError
+from commands.bench import _judge_prediction
+from commands.engines import Job
+from planner.errors import AnswerIsNo, MachineError
 from planner.gguf_file import read_model
 from planner.loading import LoadSpec, load_spec
 from planner.plan import to_text
@@ -25,7 +28,7 @@ from runtime.ggml import Device
 from runtime.libllama import Engine
 from runtime.metrics import prometheus
 from runtime.prompts import text
-from runtime.review import NoRoom, check_room, host_available_bytes
+from runtime.review import MoreThanDry, NoRoom, check_loaded, check_room, host_available_bytes
 
 SPEC = LoadSpec((), (), 0, (), Workload())
 
@@ -106,6 +109,24 @@ def test_room_is_what_is_free_now() -> None:
     check_room({"CPU": Breakdown(2 * available, 0, 0)}, (mapped,))
     with pytest.raises(NoRoom):
         check_room({"CPU": Breakdown(2 * available, 0, 0)}, (mapped,), mapped=False)
+
+
+def test_a_load_may_not_take_more_than_its_dry_run() -> None:
+    mib = 2**20
+    dry = {"CUDA0": Breakdown(100 * mib, 0, 0), "CPU": Breakdown(mib, 0, 0)}
+    check_loaded(dry, {"CUDA0": Breakdown(101 * mib, 0, 0), "CPU": Breakdown(99 * mib, 0, 0)})
+    with pytest.raises(MoreThanDry, match=r"CUDA0: loaded it holds 110.0 MiB, the dry run said 100.0 MiB"):
+        check_loaded(dry, {"CUDA0": Breakdown(110 * mib, 0, 0)})
+
+
+def test_a_prediction_far_off_is_an_answer() -> None:
+    plan = sample_plan()
+    measured = plan.model_copy(update={"machine": plan.machine.model_copy(update={"measured": True})})
+    far, near = result("plan", 9e6, 9e6), result("plan", 2.2e6)  # predicted: 2 ms
+    _judge_prediction(Job(None, measured, SPEC, {}), near)  # type: ignore[arg-type]
+    _judge_prediction(Job(None, plan, SPEC, {}), far)  # type: ignore[arg-type]
+    with pytest.raises(AnswerIsNo, match=r"4.5 times slower than predicted: weights paged"):
+        _judge_prediction(Job(None, measured, SPEC, {}), far)  # type: ignore[arg-type]
 
 
 def test_rivals_get_no_more_memory_than_the_plan(
