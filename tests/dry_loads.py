@@ -1,4 +1,4 @@
-"""Many dry loads by the embedded engine in one child process: exact bytes for tests of formulas.
+"""Many dry loads by an engine in one child process: exact bytes for tests of formulas.
 
 As a program it reads a list of [path, workload, swa_full, rollback, nextn] from stdin and answers with a
 list of [model, context, compute].
@@ -40,11 +40,11 @@ class Bytes:
     compute: int
 
 
-def measure(loads: Iterable[Load]) -> list[Bytes]:
-    """The engine's own numbers for each load; the child's last words when it dies."""
+def measure(loads: Iterable[Load], engine: str = "") -> list[Bytes]:
+    """The engine's own numbers for each load ("": the embedded one); the child's last words when it dies."""
     request = [[str(x.path), x.workload.model_dump(), x.swa_full, x.rollback, x.nextn] for x in loads]
     asked = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, engine],
         input=json.dumps(request),
         capture_output=True,
         text=True,
@@ -62,7 +62,7 @@ def _measure_here(request: list[list[Any]]) -> list[list[int]]:
     from runtime.dryrun import Breakdown, breakdown
     from runtime.libllama import Engine
 
-    engine, kept = Engine.find(), load.Kept()
+    engine, kept = Engine.find(sys.argv[1] or None), load.Kept()
     answers = []
     for path, workload, swa_full, rollback, nextn in request:
         work = Workload.model_validate(workload)

@@ -97,6 +97,19 @@ def test_real_models_at_full_size(name: str, tmp_path: Path) -> None:
         assert 0.99 < compute_bytes(inventory, workload) / bytes_.compute < 1.11
 
 
+@pytest.mark.parametrize("build", ["vulkan_engine", "node_engine"])
+def test_other_builds_agree(build: str, generated: Path, request: pytest.FixtureRequest) -> None:
+    engine, work = str(request.getfixturevalue(build)), WORKLOADS["three-q8"]
+    loads = [Load(generated / f"{arch}.gguf", work) for arch in ARCHITECTURES]
+    for load, said in zip(loads, measure(loads, engine), strict=True):
+        inventory = read_model(load.path).inventory
+        assert (
+            weight_bytes(loaded_tensors(inventory)) + tied_copy_bytes(inventory, head_on_host=True)
+            == said.model
+        )
+        assert context_bytes(kv_bytes(inventory, work), state_bytes(inventory, work)) == said.context
+
+
 @pytest.mark.parametrize("model", ["qwen35", "nemotron_h", "lfm2", "qwen3next", "granitehybrid"])
 def test_state_that_speculation_may_take_back(model: str, generated: Path) -> None:
     inventory = read_model(generated / f"{model}.gguf").inventory
