@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 NEVER = 1 << 62  # a cost above every placement's
-_SAMPLE = 256
+_SAMPLE = 256  # labels that all others are compared with, fewer where there are many others
+_EFFORT = 600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,11 @@ def _pareto_at(labels: Labels, turns: int) -> Labels:
 def _sampled(labels: Labels) -> Labels:
     """Remove what some label of a sample beats; labels come sorted by cost."""
     alive = np.ones(labels.size, dtype=bool)
-    for pick in np.unique(np.linspace(0, labels.size - 1, min(_SAMPLE, labels.size)).astype(np.int64)):
+    for pick in np.unique(
+        np.linspace(0, labels.size - 1, min(_SAMPLE, max(_EFFORT // labels.size, 8), labels.size)).astype(
+            np.int64
+        )
+    ):
         if alive[pick]:
             later = (labels.memory[:, pick + 1 :] >= labels.memory[:, pick : pick + 1]).all(axis=0)
             alive[pick + 1 :] &= ~later
