@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -207,3 +208,30 @@ def test_memory_that_is_not_there(moe_model: Path, tmp_path: Path, run: Run) -> 
 def limit_memory() -> None:
     """Let this process and its children have 8 GiB of addresses."""
     resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+
+
+def test_an_interrupted_generation_ends_with_130_and_no_child(moe_model: Path, tmp_path: Path) -> None:
+    plan = plan_for(moe_model).model_copy(update={"workload": Workload(n_ctx=8192, n_batch=64, n_ubatch=64)})
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan))
+    command = [
+        *(sys.executable, "-m", "atsplan", "run", str(moe_model), "--plan", str(path), *HERE),
+        "-p",
+        "a",
+    ]
+    process = subprocess.Popen(
+        [*command, "-n", "8000", "--ignore-eos", "--raw", "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(1)  # the first text has come
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert process.stderr.read().decode().splitlines()[-1] == "atsplan: interrupted"
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    process.stdout.close()
+    process.stderr.close()
