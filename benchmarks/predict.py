@@ -96,6 +96,8 @@ def main() -> None:
         return
     for verdict in found:
         report(verdict, options.runs)
+    for table, rows in tables.values():
+        noise(table.name, rows)
 
 
 def judge(
@@ -103,12 +105,13 @@ def judge(
 ) -> tuple[Verdict, ...]:
     """The held-out placements of one model, at three stages of calibration."""
     load = workload_of(*workload)
-    seen = [row for row in rows if row.kind == "calibration"]
+    known = {_bare(row) for row in rows if row.kind == "calibration"}
+    held = [row for row in rows if _bare(row) not in known]
+    # A placement measured twice, minutes apart, counts twice: the machine drifts.
     # Without any layer on the GPU the engine repacks host weights: other kernels, not of this comparison.
-    runs = [Run(r.placement, r.decode_ns) for r in seen if set(r.placement.layer_devices) != {"CPU"}]
+    seen = [r for r in rows if _bare(r) in known and set(r.placement.layer_devices) != {"CPU"}]
+    runs = [Run(r.placement, r.decode_ns) for r in seen]
     brief = [run for run in runs if run.placement.name in BRIEF]
-    known = {_bare(row) for row in seen}
-    held = [row for row in rows if row.kind != "calibration" and _bare(row) not in known]
     bare = profile.model_copy(update={"calibrations": ()})
     whole = machine(table, load, bare, runs)
     stages = {
@@ -157,6 +160,17 @@ def _ranks(values: Sequence[float]) -> list[float]:
     last = {value: index for index, value in enumerate(ordered)}
     first = {value: index for index, value in reversed(list(enumerate(ordered)))}
     return [(first[value] + last[value]) / 2 for value in values]
+
+
+def noise(model: str, rows: Sequence[Row]) -> None:
+    """How far two measurements of one placement lie apart: no prediction can be better than that."""
+    twice: dict[object, list[Row]] = {}
+    for row in rows:
+        twice.setdefault(_bare(row), []).append(row)
+    for group in twice.values():
+        if len(group) > 1:
+            times = sorted(row.decode_ns for row in group)
+            print(f"{model}: {group[0].placement.name} measured twice: {times[-1] / times[0] - 1:+.1%}")
 
 
 def report(verdict: Verdict, each: bool) -> None:

@@ -96,6 +96,8 @@ def bytes_read(case: Case) -> int:
         return 2 * case.depth * n_head_kv * _row_bytes(case.type, head_dim)
     if case.op in STATE_OPS:
         return 2 * 4 * math.prod(case.shape)
+    if case.op == "RMS_NORM":
+        return 2 * 4 * case.shape[0] * case.batch
     rows = math.prod(case.shape[1:2])
     matrix = rows * _row_bytes(case.type, case.shape[0])
     if case.op == "MUL_MAT_ID":
@@ -112,6 +114,8 @@ def operations(case: Case) -> int:
         return 4 * head_dim * n_head * case.batch * max(case.depth, 1)
     if case.op in STATE_OPS:
         return 6 * math.prod(case.shape) * case.batch
+    if case.op == "RMS_NORM":
+        return 4 * case.shape[0] * case.batch
     if case.op == "MUL_MAT_ID":
         return 2 * case.shape[0] * case.shape[1] * case.used * case.batch
     return 2 * math.prod(case.shape) * case.batch

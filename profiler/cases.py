@@ -97,6 +97,9 @@ def cases_of(
     found = dict.fromkeys(_weight_cases(inventory, batches))
     found |= dict.fromkeys(_attention_cases(inventory, n_ubatch, max_depth, kv_types))
     found |= dict.fromkeys(_state_cases(inventory, n_ubatch))
+    # All small operators together are one constant a device; this one shows how it grows with the batch.
+    width = (inventory.number("embedding_length", 2048),)
+    found |= dict.fromkeys(Case("RMS_NORM", "f32", width, batch) for batch in (1, n_ubatch))
     return tuple(sorted(found, key=lambda c: (c.batch, c.op, c.type, c.shape, c.depth)))
 
 
