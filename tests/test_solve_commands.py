@@ -1,0 +1,147 @@
+"""solve, explain and sweep as commands: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from planning_models import moe
+
+from atsplan import main
+from planner.heat import Part, Phase, make
+from planner.heat import to_text as heat_text
+from planner.inventory import to_text
+from planner.plan import from_text
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "moe.inventory.yaml"
+    path.write_text(to_text(moe()))
+    return path
+
+
+def run(*words: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def solve(model: Path, *words: str | Path) -> Result:
+    return run("solve", model, "--machine", "rtx4090-ddr5", *words)
+
+
+def test_a_plan_is_written_shown_and_explained(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    found = solve(model, "--budget", "2000", "-o", path)
+    assert found.exit_code == 0, found.output
+    assert "n-cpu-moe" in found.stdout and "gap 0" in found.stdout and "assumed, not measured" in found.stderr
+    plan = from_text(path.read_text(), str(path))
+    assert plan.devices[0].used_bytes <= 2000 * 2**20
+    told = run("explain", path, "--model", model)
+    assert told.exit_code == 0 and "The limit is the memory of CUDA0" in told.stdout
+    assert "1 GiB more on CUDA0 would take" in told.stdout
+    data = json.loads(run("explain", path, "--model", model, "--json").stdout)
+    assert sum(part["time_ns"] for part in data["slices"]) == plan.predicted.tpot_ns
+    assert data["tpot_ns_with_1_gib_more"] < plan.predicted.tpot_ns
+    assert "more memory" in run("explain", path).stderr  # no model: that question stays open
+
+
+def test_json_is_the_plan(model: Path) -> None:
+    data = json.loads(solve(model, "--budget", "8000", "--json").stdout)
+    assert data["schema"] == 1 and data["predicted"]["gap_ppm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--budget", "0"), 2, "above zero"),
+        (("--budget", "-5"), 2, "expected a size"),
+        (("--budget", "nan"), 2, "expected a size"),
+        (("--budget", "1e99"), 2, "expected a size"),
+        (("--budget", "99999999"), 2, "24576 MiB in all"),
+        (("--budget", "CUDA0=1,CUDA0=2"), 2, "given twice"),
+        (("--budget", "CUDA3=100"), 2, "no such device"),
+        (("--budget", "2000", "--ctx", "0"), 2, "--ctx 0"),
+        (("--budget", "2000", "--ctx", "many"), 2, "or max"),
+        (("--budget", "2000", "--ctx", "4096", "--ctx-min", "8192"), 2, "above the context"),
+        (("--budget", "2000", "--workload", "prompt=9000"), 2, "needs 9256 cells"),
+        (("--budget", "2000", "--workload", "prompts=9"), 2, "expected prompt="),
+        (("--budget", "2000", "--workload", "gen=0"), 2, "greater than 0"),
+        (("--budget", "2000", "--kv-type", "q9_0"), 2, "--kv-type"),
+        (("--budget", "2000", "--pin", "nothing"), 2, "PATTERN=SITE"),
+        (("--budget", "2000", "--pin", "blk.77.*=cpu"), 2, "matches no tensor"),
+        (("--budget", "2000", "--reserve", "CUDA5=100"), 2, "has no budget"),
+        (("--budget", "2000", "--quant", "exps=q99"), 2, "no such type"),
+        (("--budget", "2000", "--tensor-types", "x"), 2, "needs --quant"),
+        (("--budget", "2000", "--no-cpu"), 1, "CUDA0 needs"),
+        (("--budget", "2000", "--no-cpu", "--ctx-min", "1024"), 1, "not even a context of 1024"),
+        (("--budget", "2000", "--heat", "no-such-file"), 2, "no such file"),
+    ],
+)
+def test_one_line_and_an_exit_code(model: Path, words: tuple[str, ...], code: int, said: str) -> None:
+    found = solve(model, *words)
+    assert found.exit_code == code, found.output
+    assert said in found.stderr and found.stdout == ""
+    assert len([line for line in found.stderr.splitlines() if line.startswith("atsplan: ")]) == 1
+
+
+def test_a_plan_that_cannot_be_written_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    found = solve(model, "--budget", "2000", "-o", tmp_path / "no" / "plan.yaml")
+    assert found.exit_code == 2 and sorted(tmp_path.iterdir()) == before
+
+
+def test_the_largest_context(model: Path) -> None:
+    found = solve(model, "--budget", "4500", "--ctx", "max", "--json")
+    assert "the largest with every layer whole on a GPU" in found.stderr
+    n_ctx = json.loads(found.stdout)["workload"]["n_ctx"]
+    assert 4096 < n_ctx < 131072 and n_ctx % 256 == 0
+
+
+def test_what_if_with_a_map_for_quantising(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "types.txt"
+    found = solve(model, "--budget", "2000", "--quant", "ffn_.*_exps=iq2_xs", "--tensor-types", path)
+    assert found.exit_code == 0 and "what if" in found.stderr and "ms -> " in found.stderr
+    assert "blk.3.ffn_up_exps=iq2_xs" in path.read_text().splitlines()
+
+
+def test_heat_makes_stripes_and_names_its_file(model: Path, tmp_path: Path) -> None:
+    counts = dict.fromkeys(range(8), (100000,) * 16 + (10,) * 112)
+    heat = tmp_path / "heat.csv"
+    heat.write_text(heat_text(make("", 128, 8, [Part("chat", Phase.DECODE, 90_000, counts)])))
+    path = tmp_path / "plan.yaml"
+    assert solve(model, "--budget", "1500", "--heat", heat, "-o", path).exit_code == 0
+    plan = from_text(path.read_text(), str(path))
+    striped = {p.unit for p in plan.units if p.site.startswith("stripe:CUDA0:")}
+    assert striped and len(plan.experts) == len(striped)
+    assert plan.constraints.heat_digest.startswith("sha256:")
+    plain = solve(model, "--budget", "1500", "--heat", heat, "--no-stripes", "--json")
+    assert "stripe" not in plain.stdout.split('"units"')[1]
+
+
+def test_heat_of_another_model(model: Path, tmp_path: Path) -> None:
+    heat = tmp_path / "heat.csv"
+    heat.write_text(heat_text(make("", 64, 8, [Part("x", Phase.DECODE, 9, {0: (1,) * 64})])))
+    found = solve(model, "--budget", "1500", "--heat", heat)
+    assert found.exit_code == 2 and "64 experts a layer, the model 128" in found.stderr
+
+
+def test_sweep_as_table_picture_and_data(model: Path, tmp_path: Path) -> None:
+    machine = ("--machine", "rtx4090-ddr5", "--budgets", "100:3700:1200")
+    picture = tmp_path / "sweep.svg"
+    shown = run("sweep", model, *machine, "--plot", picture)
+    assert shown.exit_code == 0 and shown.stdout.count("MiB") == 4
+    first = picture.read_bytes()
+    assert run("sweep", model, *machine, "--plot", picture).exit_code == 0
+    assert picture.read_bytes() == first
+    points = json.loads(run("sweep", model, *machine, "--json").stdout)
+    times = [point["tpot_ns"] for point in points]
+    assert len(times) == 4 and times[-1] < times[0]
+    assert all(point["tpot_ns"] <= point["best_stock_tpot_ns"] * 1.05 for point in points)
+
+
+@pytest.mark.parametrize("text", ["1:2", "a:b:c", "5:1:1", "0:10:1", "1:10:0", "1:9999999:1"])
+def test_ranges_that_are_none(model: Path, text: str) -> None:
+    found = run("sweep", model, "--machine", "rtx4090-ddr5", "--budgets", text)
+    assert found.exit_code == 2 and "--budgets" in found.stderr
