@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from functools import cache
 from pathlib import Path
 
@@ -146,3 +147,11 @@ def test_a_hyperparameter_that_is_no_count_is_refused_at_its_line(key: str, valu
     with pytest.raises(FieldProblem, match=key) as caught:
         from_text("\n".join(lines), "x.yaml")
     assert caught.value.line == number + 1
+
+
+def test_the_page_beside_the_inventories_names_each_and_its_origin() -> None:
+    made = runpy.run_path(str(INPUTS.parent.parent / "benchmarks" / "make_inputs.py"))
+    assert (INPUTS / "README.md").read_text() == made["notes"]()
+    assert {source.name for source in made["SOURCES"]} == {
+        f.name.removesuffix(".inventory.yaml") for f in FILES
+    }
