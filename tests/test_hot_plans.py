@@ -54,3 +54,31 @@ def test_flat_routing_changes_nothing_and_skew_buys_time(tmp_path: Path) -> None
         layer = int(name.split(".")[1])
         counts = [total[layer][e] for e in orders[layer]]
         assert counts == sorted(counts, reverse=True)
+
+
+def on_cpu(plan: dict[str, Any]) -> list[int]:
+    """Layers whose experts the CPU computes."""
+    return [
+        int(unit["unit"].split(".")[1])
+        for unit in plan["units"]
+        if unit["unit"].endswith(".experts") and unit["site"] == "cpu"
+    ]
+
+
+def test_layers_that_touch_few_experts_go_to_the_cpu_when_prompts_count(tmp_path: Path) -> None:
+    """Late layers use 70 of 128 experts: streaming them for a prompt moves less. Decoding does not care."""
+    rng = np.random.default_rng(2)
+    parts = []
+    for source in range(2):
+        counts = {}
+        for layer in range(48):
+            used = 128 if layer < 24 else 70
+            row = rng.multinomial(32_000, [1 / used] * used + [0] * (128 - used))
+            counts[layer] = tuple(int(c) for c in row)
+        parts.append(Part(f"prompt-{source}", Phase.PREFILL, 4000, counts))
+    file = tmp_path / "late.csv"
+    file.write_text(heats.to_text(heats.make("", 128, 8, parts)))
+    asked = ("--heat", file, "--no-stripes", "--workload")
+    reading, writing = solve(*asked, "prompt=8000,gen=1"), solve(*asked, "prompt=1,gen=500")
+    assert min(on_cpu(reading)) >= 24
+    assert any(layer < 24 for layer in on_cpu(writing))
