@@ -177,7 +177,7 @@ def test_five_cards_and_ninety_two_layers_end() -> None:
     sound(
         plan(
             moe(30, dense_first=3),
-            "CUDA0=2400,CUDA1=2400,CUDA2=2400,CUDA3=2400,CUDA4=1600",
+            "CUDA0=1600,CUDA1=1600,CUDA2=1600,CUDA3=1600,CUDA4=1000",
             on=many,
             limit_s=0.5,
         )

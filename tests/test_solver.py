@@ -33,7 +33,7 @@ def agree(problem: Problem, solved: Solved, best: int | None) -> None:
     assert found.objective_ns == solved.objective_ns == solved.bound_ns == best
 
 
-@many(1000)
+@many(800)
 @given(SEEDS)
 def test_same_objective_as_trying_everything(seed: int) -> None:
     problem = random_problem(seed, length=3)
@@ -70,7 +70,7 @@ def test_a_hint_changes_nothing_but_the_start(seed: int) -> None:
         agree(problem, solve(problem, first.solution), first.objective_ns)
 
 
-@many(60)
+@many(40)
 @given(SEEDS)
 def test_more_budget_is_never_slower(seed: int) -> None:
     problem = random_problem(seed, length=6, extras=False)
