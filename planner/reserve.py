@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from planner.arch import layers_of
 from planner.inventory import Inventory
@@ -24,6 +25,7 @@ from planner.memory import (
 )
 from planner.options import Reserve
 from planner.roles import Role, part_of
+from planner.sliding import sliding_layers
 from planner.workload import Workload
 
 GPU_STEP = 256  # alignment of tensors in GPU buffers
@@ -32,6 +34,14 @@ _FREE_SIZE = frozenset(
     {"qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "pixtral", "kimivl", "kimik25"}
 )
 _MINIMUM_HEADROOM = 512 * 2**20
+
+
+class HostWeights(StrEnum):
+    """How weights get into host memory."""
+
+    MAPPED = "mapped"  # mmap of the file: page cache
+    PINNED = "pinned"  # a GPU's host buffer, locked
+    READ = "read"  # plain memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,24 @@ def reserves(
     return tuple(line for line in lines if line.size_bytes)
 
 
+def host_weights(
+    size_bytes: int, how: HostWeights, *, repacked_bytes: int = 0, host: str = "CPU"
+) -> tuple[Reserve, ...]:
+    """What weights left in host memory take there.
+
+    Mapped weights are page cache: they may be dropped and read again, at the price of speed. Those that the
+    CPU backend repacks for its own kernels are copies; only with a mapping do both exist.
+    """
+    own = max(size_bytes - repacked_bytes, 0)
+    lines = {
+        HostWeights.MAPPED: (Reserve("weights mapped", host, size_bytes),),
+        HostWeights.PINNED: (Reserve("weights pinned", host, own),),
+        HostWeights.READ: (Reserve("weights read", host, own),),
+    }[how]
+    repacked = Reserve("weights repacked", host, min(repacked_bytes, size_bytes))
+    return tuple(line for line in (*lines, repacked) if line.size_bytes)
+
+
 def totals(lines: tuple[Reserve, ...]) -> dict[str, int]:
     """Bytes per device."""
     found: dict[str, int] = {}
@@ -94,8 +122,6 @@ def projector_compute_bytes(mmproj: Inventory, *, flash_attn: bool = True) -> in
 
 def checkpoint_bytes(inventory: Inventory, workload: Workload) -> int:
     """One checkpoint of every sequence: recurrent state and sliding caches, which cannot be cut back."""
-    from planner.sliding import sliding_layers
-
     slides = sliding_layers(inventory, layers_of(inventory).n_main)
     windows = sum(size for size, s in zip(kv_bytes(inventory, workload), slides, strict=True) if s)
     return windows + sum(state_bytes(inventory, workload))

@@ -11,8 +11,10 @@ from planner.kv import KvTypeProblem, kv_bytes, nextn_kv_bytes, state_bytes
 from planner.memory import compute_bytes, pipeline_copies, staging_bytes
 from planner.reserve import (
     Extras,
+    HostWeights,
     checkpoint_bytes,
     headroom_bytes,
+    host_weights,
     projector_compute_bytes,
     reserves,
     totals,
@@ -112,6 +114,19 @@ def test_other_users_prompt_cache_and_checkpoints(hybrid: Inventory) -> None:
         "CUDA1": MIB,
     }
     assert checkpoint_bytes(hybrid, Workload(n_seq=2)) == sum(state_bytes(hybrid, Workload(n_seq=2)))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (HostWeights.MAPPED, {"weights mapped": 100, "weights repacked": 30}),
+        (HostWeights.PINNED, {"weights pinned": 70, "weights repacked": 30}),
+        (HostWeights.READ, {"weights read": 70, "weights repacked": 30}),
+    ],
+)
+def test_repacked_weights_are_copies_only_of_a_mapping(how: HostWeights, expected: dict[str, int]) -> None:
+    assert {line.name: line.size_bytes for line in host_weights(100, how, repacked_bytes=30)} == expected
+    assert totals(host_weights(100, how)) == {"CPU": 100}
 
 
 def test_state_follows_sequences_and_speculation_but_not_the_context(hybrid: Inventory) -> None:
