@@ -235,17 +235,11 @@ def _heat(asked: Asked, inventory: Inventory, workload: Workload) -> dict[str, A
         return {}
     from planner.coverage import curves, expected_distinct, hot_order
     from planner.heat import from_text
-    from planner.moe import moe_shape
+    from planner.moe import heat_of_model, moe_shape
     from planner.records import digest
 
-    text = read_text(asked.heat)
-    heat, shape = from_text(text, str(asked.heat)), moe_shape(inventory)
-    if heat.model and heat.model != shape.digest:
-        raise OptionProblem("--heat", str(asked.heat), "was recorded from another model")
-    if heat.n_expert != shape.n_expert:
-        raise OptionProblem(
-            "--heat", str(asked.heat), f"has {heat.n_expert} experts a layer, the model {shape.n_expert}"
-        )
+    text, shape = read_text(asked.heat), moe_shape(inventory)
+    heat = heat_of_model(from_text(text, str(asked.heat)), shape, str(asked.heat))
     return {
         "curves": curves(heat, shape.n_group),
         "orders": hot_order(heat, shape.n_group),

@@ -177,7 +177,9 @@ class _Reader:
 
     def heat(self) -> Heat:
         if not self.n_expert:
-            raise FieldProblem(self.path, 0, "", f"no line {COLUMNS}")
+            raise FieldProblem(
+                self.path, 0, "", f"no line {COLUMNS}; `atsplan heat import` reads other profiles"
+            )
         parts = [
             Part(keys["source"], Phase(keys["phase"]), int(keys["tokens"]), self._dense(rows))
             for keys, rows in self.parts
@@ -186,7 +188,9 @@ class _Reader:
 
     def _finish_head(self, number: int) -> None:
         if self.head.get("heat") != "1":
-            raise FieldProblem(self.path, 1, "heat", f"expected the first line {MAGIC}")
+            raise FieldProblem(
+                self.path, 1, "heat", f"expected the first line {MAGIC}; `atsplan heat import` makes one"
+            )
         self.n_expert = int(self.head.get("experts", "0"))
         if not 0 < self.n_expert <= MAX_EXPERTS:
             raise FieldProblem(self.path, number, "experts", "expected the number of experts of a layer")

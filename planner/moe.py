@@ -73,7 +73,7 @@ def heat_of_model(heat: Heat, shape: MoeShape, path: str) -> Heat:
     if heat.model and heat.model != shape.digest:
         raise WrongModel(path, f"recorded from {heat.model[:19]}, this is {shape.digest[:19]}")
     if heat.n_expert != shape.n_expert:
-        raise WrongModel(path, f"{heat.n_expert} experts a layer, the model has {shape.n_expert}")
+        raise WrongModel(path, f"{heat.n_expert} experts a layer, the model {shape.n_expert}")
     strangers = sorted(set(heat.layers) - set(shape.layers))
     if strangers:
         raise WrongModel(path, f"layer {strangers[0]} routes here, but not in the model")
