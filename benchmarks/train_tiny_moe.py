@@ -4,7 +4,8 @@
 
 Needs PyTorch (2.13 was used, CPU, one thread) and gguf. Text: the standard library of the running
 Python, as code and as documentation. Beside the model goes a JSON file with PyTorch's own logits and
-chosen experts for two prompts, which tests hold the engine to.
+chosen experts for two prompts, which tests hold the engine to: logits within 0.02 (0.0017 was seen, of a
+range of 11), experts to 99 % (all were the same on the CPU).
 """
 
 from __future__ import annotations

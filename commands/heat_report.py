@@ -15,8 +15,6 @@ from planner.errors import AnswerIsNo, OptionProblem
 if TYPE_CHECKING:
     from planner.heat_report import Report
 
-MAX_TRANSFER = 16  # sources in the transfer table; --json has all
-
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -111,7 +109,7 @@ def _print(judged: Report) -> None:
 
 def _print_transfer(judged: Report) -> None:
     """Chosen on the row's source, judged on the column's."""
-    if not 1 < len(judged.sources) <= MAX_TRANSFER:
+    if len(judged.transfer) < 2:
         return
     made = table("chosen on \\ judged on", *(str(index + 1) for index in range(len(judged.sources))))
     for index, (name, row) in enumerate(zip(judged.sources, judged.transfer, strict=True)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.console import mib, ms, out, out_json, out_table, progress, table
+from commands.console import ms, out, out_json, out_table, progress, say, table
 from commands.heat_files import read_heat, read_profile, shape_of
 from planner.errors import InputError, OptionProblem
 
@@ -185,8 +185,18 @@ def _advise(
         return None
     if shape is None:
         raise OptionProblem("--budget", str(budget), "needs --model, which says what an expert weighs")
-    largest = max(shape.expert_bytes.values())
+    smallest, largest = min(shape.expert_bytes.values()), max(shape.expert_bytes.values())
+    if smallest < largest:
+        say(f"experts weigh {_kib(smallest)} to {_kib(largest)}, by layer: all are priced like the largest")
     return advise(demand_of(trace, per_layer=False), largest, shape.n_used, round(budget * 2**20), after)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def _kib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024:,.0f} KiB".replace(",", " ")
 
 
 def _print(runs: list[Replay], demand: Demand, whole: Demand, times: TimeModel | None) -> None:
@@ -238,9 +248,11 @@ def _print_advice(advice: tuple[CacheAdvice, list[CacheAdvice]] | None) -> None:
     best, curve = advice
     made = table("cache", "slots", "hit rate", "misses a step")
     for entry in curve:
-        made.add_row(mib(entry.cache_bytes), str(entry.slots), f"{entry.hit_rate:.3f}", f"{entry.misses:.1f}")
+        made.add_row(
+            _mib(entry.cache_bytes), str(entry.slots), f"{entry.hit_rate:.3f}", f"{entry.misses:.1f}"
+        )
     out_table(made)
-    out(f"MoE cache: {mib(best.cache_bytes)} ({best.slots} experts), hit rate {best.hit_rate:.3f}")
+    out(f"MoE cache: {_mib(best.cache_bytes)} ({best.slots} experts), hit rate {best.hit_rate:.3f}")
 
 
 def _report(

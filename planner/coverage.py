@@ -5,7 +5,7 @@ All curves run over k = 0..n_expert hot experts of one layer: the share of route
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,25 +89,26 @@ def held_out(sources: Sources, n_group: int = 1) -> Floats:
     Each fold weighs by the trust in what it was chosen on and judged on. A layer that only one
     source saw has no judge: its own curve is discounted instead.
     """
-    n = len(sources.names)
-    fold_of = np.arange(n) % min(n, MAX_FOLDS)
     total = np.zeros((len(sources.layers), sources.counts.shape[2] + 1))
     weight = np.zeros(len(sources.layers))
-    for fold in range(fold_of.max() + 1):
-        train, test = _subset(sources, fold_of != fold), _subset(sources, fold_of == fold)
-        orders = _orders(shares(train), n_group)
-        for index in range(len(test.names)):
-            w = test.trust[index] * train.trust.sum(axis=0)
-            total += w[:, None] * cumulative(test.counts[index], orders)
+    for orders, trust, judges in folds(sources, n_group):
+        for index in judges:
+            w = sources.trust[index] * trust
+            total += w[:, None] * cumulative(sources.counts[index], orders)
             weight += w
     alone = weight == 0
     total[alone] = _discounted(sources, n_group)[alone]
     return np.asarray(total / np.where(alone, 1.0, weight)[:, None])
 
 
-def held_out_one(sources: Sources, chosen: NDArray[np.bool_], judged: int, n_group: int = 1) -> Floats:
-    """Coverage of one source by orders chosen on the sources in `chosen`; (layers, experts + 1)."""
-    return cumulative(sources.counts[judged], _orders(shares(_subset(sources, chosen)), n_group))
+def folds(sources: Sources, n_group: int = 1) -> Iterator[tuple[Ints, Floats, Sequence[int]]]:
+    """Orders chosen on all sources but some, the trust in them (layers), and those left out to judge."""
+    n = len(sources.names)
+    fold_of = np.arange(n) % min(n, MAX_FOLDS)
+    for fold in range(min(n, MAX_FOLDS)):
+        train = _subset(sources, fold_of != fold)
+        judges = [int(index) for index in np.flatnonzero(fold_of == fold)]
+        yield _orders(shares(train), n_group), train.trust.sum(axis=0), judges
 
 
 def cumulative(counts: Floats, orders: Ints) -> Floats:

@@ -15,6 +15,7 @@ from planner.heat import Heat, Phase, only
 
 RESIDENT = (0.0625, 0.125, 0.25, 0.5)  # shares of experts that the report looks at
 LEAST_SAVING = 0.05  # of the bytes that would otherwise be read cold; below it, skew is not worth a plan
+MAX_TRANSFER = 16  # sources; more would be a table nobody reads
 _REPLICATES = 2000
 
 
@@ -54,7 +55,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of it; `transfer[i][j]`: chosen on source i, judged on source j, at the asked residency."""
+    """All of it; `transfer[i][j]`: chosen on source i, judged on source j (empty for many sources)."""
 
     resident: float
     sources: tuple[str, ...]
@@ -72,7 +73,7 @@ def report(heat: Heat, resident: float = 0.25, n_group: int = 1) -> Report:
     sources = coverage.sources_of(heat)
     curves = coverage.curves(heat, n_group)
     levels = sorted({*RESIDENT, resident})
-    intervals = tuple(_interval(sources, curves, level, n_group) for level in levels)
+    intervals = _intervals(sources, curves, levels, n_group)
     asked = next(i for i in intervals if i.resident == resident)
     exploitable = asked.saving >= LEAST_SAVING
     return Report(
@@ -81,7 +82,7 @@ def report(heat: Heat, resident: float = 0.25, n_group: int = 1) -> Report:
         tuple(_layer(sources, curves, index, resident) for index in range(len(sources.layers))),
         coverage.mean_curve(curves),
         intervals,
-        _transfer(sources, _held(heat.n_expert, resident)),
+        _transfer(sources, _held(heat.n_expert, resident)) if len(sources.names) <= MAX_TRANSFER else (),
         _phases(heat, _held(heat.n_expert, resident)),
         _verdict(asked, len(sources.names), exploitable),
         exploitable,
@@ -114,30 +115,33 @@ def _layer(
     )
 
 
-def _interval(
-    sources: Sources, curves: dict[int, tuple[float, ...]], resident: float, n_group: int
-) -> Interval:
-    k = _held(sources.counts.shape[2], resident)
+def _intervals(
+    sources: Sources, curves: dict[int, tuple[float, ...]], levels: Sequence[float], n_group: int
+) -> tuple[Interval, ...]:
+    """One interval a level of residency; each source is judged once, by what the others chose."""
+    mean = coverage.mean_curve(curves)
     pooled = np.sort(sources.counts.sum(axis=0), axis=1)[:, ::-1]
-    in_sample = float((pooled[:, :k].sum(axis=1) / pooled.sum(axis=1)).mean())
-    value = coverage.mean_curve(curves)[k]
-    if len(sources.names) < 2:
-        return Interval(resident, in_sample, value, value, value)
-    each, weight = _by_source(sources, k, n_group)
-    low, high = _bootstrap(each, weight)
-    return Interval(resident, in_sample, value, min(low, value), max(high, value))
+    own = (np.cumsum(pooled, axis=1) / pooled.sum(axis=1, keepdims=True)).mean(axis=0)
+    each = _by_source(sources, n_group) if len(sources.names) > 1 else None
+    weight = [float(trust) for trust in sources.trust.mean(axis=1)]
+    made = []
+    for level in levels:
+        k = _held(sources.counts.shape[2], level)
+        low = high = mean[k]
+        if each is not None:
+            low, high = _bootstrap([float(v) for v in each[:, k]], weight)
+        made.append(Interval(level, float(own[k - 1]), mean[k], min(low, mean[k]), max(high, mean[k])))
+    return tuple(made)
 
 
-def _by_source(sources: Sources, k: int, n_group: int) -> tuple[list[float], list[float]]:
-    """Held-out coverage of each source by a hot set chosen on the others, and its weight."""
-    each, weight = [], []
-    for index in range(len(sources.names)):
-        rest = np.arange(len(sources.names)) != index
-        curve = coverage.held_out_one(sources, rest, index, n_group)
-        seen = sources.counts[index].sum(axis=1) > 0
-        each.append(float(curve[seen, k].mean()))
-        weight.append(float(sources.trust[index].mean()))
-    return each, weight
+def _by_source(sources: Sources, n_group: int) -> Floats:
+    """Held-out coverage of each source, mean of its layers; (sources, experts + 1)."""
+    each = np.zeros((len(sources.names), sources.counts.shape[2] + 1))
+    for orders, _, judges in coverage.folds(sources, n_group):
+        for index in judges:
+            seen = sources.counts[index].sum(axis=1) > 0
+            each[index] = coverage.cumulative(sources.counts[index], orders)[seen].mean(axis=0)
+    return each
 
 
 def _bootstrap(each: Sequence[float], weight: Sequence[float]) -> tuple[float, float]:

@@ -166,6 +166,14 @@ def test_favourites_of_each_prompt_alone_are_no_skew(tmp_path: Path) -> None:
     assert max(judged["transfer"][i][j] for i in range(4) for j in range(4) if i != j) < 0.5
 
 
+def test_many_sources_have_no_transfer_table(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{i}.csv", zipf_rows(i, 1.0), f"s{i}", 500) for i in range(17)]
+    judged = json.loads(run("heat", "report", *files, "--json").stdout)
+    assert judged["transfer"] == [] and judged["exploitable"]
+    assert "chosen on" in run("heat", "report", *files[:16]).stdout
+    assert "chosen on" not in run("heat", "report", *files).stdout
+
+
 def test_one_flat_source_is_no_skew_either(tmp_path: Path) -> None:
     one = write(tmp_path / "a.csv", zipf_rows(1, 0.0), tokens=2000)
     assert "no exploitable skew" in run("heat", "report", one).stdout
