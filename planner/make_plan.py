@@ -45,7 +45,17 @@ def make_plan(
     chosen = choose(constrained, everything, stock, alone, options, searched=refusal is None)
     if chosen is None:
         raise refusal or refuse(constrained, budgets, options)
-    return record(chosen, (alone[1], *stock) if alone else stock, profile, budgets, workload, options)
+    own = tuple(c for c in stock if c.name not in {g.name for g in options.given})
+    made = record(chosen, (alone[1], *own) if alone else own, profile, budgets, workload, options)
+    return made.model_copy(update={"notes": (*made.notes, *map(_told, stock[len(own) :]))})
+
+
+def _told(candidate: Candidate) -> str:
+    """A placement given from outside, which no check can derive again: it is only said."""
+    found = candidate.evaluation
+    if found is None or not candidate.feasible:
+        return f"{candidate.name} ({candidate.setting}): does not fit as this plan counts memory"
+    return f"{candidate.name} ({candidate.setting}): {found.decode_ns / 1e6:.2f} ms a token predicted"
 
 
 def host_only(
