@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,13 +119,11 @@ def main() -> None:
         print(f"  linear sets ({', '.join(LINEAR)}): median {statistics.median(linear):.1%}")
 
 
-def replay_all(n_used: int) -> tuple[Replay, ...]:
-    """Every set of the data file that has a setup; two points only where others are left."""
+def replay_all(n_used: int, names: Iterable[str] = tuple(SETUPS)) -> tuple[Replay, ...]:
+    """Sets of the data file that have a setup; with two points only where others are left."""
     points = read_points(HERE / "data" / "replay_runs.csv")
-    enough = {name for name, group in points.items() if sum(p.status == "ok" for p in group) > n_used}
-    return tuple(
-        replay(name, setup, points[name], n_used) for name, setup in SETUPS.items() if name in enough
-    )
+    enough = [name for name in names if sum(p.status == "ok" for p in points[name]) > n_used]
+    return tuple(replay(name, SETUPS[name], points[name], n_used) for name in enough)
 
 
 def read_points(path: Path) -> dict[str, list[Point]]:
@@ -151,42 +149,68 @@ def replay(name: str, setup: Setup, points: Sequence[Point], n_used: int) -> Rep
     profile = _profile(setup)
     good = sorted((p for p in points if p.status == "ok"), key=lambda p: p.ms)
     used = (good[len(good) // 2],) if n_used == 1 else (good[0], good[-1])
-    scales = _fit(table, profile, used)
+    by_point = dict(zip(good, _lines(table, profile, good), strict=True))
+    scales = _fit([by_point[p] for p in used], used)
     others = [p for p in good if p not in used]
-    errors = [(p, predict_ms(table, profile, p, scales) / p.ms - 1) for p in others]
+    errors = [(p, by_point[p].at(scales) / p.ms - 1) for p in others]
     return Replay(name, used, scales, tuple(errors), tuple(p for p in points if p.status != "ok"))
 
 
-def predict_ms(table: Inventory, profile: Profile, point: Point, scales: Mapping[str, float]) -> float:
-    """Milliseconds a token with the operators of each device scaled."""
-    ppm = {name: round(scale * _PPM) for name, scale in scales.items()}
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Milliseconds a token as a straight line in the devices' scales."""
+
+    fixed: float
+    slopes: Mapping[str, float]
+
+    def at(self, scales: Mapping[str, float]) -> float:
+        """Milliseconds at some scales."""
+        return self.fixed + sum(scales[name] * slope for name, slope in self.slopes.items())
+
+
+def _lines(table: Inventory, profile: Profile, points: Sequence[Point]) -> list[Line]:
+    """What the planner's price of each point is made of."""
+    names = [d.name for d in profile.devices]
+    fixed = _priced(table, profile, points, "")
+    slopes = {name: _priced(table, profile, points, name) for name in names}
+    return [Line(fixed[i], {name: slopes[name][i] - fixed[i] for name in names}) for i in range(len(points))]
+
+
+def _priced(table: Inventory, profile: Profile, points: Sequence[Point], device: str) -> list[float]:
+    """Milliseconds a token when the operators of one device count, and those of no other."""
+    ppm = {d.name: _PPM if d.name == device else 0 for d in profile.devices}
     calibration = profile.calibrations[0].model_copy(update={"scale_ppm": ppm})
     scaled = profile.model_copy(update={"calibrations": (calibration,)})
-    predictor = Predictor(table, Workload(n_ctx=32768, depth=point.depth, prompt=0, gen=1))
-    return predictor.evaluate(scaled, _placement(table, profile, point)).decode_ns / 1e6
+    found: dict[Point, float] = {}
+    placements = _placements(table, profile, points)
+    for depth in sorted({p.depth for p in points}):
+        here = [p for p in points if p.depth == depth]
+        predictor = Predictor(table, Workload(n_ctx=32768, depth=depth, prompt=0, gen=1))
+        evaluated = predictor.evaluate_all(scaled, [placements[p] for p in here])
+        found |= {p: e.decode_ns / 1e6 for p, e in zip(here, evaluated, strict=True)}
+    return [found[p] for p in points]
 
 
-def _fit(table: Inventory, profile: Profile, points: Sequence[Point]) -> dict[str, float]:
-    """The likeliest scales: times are linear in them, and a card is better known than the host's memory."""
+def _fit(lines: Sequence[Line], points: Sequence[Point]) -> dict[str, float]:
+    """The likeliest scales; a card is better known than the host's memory."""
     import numpy as np
 
-    names = [d.name for d in profile.devices]
-    off = dict.fromkeys(names, 0.0)
-    fixed = np.array([predict_ms(table, profile, p, off) for p in points])
-    columns = [
-        np.array([predict_ms(table, profile, p, off | {name: 1.0}) for p in points]) - fixed for name in names
-    ]
+    names = list(lines[0].slopes)
+    design = np.array([[line.slopes[name] for name in names] for line in lines])
     measured = np.array([p.ms for p in points])
+    fixed = np.array([line.fixed for line in lines])
     priors = [Parameter(n, 1.0, HOST_SIGMA if n == "CPU" else CARD_SIGMA) for n in names]
-    values = solve(np.stack(columns, axis=1), measured - fixed, measured * 0.01, priors)
+    values = solve(design, measured - fixed, measured * 0.01, priors)
     return dict(zip(names, values.tolist(), strict=True))
 
 
-def _placement(table: Inventory, profile: Profile, point: Point) -> Placement:
+def _placements(table: Inventory, profile: Profile, points: Sequence[Point]) -> dict[Point, Placement]:
     gpu = next(d.name for d in profile.devices if d.kind == "gpu")
-    layers = table.number("block_count")
-    devices = layer_devices(layers, min(point.ngl, layers + 1), [(gpu, 1)])
-    return Placement(point.label, devices, movable(table)[: point.n_cpu_moe])
+    layers, units = table.number("block_count"), movable(table)
+    return {
+        p: Placement(p.label, layer_devices(layers, min(p.ngl, layers + 1), [(gpu, 1)]), units[: p.n_cpu_moe])
+        for p in points
+    }
 
 
 def _inventory(name: str) -> Inventory:

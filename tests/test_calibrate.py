@@ -1,0 +1,136 @@
+"""Calibration: planted parameters come back; published and own measurements are predicted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planner import inventory as inventories
+from planner import machines
+from planner import profile as profiles
+from planner.inventory import Inventory
+from planner.profile import Calibration
+from planner.workload import Workload
+from profiler import calibrate
+from profiler.calibrate import Parameter, Run, solve
+from profiler.placements import Placement, Predictor, calibrating, sensible, shuffled, spec_of
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import predict  # noqa: E402
+import replay  # noqa: E402
+
+WORK = Workload(n_ctx=1024, depth=512, prompt=512, gen=24)
+BASE = machines.load("rtx4090-ddr5")
+
+
+@pytest.fixture(scope="module")
+def table() -> Inventory:
+    path = ROOT / "benchmarks" / "data" / "h200-moe" / "generated-moe-24x64.inventory.yaml"
+    return inventories.from_text(path.read_text(), path.name)
+
+
+def test_planted_parameters_predict_placements_that_the_fit_never_saw(table: Inventory) -> None:
+    planted = Calibration(
+        model="",
+        split_ns=31_000,
+        mixed_ns=700_000,
+        token_ns=190_000,
+        scale_ppm={"CUDA0": 1_150_000, "CPU": 880_000},
+    )
+    true = BASE.model_copy(update={"calibrations": (planted,)})
+    placements = list(calibrating(table, ("CUDA0",), brief=False))
+    evaluated = Predictor(table, WORK).evaluate_all(true, placements)
+    runs = [Run(p, e.decode_ns) for p, e in zip(placements, evaluated, strict=True)]
+    fitted = calibrate.machine(table, WORK, BASE, runs)
+    assert fitted.calibrations[0].residual_ppm < 5_000
+    held = list(shuffled(table, "CUDA0", 20, seed=5))
+    for want, have in zip(
+        Predictor(table, WORK).evaluate_all(true, held),
+        Predictor(table, WORK).evaluate_all(fitted, held),
+        strict=True,
+    ):
+        assert have.decode_ns == pytest.approx(want.decode_ns, rel=0.02)
+
+
+def test_a_models_calibration_starts_from_the_machines(table: Inventory) -> None:
+    known = Calibration(
+        model="", split_ns=40_000, mixed_ns=900_000, token_ns=200_000, scale_ppm={"CPU": 900_000}
+    )
+    profile = BASE.model_copy(update={"calibrations": (known,)})
+    full = Placement("all on the GPU", ("CUDA0",) * 25)
+    measured = Predictor(table, WORK).evaluate(profile, full).decode_ns
+    found = calibrate.model(table, WORK, profile, [Run(full, measured)])
+    assert [c.model for c in found.calibrations] == ["", table.table_digest()]
+    assert found.calibrations[1].residual_ppm < 2_000
+
+
+def test_least_squares_is_never_negative_and_keeps_to_the_prior_when_told_nothing() -> None:
+    parameters = [Parameter("a", 1.0, 0.5), Parameter("b", 3.0, 0.5)]
+    silent = solve(np.zeros((1, 2)), np.zeros(1), np.ones(1), parameters)
+    assert silent == pytest.approx([1.0, 3.0])
+    pulled = solve(np.array([[1.0, 0.0]]), np.array([-5.0]), np.array([0.01]), parameters)
+    assert pulled == pytest.approx([0.0, 3.0])
+
+
+@pytest.mark.parametrize("name", ["h200-moe", "h200-dense"])
+def test_placements_measured_on_an_h200_are_predicted(name: str) -> None:
+    """Measured once, committed: the model that prices them today must still explain them."""
+    folder = ROOT / "benchmarks" / "data" / name
+    profile = profiles.from_text((folder / "profile.yaml").read_text(), "profile.yaml")
+    path = next(folder.glob("*.inventory.yaml"))
+    inventory = inventories.from_text(path.read_text(), path.name)
+    rows = predict.read_rows(folder / "runs.csv", inventory.name)
+    assert sum(row.kind == "random" for row in rows) >= 12
+    alone, fitted, _ = predict.judge(inventory, rows, profile, (512, 24))
+    summary = fitted.summary()
+    assert summary["placements"] >= 18
+    assert summary["decode_median"] <= 0.055
+    assert summary["decode_p90"] <= 0.12
+    assert summary["decode_spearman"] >= 0.97
+    assert summary["decode_median"] < alone.summary()["decode_median"]
+
+
+def test_published_linear_sets_are_predicted_from_one_point() -> None:
+    for found in replay.replay_all(1, replay.LINEAR):
+        assert found.median <= 0.05, found.name
+        assert len(found.errors) >= 5
+
+
+def test_published_points_that_spill_or_thrash_are_named_not_fitted() -> None:
+    points = replay.read_points(ROOT / "benchmarks" / "data" / "replay_runs.csv")
+    odd = {name: [p.status for p in group if p.status != "ok"] for name, group in points.items()}
+    assert {name: found for name, found in odd.items() if found} == {
+        "S05": ["spill"],
+        "S07": ["spill"] * 3,
+        "S12": ["thrash"],
+    }
+    s12 = replay.replay_all(1, ["S12"])[0]
+    assert [p.ngl for p in s12.left_out] == [44]
+    assert all(p.status == "ok" for p, _ in s12.errors)
+
+
+def test_spearman_is_that_of_ranks() -> None:
+    assert predict.spearman([(1, 10), (2, 100), (3, 1000)]) == pytest.approx(1)
+    assert predict.spearman([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1)
+
+
+def test_every_placement_is_told_to_the_engine_and_known_to_the_planner(table: Inventory) -> None:
+    placements = [*sensible(table, "CUDA0"), *shuffled(table, "CUDA0", 12, seed=3)]
+    evaluated = Predictor(table, WORK).evaluate_all(BASE, placements)
+    for placement, evaluation in zip(placements, evaluated, strict=True):
+        spec = spec_of(table, placement, WORK, threads=4)
+        listed = [d for d, n in zip(spec.devices, spec.tensor_split, strict=True) for _ in range(n)]
+        first = len(placement.layer_devices) - len(listed)
+        assert ["CPU"] * first + listed == list(placement.layer_devices)
+        assert evaluation.decode_ns > 0
+    assert len({(p.layer_devices, p.moved) for p in placements}) == len(placements)
+
+
+def test_all_on_the_cpu_needs_no_device(table: Inventory) -> None:
+    spec = spec_of(table, Placement("cpu", ("CPU",) * 25), WORK, threads=4)
+    assert (spec.devices, spec.tensor_split, spec.n_gpu_layers, spec.overrides) == ((), (), 0, ())

@@ -1,0 +1,131 @@
+"""Samples become timings: medians, gates against impossible ones, warnings, continuation."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from planner.profile import Fingerprint
+from planner.timing import Case
+from profiler import host, summarise
+from profiler.cases import Job, Place
+from profiler.journal import MAX_AGE_S, Journal
+from profiler.samples import possible, reduce, repeat
+
+CPU = Place("CPU", "CPU", "own")
+MATRIX = Case("MUL_MAT", "q4_K", (4096, 4096), 1)  # 9.4 MB
+HERE = Fingerprint(
+    cpu="a", cores=8, memory_bytes=1, os="linux", engine="e", driver="", numa="0:0-7 1:8-15 default"
+)
+
+
+def line(case: Case, time_ns: int, place: Place = CPU, spread_ns: int = 10) -> dict[str, object]:
+    key = Job(case, place).key
+    return {"kind": "case", "key": key, "time_ns": time_ns, "spread_ns": spread_ns, "samples": 9}
+
+
+def judged(case: Case, time_ns: int, place: Place = CPU, spread_ns: int = 10) -> summarise.Verdict:
+    streams = {"CPU": 50 * 10**9, "CUDA0": 900 * 10**9, "CUDA0 CUDA_Host": 25 * 10**9}
+    return summarise.verdicts([Job(case, place)], [line(case, time_ns, place, spread_ns)], streams)[0]
+
+
+def test_a_pass_is_shared_by_its_nodes_and_the_launch_is_not_theirs() -> None:
+    sample = reduce([1100, 1300, 1500, 1700, 9900], nodes=10, fixed_ns=100)
+    assert (sample.time_ns, sample.samples, sample.best_ns) == (140, 5, 100)
+    assert sample.spread_ns == 40  # the outlier does not widen it
+
+
+def test_the_first_passes_do_not_count() -> None:
+    ran: list[int] = []
+    times = repeat(lambda: ran.append(len(ran)), limit_s=0)
+    assert len(ran) - len(times) == 3
+    assert len(times) == 5
+
+
+def test_the_306_gb_per_s_of_a_51_gb_per_s_laptop_are_rejected() -> None:
+    """A published profile implies this for ffn_down; the whole matrix came from the cache."""
+    down = Case("MUL_MAT", "q4_K", (17408, 5120), 1)
+    moved = summarise.compulsory_bytes(down)
+    assert not possible(moved, round(moved / 306), 51_200_000_000)
+    assert possible(moved, round(moved / 43.7), 51_200_000_000)
+    verdict = judged(down, round(moved / 306))
+    assert verdict.timing is None
+    assert "306.0 GB/s is more than the 50.0 GB/s" in verdict.dropped
+
+
+def test_the_gate_of_a_zero_copy_case_is_the_bus_not_the_video_memory() -> None:
+    experts = Case("MUL_MAT_ID", "q4_K", (2048, 768, 128), 1, used=8)
+    far = Place("CUDA0", "CUDA_Host", "zero-copy")
+    at_60 = round(summarise.compulsory_bytes(experts) / 60)
+    assert judged(experts, at_60, Place("CUDA0", "CUDA0", "own")).timing is not None
+    assert judged(experts, at_60, far).timing is None
+
+
+def test_a_batch_is_gated_by_what_one_of_its_tokens_must_read() -> None:
+    one = Case("MUL_MAT_ID", "q4_K", (2048, 768, 128), 1, used=8)
+    many = Case("MUL_MAT_ID", "q4_K", (2048, 768, 128), 512, used=8)
+    assert summarise.compulsory_bytes(many) == summarise.compulsory_bytes(one)
+
+
+def test_warnings_name_contention_spread_impossible_and_paged_timings() -> None:
+    paged = judged(MATRIX, 10_000_000, Place("CUDA0", "CUDA0", "own"))
+    big = Case("MUL_MAT", "q6_K", (4096, 32000), 1)
+    slow = judged(big, 10_000_000, Place("CUDA0", "CUDA0", "own"))
+    verdicts = [judged(MATRIX, 400_000, spread_ns=200_000), judged(MATRIX, 1000), paged, slow]
+    streams = {"CPU": 50 * 10**9, "CUDA0": 900 * 10**9}
+    found = summarise.warnings(verdicts, streams, load=0.8, fingerprint=HERE)
+    assert [text.split()[0] for text in found] == ["contended:", "unsteady:", "dropped", "1"]
+    assert "paged" in found[-1]
+    assert summarise.warnings(verdicts[2:3], streams, load=0.1, fingerprint=HERE) == ()
+    wddm = HERE.model_copy(update={"driver": "wddm"})
+    assert "WDDM" in summarise.warnings([], streams, 0.0, wddm)[0]
+
+
+def test_strict_says_what_to_do() -> None:
+    problem = summarise.Contended(("contended: other programs keep 0.8 of every core busy",))
+    assert problem.exit_code == 3
+    assert "stop other programs" in str(problem)
+
+
+def test_an_interrupted_profile_continues_from_whole_lines(tmp_path: Path) -> None:
+    first = Journal("machine", "engine", folder=tmp_path)
+    first.add({"kind": "case", "key": "a"})
+    first.add({"kind": "case", "key": "b"})
+    with first.path.open("a") as file:
+        file.write('{"kind": "case", "ke')  # killed while writing
+    assert [entry["key"] for entry in Journal("machine", "engine", folder=tmp_path).lines] == ["a", "b"]
+    assert Journal("machine", "other engine", folder=tmp_path).lines == []
+    old = time.time() - MAX_AGE_S - 60
+    os.utime(first.path, (old, old))
+    assert Journal("machine", "engine", folder=tmp_path).lines == []
+    first.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_of_another_numa_policy_or_engine_is_recognised() -> None:
+    assert host.differences(HERE, HERE.model_copy(update={"os": "linux 7"})) == ()
+    other = HERE.model_copy(update={"numa": "0:0-7 1:8-15 interleave:0-1", "engine": "f"})
+    assert host.differences(HERE, other) == (
+        "engine was e, is f",
+        "NUMA policy was 0:0-7 1:8-15 default, is 0:0-7 1:8-15 interleave:0-1",
+    )
+
+
+def test_the_host_describes_itself() -> None:
+    cores = host.cores()
+    assert 1 <= cores.physical <= cores.usable <= (os.cpu_count() or 1)
+    total, free = host.memory_bytes()
+    assert 0 < free <= total
+    assert host.caches().last_bytes >= 2**20
+    assert host.cpu_name()
+
+
+@pytest.mark.parametrize("case", [MATRIX, Case("FLASH_ATTN_EXT", "f16", (128, 32, 4), 1, depth=4096)])
+def test_a_kept_timing_carries_its_case(case: Case) -> None:
+    timing = judged(case, 10_000_000).timing
+    assert timing is not None
+    assert {name: getattr(timing, name) for name in asdict(case)} == asdict(case)
