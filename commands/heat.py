@@ -78,7 +78,8 @@ def import_(
         heat = profile.heat
         if permutation is not None:
             heat = heats.original(heat, read_orders(permutation, layout))
-        made.append(_named(heat, source or path.stem, phase, tokens))
+        own = profile.format == "heat.csv" and not source  # its names were given once already
+        made.append(heat if own else _named(heat, source or path.stem, phase, tokens))
         say(f"{path}: {profile.format}")
     if trace_out is not None:
         traces = [_by_original(p.trace, permutation, layout) for p in found if p.trace is not None]

@@ -15,6 +15,8 @@ from planner.errors import AnswerIsNo, OptionProblem
 if TYPE_CHECKING:
     from planner.heat_report import Report
 
+FEW_SOURCES = 3  # below it, the interval says nothing
+
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -105,6 +107,10 @@ def _print(judged: Report) -> None:
     for chosen, tested, value, own in judged.phases:
         out(f"chosen while {chosen}, judged while {tested}: {value:.3f} (own choice {own:.3f})")
     out(judged.verdict)
+    if len(judged.sources) < FEW_SOURCES:
+        say(
+            f"{len(judged.sources)} sources are few: each prompt as a source of its own gives a firmer answer"
+        )
 
 
 def _print_transfer(judged: Report) -> None:

@@ -197,6 +197,8 @@ def test_merge_weighs_and_import_names(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.csv", [[4, 2, 0]], "a"), write(tmp_path / "b.csv", [[0, 1, 1]], "b")
     merged = heats.from_text(run("heat", "merge", a, b, "-w", 1, "-w", 10).stdout, "x")
     assert merged.total() == {0: (4, 12, 10)} and merged.sources == ("a", "b")
+    assert heats.from_text(run("heat", "import", a, b).stdout, "x").sources == ("a", "b")
+    assert heats.from_text(run("heat", "import", a, "--source", "c").stdout, "x").sources == ("c.a",)
     plain = tmp_path / "mine.csv"
     plain.write_text("layer,expert,count\n0,1,5\n")
     done = run("heat", "import", plain, "--experts", 4, "--phase", "prefill", "--tokens", 7)
