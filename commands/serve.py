@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
 from commands.console import out, say
-from commands.engines import engine_options, open_job, plan_options, review
+from commands.engines import Job, engine_options, open_job, plan_options, review
 from planner.errors import EngineProblem
 
 
@@ -33,21 +34,45 @@ def command(
     llama_h: Path | None,
     extra: tuple[str, ...],
 ) -> None:
-    """Serve MODEL by its plan until interrupted; EXTRA options go to llama-server as they are."""
-    from planner.loading import plan_layer_devices
-    from runtime.export import arguments
-    from runtime.server import find_program, serving
-    from runtime.stock import stock
+    """Serve MODEL by its plan until interrupted; EXTRA options go to llama-server as they are.
+
+    Striped experts are served by the engine's own server library, loaded beside the stripes.
+    """
+    from runtime.server import serving
 
     job = open_job(model, plan_path, device_maps, threads)
-    program = find_program(engine)
-    placed = stock(job.spec, len(plan_layer_devices(job.plan)) - 1)
-    for note in placed.notes:
-        say(f"not expressible: {note}")
+    program, words = _command(job, engine)
     if not no_check:
-        review(job, engine or str(program.parent), llama_h)
-    listed = [*arguments(placed, str(job.path)), *extra]
-    with serving(program, listed, host, port, (lambda line: None) if quiet else say) as server:
+        beside = None if program == Path(sys.executable) else str(program.parent)
+        review(job, engine or beside, llama_h)
+    with serving(program, [*words, *extra], host, port, (lambda line: None) if quiet else say) as server:
         out(f"{server.url} (OpenAI-compatible under /v1)")
         code = server.wait()
         raise EngineProblem("llama-server", f"ended with status {code}")
+
+
+def _command(job: Job, engine: str | None) -> tuple[Path, list[str]]:
+    """The program that serves and its arguments; what it cannot be told is said."""
+    from dataclasses import replace
+
+    from planner.loading import plan_layer_devices
+    from runtime import locate, stripe_server
+    from runtime.export import arguments
+    from runtime.server import find_program
+    from runtime.stock import stock, stripe_widths
+
+    widths = stripe_widths(job.file.inventory, job.spec)
+    spec = job.spec
+    if widths:
+        # The hook gives striped tensors their memory when the server loads them on their device.
+        spec = replace(
+            spec, overrides=tuple((p, b) for p, b in spec.overrides if not b.startswith("stripe:"))
+        )
+    placed = stock(spec, len(plan_layer_devices(job.plan)) - 1)
+    for note in placed.notes:
+        say(f"not expressible: {note}")
+    words = arguments(placed, str(job.path))
+    if not widths:
+        return find_program(engine), words
+    folder = locate.find(engine).path.parent
+    return Path(sys.executable), stripe_server.command(folder, widths, words)

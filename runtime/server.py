@@ -91,7 +91,7 @@ def serving(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1", "LD_LIBRARY_PATH": _library_path(program)},
+        env={**child.environment(), "LD_LIBRARY_PATH": _library_path(program)},
         start_new_session=True,
         preexec_fn=child.die_with_parent,
     )

@@ -14,7 +14,9 @@ from itertools import groupby
 
 from planner.errors import InputError
 from planner.expected import spec_layer_devices
+from planner.inventory import Inventory
 from planner.loading import CPU, LoadSpec
+from planner.matching import placed
 from planner.overrides import numbers
 
 MAX_SPLIT = 15  # the option parser refuses llama_max_devices() entries
@@ -113,6 +115,16 @@ ENVIRONMENT: Mapping[str, str] = {
     "--no-repack": "LLAMA_ARG_NO_REPACK",
     "--swa-full": "LLAMA_ARG_SWA_FULL",
 }
+
+
+def stripe_widths(inventory: Inventory, spec: LoadSpec) -> dict[str, dict[str, int]]:
+    """Device to tensor to the number of its hot experts, for the striped tensors of a spec."""
+    found: dict[str, dict[str, int]] = {}
+    for name, buffer in placed(inventory, spec.overrides).items():
+        if buffer.startswith("stripe:"):
+            _, device, width = buffer.split(":")
+            found.setdefault(device, {})[name] = int(width)
+    return found
 
 
 def _without_cache(spec: LoadSpec, notes: list[str]) -> LoadSpec:

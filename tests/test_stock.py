@@ -22,13 +22,14 @@ from test_run import plan_for
 from atsplan import main
 from planner.errors import EngineProblem
 from planner.gguf_file import read_model
-from planner.loading import LoadSpec
-from planner.plan import LayerRange, Plan, to_text
+from planner.loading import LoadSpec, load_spec
+from planner.overrides import escape
+from planner.plan import LayerRange, Override, Plan, to_text
 from planner.workload import Workload
 from runtime.export import FORMATS, arguments
 from runtime.server import find_program, serving
 from runtime.stock import ENVIRONMENT as VARIABLES
-from runtime.stock import Inexpressible, options, stock
+from runtime.stock import Inexpressible, options, stock, stripe_widths
 
 SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
 EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_gate_exps|ffn_up_exps)\.weight$", "CPU")
@@ -203,8 +204,6 @@ def test_exported_command_lines_start_the_real_server(
     runs: tuple[tuple[int, int, str], ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from planner.loading import load_spec
-
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
     placed = stock(load_spec(server_plan(moe_model, *runs)), 4)
     assert placed.exact
@@ -230,8 +229,6 @@ def test_exported_command_lines_start_the_real_server(
 def test_the_real_server_answers_with_everything_on_the_device(
     moe_model: Path, server_engine: Path, vulkan_engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from planner.loading import load_spec
-
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
     placed = stock(load_spec(server_plan(moe_model, experts="Vulkan0")), 4)
     listed = [*arguments(placed, str(moe_model)), "--no-warmup", "--verbose"]
@@ -251,8 +248,6 @@ def test_the_real_server_answers_with_everything_on_the_device(
 def test_environment_starts_the_real_server(
     moe_model: Path, server_engine: Path, vulkan_engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from planner.loading import load_spec
-
     placed = stock(load_spec(server_plan(moe_model, experts="Vulkan0")), 4)
     for option, value in options(placed, str(moe_model)):
         monkeypatch.setenv(VARIABLES[option], value or "true")
@@ -316,6 +311,36 @@ def test_serve_leaves_no_server_behind(
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()
+
+
+def test_stripes_are_served_by_the_engine_s_own_library(
+    moe_model: Path, server_engine: Path, vulkan_engine: Path, tmp_path: Path
+) -> None:
+    """Here there is no CUDA device: the server of stripes is started and refuses them itself."""
+    plan = server_plan(moe_model, experts="Vulkan0")
+    names = [f"blk.{n}.ffn_{part}_exps.weight" for n in (0, 2) for part in ("gate", "up", "down")]
+    striped = tuple(
+        Override(pattern=f"^{escape(name)}$", buffer="stripe:Vulkan0:3", tensors=1) for name in names
+    )
+    plan = plan.model_copy(update={"overrides": striped})
+    assert stripe_widths(read_model(moe_model).inventory, load_spec(plan)) == {
+        "Vulkan0": dict.fromkeys(names, 3)
+    }
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan))
+    command = ["serve", str(moe_model), "--plan", str(path), "--engine", str(server_engine)]
+    done = subprocess.run(
+        [sys.executable, "-m", "atsplan", *command, "--port", str(_free_port()), "--no-check", "--quiet"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "Vulkan" in done.stderr and "CUDA is needed" in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("atsplan:")]) == 1
 
 
 def _free_port() -> int:
