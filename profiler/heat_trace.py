@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -126,9 +127,11 @@ def _events(request: Mapping[str, Any], engine: str) -> Iterator[dict[str, Any]]
         )
         assert process.stdin is not None and process.stdout is not None
         try:
-            with process.stdin:
+            with suppress(BrokenPipeError), process.stdin:  # a child that died tells why below
                 process.stdin.write(json.dumps(request).encode())
             for line in process.stdout:
+                if not line.endswith(b"\n"):
+                    break  # killed in the middle of a word
                 event: dict[str, Any] = json.loads(line)
                 if "problem" in event:
                     if event["exit_code"] == InputError.exit_code:

@@ -152,6 +152,12 @@ def test_problems_of_the_child_are_one_line(dense_model: Path, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
+def test_a_child_that_dies_at_once_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(EngineProblem, match="ended with status 1"):
+        trace(None, tiny_moe.MODEL, spec(), [Prompt("a", "x" * 10**6)], EXPERTS)
+
+
 def test_the_shape_of_the_model(dense_model: Path) -> None:
     shape = moe_shape(read_model(tiny_moe.MODEL).inventory)
     assert (shape.n_expert, shape.n_used, shape.layers, shape.n_group) == (EXPERTS, USED, (0, 1, 2, 3), 1)
