@@ -32,6 +32,8 @@ FORMATS = ("llama-server", "llama-cli", "preset", "env", "json", "llama-cpp-pyth
     help="Model or inventory, to price the nearest plan [default: inputs/ beside the plan].",
 )
 @click.option("--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Its profile.")
+@click.option("--mmproj", default="", help="Vision projector to load beside the model.")
+@click.option("--draft", default="", help="Draft model for speculative decoding.")
 @click.option("--exact", is_flag=True, help="Refuse when the tool cannot express the whole plan.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write here [default: stdout].")
 def command(
@@ -42,6 +44,8 @@ def command(
     threads: int,
     models: tuple[Path, ...],
     profiles: tuple[Path, ...],
+    mmproj: str,
+    draft: str,
     exact: bool,
     output: Path | None,
 ) -> None:
@@ -64,6 +68,7 @@ def command(
         again = _stock(legal, device_maps, threads)
         done = "instead: as many layers on the CPU as planned, but the first ones"
         plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
+    placed = replace(placed, mmproj=mmproj, draft=draft)
     text = export(plan, placed, model or f"{plan.model.name}.gguf", form)
     if output is None:
         out(text.rstrip("\n"))

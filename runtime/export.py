@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from planner.plan import Plan
 from runtime.ggml import TYPE_NUMBERS
@@ -58,9 +59,9 @@ def _json(plan: Plan, placed: Stock, model: str) -> str:
 
 
 def _compose(plan: Plan, placed: Stock, model: str) -> str:
-    folder, _, name = model.rpartition("/")
-    inside = f"/models/{name}"
-    command = json.dumps([*arguments(placed, inside), "--host", "0.0.0.0", "--port", "8080"])
+    folder = model.rpartition("/")[0]
+    there = replace(placed, mmproj=_inside(placed.mmproj), draft=_inside(placed.draft))
+    command = json.dumps([*arguments(there, _inside(model)), "--host", "0.0.0.0", "--port", "8080"])
     lines = [
         "services:",
         "  llama:",
@@ -172,6 +173,11 @@ def _comment(plan: Plan, placed: Stock, mark: str) -> str:
 
 def _env_value(option: str, value: str) -> str:
     return value or ("1" if option.startswith("--no-") else "true")
+
+
+def _inside(path: str) -> str:
+    """Where a file of the model's folder lies in the container."""
+    return "/models/" + path.rpartition("/")[2] if path else ""
 
 
 def _dollars(text: str) -> str:

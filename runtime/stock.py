@@ -41,6 +41,8 @@ class Stock:
     rpc: tuple[str, ...]  # servers to register, in order
     notes: tuple[str, ...]  # what could not be said, and what stands there instead
     exact: bool
+    mmproj: str = ""  # path of a vision projector to load beside the model
+    draft: str = ""  # path of a draft model
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -85,6 +87,17 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
         ("--cache-type-v", work.type_v),
         ("--load-mode", "mmap" if spec.use_mmap else "none"),
     ]
+    if plan.mmproj:
+        found.append(("--mmproj", plan.mmproj))
+    if plan.draft:
+        # A draft with other KV types than the model's is refused or slow.
+        found += [
+            ("--model-draft", plan.draft),
+            ("--cache-type-k-draft", work.type_k),
+            ("--cache-type-v-draft", work.type_v),
+        ]
+    elif work.mtp:
+        found.append(("--spec-type", "draft-mtp"))
     if spec.threads:
         found.append(("--threads", str(spec.threads)))
     if not spec.use_extra_bufts:
@@ -111,6 +124,11 @@ ENVIRONMENT: Mapping[str, str] = {
     "--cache-type-k": "LLAMA_ARG_CACHE_TYPE_K",
     "--cache-type-v": "LLAMA_ARG_CACHE_TYPE_V",
     "--load-mode": "LLAMA_ARG_LOAD_MODE",
+    "--mmproj": "LLAMA_ARG_MMPROJ",
+    "--model-draft": "LLAMA_ARG_SPEC_DRAFT_MODEL",
+    "--cache-type-k-draft": "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",
+    "--cache-type-v-draft": "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",
+    "--spec-type": "LLAMA_ARG_SPEC_TYPE",
     "--threads": "LLAMA_ARG_THREADS",
     "--no-repack": "LLAMA_ARG_NO_REPACK",
     "--swa-full": "LLAMA_ARG_SWA_FULL",

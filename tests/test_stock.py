@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,32 @@ def test_cpu_only_and_two_devices() -> None:
     ]
     two = dict(options(stock(spec(("CUDA0", "CUDA1"), (2, 3)), 4), "m"))
     assert (two["--device"], two["--tensor-split"]) == ("CUDA0,CUDA1", "2,3")
+
+
+def test_projector_draft_and_speculative_head() -> None:
+    placed = stock(spec(("CUDA0",), (5,)), 4)
+    found = dict(options(replace(placed, mmproj="p.gguf", draft="d.gguf"), "m"))
+    assert (found["--mmproj"], found["--model-draft"]) == ("p.gguf", "d.gguf")
+    assert found["--cache-type-k-draft"] == found["--cache-type-k"]
+    mtp = replace(placed.spec, workload=SMALL.model_copy(update={"mtp": True}))
+    assert dict(options(replace(placed, spec=mtp), "m"))["--spec-type"] == "draft-mtp"
+    assert "--spec-type" not in found
+
+
+def test_every_option_is_one_the_server_knows(server_engine: Path) -> None:
+    help_text = subprocess.run(
+        [str(find_program(str(server_engine))), "--help"],
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, "LD_LIBRARY_PATH": str(server_engine)},
+        timeout=60,
+        check=False,
+    ).stdout
+    known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", help_text))
+    assert set(VARIABLES) - known == set()
+    named = set(re.findall(r"env: (LLAMA_ARG_\w+)", help_text))
+    # The parser takes the negated name of a switch as well, and does not list it.
+    assert {name for name in VARIABLES.values() if "_NO_" not in name} - named == set()
 
 
 def test_remote_devices_are_registered_first() -> None:
