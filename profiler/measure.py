@@ -24,7 +24,6 @@ from runtime.libllama import Engine
 
 Line = dict[str, Any]
 GPU_ARENA = 1024 * MiB
-FIGURE_S = 0.15
 
 
 def main() -> int:
@@ -71,7 +70,7 @@ def places(ggml: Ggml, devices: Iterable[Device]) -> tuple[Place, ...]:
 
 
 def _figures(engine: Engine, request: Line) -> Iterator[Line]:
-    ggml, caches = engine.ggml, host.caches()
+    ggml, caches, limit_s = engine.ggml, host.caches(), request["limit_s"]
     before = host.gpu_memory_used()
     devices = wanted(ggml, request["devices"])
     yield {"kind": "engine", "text": engine.build.text, "moe_cache": engine.has_moe_cache}
@@ -80,8 +79,8 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
         place = next(p for p in all_places if p.device == device.name)
         size = arena_bytes(device, caches.last_bytes)
         with figures.bench(ggml, device, place, 0, size, caches.last_bytes) as at:
-            threads, rates = _threads(at, request["threads"])
-            measured = figures.measure(at, FIGURE_S)
+            threads, rates = _threads(at, request["threads"], limit_s)
+            measured = figures.measure(at, limit_s)
             taken = host.gpu_memory_used() - before - at.arena.size_bytes if before else 0
         yield {
             "kind": "device",
@@ -100,26 +99,26 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
     for place in all_places:
         yield {"kind": "place", "place": asdict(place)}
         if place.kind == "zero-copy":
-            yield _zero_copy(ggml, place)
+            yield _zero_copy(ggml, place, limit_s)
     yield from _links(ggml, devices)
 
 
-def _zero_copy(ggml: Ggml, place: Place) -> Line:
+def _zero_copy(ggml: Ggml, place: Place, limit_s: float) -> Line:
     """How fast kernels of a device read pinned host memory."""
     device = ggml.device(place.device)
     with figures.bench(ggml, device, place, 0, 256 * MiB, 0) as at:
-        rate = figures.rate(at, figures.PRODUCT, FIGURE_S)
+        rate = figures.rate(at, figures.PRODUCT, limit_s)
     return {"kind": "zero-copy", "device": place.device, "bytes_per_s": rate}
 
 
-def _threads(at: Bench, asked: int) -> tuple[int, dict[int, int]]:
+def _threads(at: Bench, asked: int, limit_s: float) -> tuple[int, dict[int, int]]:
     if at.device.kind != "cpu":
         return 0, {}
     if asked:
         at.ggml.set_threads(at.device, at.backend, asked)
         return asked, {}
     cores = host.cores()
-    return figures.best_threads(at, figures.thread_candidates(cores.physical, cores.usable), FIGURE_S)
+    return figures.best_threads(at, figures.thread_candidates(cores.physical, cores.usable), limit_s)
 
 
 def _links(ggml: Ggml, devices: list[Device]) -> Iterator[Line]:

@@ -40,9 +40,10 @@ class Length:
 SILENCE_S = 180.0  # no case takes as long; a child that says nothing hangs
 
 
-def figures(engine: str | None, devices: Sequence[str], threads: int) -> Iterator[Line]:
+def figures(engine: str | None, devices: Sequence[str], threads: int, limit_s: float) -> Iterator[Line]:
     """Lines about devices, places and links. Raises EngineProblem when the engine fails."""
-    request = {"ask": "figures", "engine": engine, "devices": list(devices), "threads": threads}
+    request: Line = {"ask": "figures", "engine": engine, "devices": list(devices), "threads": threads}
+    request["limit_s"] = limit_s
     with Child("profiler.measure", request) as child:
         yield from child.lines()
     if child.failure:

@@ -52,6 +52,7 @@ class Watcher:
 
 MIN_LIMIT_S = 0.04
 MAX_LIMIT_S = 0.25
+MAX_FIGURE_S = 0.15
 
 
 def measure(request: Request, cases: Choose, watch: Watcher) -> Measured:
@@ -65,7 +66,8 @@ def measure(request: Request, cases: Choose, watch: Watcher) -> Measured:
     if not any(line["kind"] == "link-end" for line in journal.lines):
         _refuse_if_busy(request, load)
         watch.stage("devices and links")
-        figures = list(runner.figures(request.engine, request.devices, request.threads))
+        figure_s = min(request.seconds / 50, MAX_FIGURE_S)
+        figures = list(runner.figures(request.engine, request.devices, request.threads, figure_s))
         for line in (*figures, {"kind": "link-end", "load": load}):
             journal.add(line)
     return _with_cases(request, cases, journal, fingerprint, watch)
