@@ -72,7 +72,8 @@ def _with_fit(asked: Asked, inputs: Inputs, engine: str) -> Inputs:
         missing = ", ".join(sorted(set(gpus) - here)) or "GPU"
         raise OptionProblem("--fit", engine, f"the engine has no {missing} here")
     spec = LoadSpec(gpus, (1,) * len(gpus), -1, (), inputs.workload)
-    found = fit(str(library.path), asked.model, spec, {name: inputs.budgets[name] for name in gpus})
+    budgets = {n: max(inputs.budgets[n] - inputs.profile.device(n).context_bytes, 0) for n in gpus}
+    found = fit(str(library.path), asked.model, spec, budgets)
     given = given_of(inputs.inventory, found, "fit")
     return replace(inputs, options=replace(inputs.options, given=(given,)))
 

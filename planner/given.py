@@ -27,7 +27,7 @@ def given_of(inventory: Inventory, spec: LoadSpec, name: str) -> Given:
         and devices[unit.layer] != CPU
         and _mostly_on_host(inventory, unit, where)
     }
-    return Given(name, _setting(spec), (*devices[: layers.n_main], devices[-1]), moved)
+    return Given(name, _setting(spec, layers.n_all + 1), (*devices[: layers.n_main], devices[-1]), moved)
 
 
 def _mostly_on_host(inventory: Inventory, unit: Unit, where: dict[str, str]) -> bool:
@@ -35,7 +35,7 @@ def _mostly_on_host(inventory: Inventory, unit: Unit, where: dict[str, str]) -> 
     return 2 * sum(size for name, size in sizes.items() if where.get(name) == CPU) > sum(sizes.values())
 
 
-def _setting(spec: LoadSpec) -> str:
+def _setting(spec: LoadSpec, most: int) -> str:
     split = f" -ts {','.join(map(str, spec.tensor_split))}" if len(spec.tensor_split) > 1 else ""
     overrides = f", {len(spec.overrides)} overrides" if spec.overrides else ""
-    return f"-ngl {spec.n_gpu_layers}{split}{overrides}"
+    return f"-ngl {min(spec.n_gpu_layers, most)}{split}{overrides}"

@@ -393,7 +393,7 @@ def test_a_load_in_the_solver_s_terms() -> None:
     down = r"blk\.2\.ffn_down_exps\.weight"
     spec = LoadSpec(("CUDA0",), (1,), 9, ((r"blk\.[01]\.ffn_.*_exps", "CPU"), (down, "CPU")), Workload())
     found = given_of(moe(), spec, "fit")
-    assert found.layer_devices == ("CUDA0",) * 9
+    assert found.layer_devices == ("CUDA0",) * 9 and found.setting == "-ngl 9, 2 overrides"
     assert found.sites == {"blk.0.experts": "cpu", "blk.1.experts": "cpu"}  # of layer 2 a third moves
 
 
