@@ -40,6 +40,7 @@ def command(
     plan_path: Path,
     device_maps: tuple[str, ...],
     threads: int,
+    no_mmap: bool,
     against: str,
     rounds: int,
     prompts: str,
@@ -56,7 +57,7 @@ def command(
     """
     from runtime.bench import Terms, compare, run, slower
 
-    job = open_job(model, plan_path, device_maps, threads)
+    job = open_job(model, plan_path, device_maps, threads, no_mmap)
     lengths = _lengths(prompts, tokens, job)
     review(job, engine, llama_h)
     arms, checks = _arms(job, against, engine, llama_h, device_maps, threads)
@@ -97,7 +98,7 @@ def _arms(
     for name in (n for n in names if n not in RULES):
         if not Path(name).is_file():
             raise OptionProblem("--against", name, f"is no rule ({', '.join(RULES)}) and no plan file")
-        other = open_job(job.path, Path(name), maps, threads)
+        other = open_job(job.path, Path(name), maps, threads, not job.spec.use_mmap)
         from dataclasses import replace
 
         arms.append(replace(plan_arm(found, other.path, other.spec), name=Path(name).stem, setting=name))

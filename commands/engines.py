@@ -62,7 +62,12 @@ def engine_options(function: F) -> F:
 
 
 def plan_options(function: F) -> F:
-    """--plan, --device-map, --threads."""
+    """--plan, --device-map, --threads, --no-mmap."""
+    function = click.option(
+        "--no-mmap",
+        is_flag=True,
+        help="Read host weights into memory of their own (pinned beside a GPU) instead of mapping the file.",
+    )(function)
     function = click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [all].")(
         function
     )
@@ -85,7 +90,9 @@ def find_engine(path: str | None, llama_h: Path | None) -> Engine:
     return Engine.find(path, llama_h)
 
 
-def open_job(model: Path, plan_path: Path, device_maps: tuple[str, ...], threads: int) -> Job:
+def open_job(
+    model: Path, plan_path: Path, device_maps: tuple[str, ...], threads: int, no_mmap: bool = False
+) -> Job:
     """Read plan and model; the model must be the plan's, or rewritten from it (else exit 2)."""
     from dataclasses import replace
 
@@ -98,7 +105,8 @@ def open_job(model: Path, plan_path: Path, device_maps: tuple[str, ...], threads
     check_plan(file, plan, str(plan_path))
     spec = load_spec(plan)
     mapped = parse_map(device_maps, plan)
-    spec = replace(map_devices(spec, mapped) if mapped else spec, threads=threads)
+    spec = map_devices(spec, mapped) if mapped else spec
+    spec = replace(spec, threads=threads, use_mmap=not no_mmap)
     for note in (*file.notes, *spec.notes, *_foreign(file)):
         say(f"note: {note}")
     return Job(file, plan, spec, mapped)

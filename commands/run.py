@@ -40,6 +40,7 @@ def command(
     plan_path: Path,
     device_maps: tuple[str, ...],
     threads: int,
+    no_mmap: bool,
     prompt: str | None,
     tokens: int,
     raw: bool,
@@ -61,7 +62,7 @@ def command(
     from runtime.session import Sampling
     from runtime.worker import Ask, work
 
-    job = open_job(model, plan_path, device_maps, threads)
+    job = open_job(model, plan_path, device_maps, threads, no_mmap)
     if smoke:
         _smoke(job, engine, llama_h)
         return

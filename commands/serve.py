@@ -26,6 +26,7 @@ def command(
     plan_path: Path,
     device_maps: tuple[str, ...],
     threads: int,
+    no_mmap: bool,
     host: str,
     port: int,
     no_check: bool,
@@ -40,7 +41,7 @@ def command(
     """
     from runtime.server import serving
 
-    job = open_job(model, plan_path, device_maps, threads)
+    job = open_job(model, plan_path, device_maps, threads, no_mmap)
     program, words = _command(job, engine)
     if not no_check:
         beside = None if program == Path(sys.executable) else str(program.parent)

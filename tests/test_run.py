@@ -173,6 +173,12 @@ def test_a_plan_over_its_budget_is_refused_before_loading(
     fails(result, 3, "Vulkan0: the engine needs", "the plan's budget is 1.0 MiB")
 
 
+def test_host_weights_read_instead_of_mapped(run: Run, moe_model: Path, plan_path: Path) -> None:
+    base = (moe_model, "--plan", plan_path, *HERE, "-p", "a", "-n", 4, "--ignore-eos", "--json")
+    mapped, read = (json.loads(run(*base, *more).stdout) for more in ((), ("--no-mmap",)))
+    assert mapped["tokens"] == read["tokens"]
+
+
 def test_smoke_crosses_the_offload_threshold_and_a_ubatch(run: Run, moe_model: Path, plan_path: Path) -> None:
     result = run(moe_model, "--plan", plan_path, *HERE, "--smoke")
     assert result.exit_code == 0, result.output
