@@ -40,6 +40,11 @@ def serve(engine: Engine, widths: Mapping[str, Mapping[str, int]], arguments: Se
     return status
 
 
+def command(folder: Path, widths: Mapping[str, Mapping[str, int]], arguments: Sequence[str]) -> list[str]:
+    """The arguments of this Python that run `serve` with the build in `folder`."""
+    return ["-m", "runtime.stripe_server", str(folder), json.dumps(widths), *arguments]
+
+
 def server_library(folder: Path) -> Path | None:
     """The library of a build that holds llama-server, if any."""
     return next((folder / name for name in _NAMES if (folder / name).exists()), None)
@@ -67,5 +72,5 @@ if __name__ == "__main__":
     try:
         sys.exit(serve(Engine.find(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]))
     except AtsplanError as problem:
-        print(f"atsplan: {problem}", file=sys.stderr)
+        print(problem, file=sys.stderr)
         sys.exit(problem.exit_code)
