@@ -96,24 +96,26 @@ def select(trace: Trace, keep: NDArray[np.bool_]) -> Trace:
 
 def heat_of(trace: Trace, n_used: int | None = None) -> Heat:
     """Counts by source and phase; tokens are the rows of the layer that saw most."""
+    group = trace.source.astype(np.int64) * 2 + trace.decode
+    order = np.argsort(group, kind="stable")
     parts = []
-    for index, name in enumerate(trace.sources):
-        for decode, phase in ((False, Phase.PREFILL), (True, Phase.DECODE)):
-            chosen = (trace.source == index) & (trace.decode == decode)
-            if chosen.any():
-                parts.append(_part(name, phase, select(trace, chosen)))
+    for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+        if not len(rows):
+            continue
+        phase = Phase.DECODE if trace.decode[rows[0]] else Phase.PREFILL
+        parts.append(_part(trace, rows, trace.sources[trace.source[rows[0]]], phase))
     return heats.make(trace.model, trace.n_expert, trace.n_used if n_used is None else n_used, parts)
 
 
-def _part(name: str, phase: Phase, rows: Trace) -> Part:
-    counts = {}
-    tokens = 0
-    for layer in np.unique(rows.layer):
-        ids = rows.ids[rows.layer == layer]
-        tokens = max(tokens, len(ids))
-        counted = np.bincount(ids[ids >= 0], minlength=rows.n_expert)
-        counts[int(layer)] = tuple(int(c) for c in counted)
-    return Part(name, phase, tokens, counts)
+def _part(trace: Trace, rows: NDArray[np.int64], name: str, phase: Phase) -> Part:
+    layers, place = np.unique(trace.layer[rows], return_inverse=True)
+    ids = trace.ids[rows]
+    cell = (place[:, None] * trace.n_expert + ids)[ids >= 0]
+    counts = np.bincount(cell, minlength=len(layers) * trace.n_expert).reshape(len(layers), -1)
+    tokens = int(np.bincount(place).max())
+    return Part(
+        name, phase, tokens, {int(la): tuple(row.tolist()) for la, row in zip(layers, counts, strict=True)}
+    )
 
 
 def to_text(trace: Trace) -> str:
