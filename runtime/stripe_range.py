@@ -85,7 +85,7 @@ class StripeRange:
         total = rounded(padded_bytes)
         hot = min(rounded(hot_bytes), total)
         need = total - hot + sum(part.host_bytes for part in self.parts.values())
-        if need > self._room:  # asking for more would wake the system's out-of-memory killer
+        if hot < total and need > self._room:  # asking for more would wake the system's out-of-memory killer
             raise HostMemoryShort(need, max(self._room, 0))
         if hot:
             self._map(start, hot, Place.DEVICE, self.gpu.number)
