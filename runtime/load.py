@@ -140,9 +140,19 @@ def device_handle(engine: Engine, name: str) -> Handle:
     raise MissingDevice(engine.label, "", name, tuple(d.name for d in devices))
 
 
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Cores this process may run on; two hardware threads of one core count once.
+
+    The second thread of a core only adds waiting to matrix products.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    mine = os.sched_getaffinity(0)
+    try:
+        cores = {(topology / f"cpu{n}" / "topology" / "thread_siblings_list").read_text() for n in mine}
+    except OSError:
+        return len(mine)
+    return len(cores)
 
 
 def _override_array(engine: Engine, spec: LoadSpec, own: Mapping[str, Handle], no_alloc: bool) -> Any:

@@ -21,7 +21,7 @@ from planner.loading import LoadSpec
 from planner.workload import Workload
 from runtime import child, dryrun, locate, truth
 from runtime.libllama import Engine
-from runtime.load import MissingDevice
+from runtime.load import MissingDevice, usable_cores
 from runtime.session import Sampling, Session
 from runtime.text import Pieces
 from runtime.worker import Ask, Checks, work
@@ -281,3 +281,12 @@ def test_a_death_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(EngineProblem, match=r"GGML_ASSERT\(n > 0\) failed \(ended by SIGABRT\)"):
         child.ask("dies", {}, "test")
+
+
+def test_two_threads_of_a_core_count_once(tmp_path: Path) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    for n in mine:
+        (tmp_path / f"cpu{n}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{n}" / "topology" / "thread_siblings_list").write_text("0-999\n")
+    assert usable_cores(tmp_path) == 1
+    assert usable_cores(tmp_path / "nowhere") == len(mine)
