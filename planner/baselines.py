@@ -112,6 +112,9 @@ def _rules(model: Model, priced: Priced) -> Iterator[Rule]:
     if not gpus:
         yield Rule("all-cpu", "-ngl 0 --device none", layer_devices(n_all, 0, gpus), {})
         return
+    for gpu in gpus if len(gpus) > 1 else ():
+        for n in range(n_all + 2):
+            yield Rule("one-gpu", f"--device {gpu[0]} -ngl {n}", layer_devices(n_all, n, [gpu]), {})
     for n in range(n_all + 2):
         yield Rule("ngl", f"-ngl {n}", layer_devices(n_all, n, gpus), {})
     full = layer_devices(n_all, n_all + 1, gpus)

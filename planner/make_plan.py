@@ -86,7 +86,7 @@ def choose(
     """
     usable = [c for c in (_translate(priced, each, free) for each in stock) if c is not None and c.feasible]
     hint = min(usable, key=lambda c: _objective(c), default=None)
-    limits = Limits(options.time_limit_s, 3 * options.time_limit_s)
+    limits = Limits(options.time_limit_s, 6 * options.time_limit_s)
     start = hint.solution if hint else None
     solved = solve(priced.problem, start, limits) if searched else Solved("infeasible", None, 0, 0)
     found = _pick(priced, solved, usable)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from planning_models import MIB, dense, machine, moe, plan, real, sites
 
+from planner.baselines import layer_devices
 from planner.budget import budgets_for, parse_budget, parse_reserve
 from planner.context import Keep, largest_context
 from planner.errors import OptionProblem
@@ -405,3 +406,40 @@ def test_a_placement_given_from_elsewhere_is_a_candidate() -> None:
     assert made.predicted.objective_ns <= best.predicted.objective_ns
     assert any(note.startswith("fit (-ngl 9): ") for note in made.notes)
     assert all(b.name != "fit" for b in made.baselines)
+
+
+# Stock rules, counted as the engine counts.
+
+
+@pytest.mark.parametrize(("ngl", "on_gpu"), [(0, 0), (1, 1), (2, 2), (28, 28), (29, 29), (30, 29)])
+def test_the_last_layers_go_first_and_the_head_is_one_of_them(ngl: int, on_gpu: int) -> None:
+    devices = layer_devices(28, ngl, [("CUDA0", 1)])
+    assert len(devices) == 29 and devices.count("CUDA0") == on_gpu
+    assert list(devices) == sorted(devices)  # CPU before CUDA0: offloaded from the end
+
+
+def test_speculative_blocks_count_as_layers() -> None:
+    model = real("Qwen3.6-27B-q4_K")
+    table = [t for t in model.tensors if t.name.startswith("blk.63.")]
+    head = tuple(t.model_copy(update={"name": t.name.replace("blk.63.", "blk.64.")}) for t in table)
+    nextn = head[0].model_copy(update={"name": "blk.64.nextn.eh_proj.weight"})
+    hparams = {**model.hparams, "block_count": 65, "nextn_predict_layers": 1}
+    with_head = model.model_copy(update={"hparams": hparams, "tensors": (*model.tensors, *head, nextn)})
+    off = plan(with_head, "24000", workload=Workload(n_ctx=4096))
+    on = plan(with_head, "24000", workload=Workload(n_ctx=4096, mtp=True))
+    assert off.layers[-1].last == on.layers[-1].last == 65
+    assert on.devices[0].weights_bytes > off.devices[0].weights_bytes
+    assert on.devices[0].kv_bytes > off.devices[0].kv_bytes
+    assert on.predicted.tpot_ns > off.predicted.tpot_ns
+
+
+def test_layers_are_dealt_by_memory() -> None:
+    devices = layer_devices(12, 13, [("CUDA0", 24), ("CUDA1", 12)])
+    assert devices.count("CUDA0") == 9 and devices.count("CUDA1") == 4
+    assert list(devices) == sorted(devices)
+
+
+def test_one_card_is_among_the_stock_rules_of_two() -> None:
+    made = plan(moe(), "8000", on=machine("2x-rtx4060ti-16gb"))
+    assert [b.name for b in made.baselines][:3] == ["all-cpu", "one-gpu", "ngl"]
+    assert len(made.layers) == 1
