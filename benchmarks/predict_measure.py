@@ -104,7 +104,9 @@ def _profile(options: argparse.Namespace, tables: list[Inventory]) -> int:
     )
     watch = session.Watcher(say, lambda total, known: say(f"{total} cases, {known} known"), lambda line: None)
     cases = [c for table in tables for c in cases_of(table, min(options.prompt, 512), max_depth=4096)]
-    made = session.measure(request, lambda _: cases, watch).profile
+    measured = session.measure(request, lambda _: cases, watch)
+    measured.journal.finish()
+    made = measured.profile
     (options.out / "profile.yaml").write_text(profiles.to_text(made))
     for table in tables:
         (options.out / f"{table.name}.inventory.yaml").write_text(inventories.to_text(table))

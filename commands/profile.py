@@ -78,6 +78,7 @@ def command(
         profile = measured.profile
     else:
         measured, profile = _calibrated(request, cases, model, inventory)
+    measured.journal.finish()
     _report(measured, profile, as_json)
     if out is not None:
         from planner.profile import to_text
@@ -167,7 +168,7 @@ def _calibrated(
             if model is not None and inventory is not None and not _is_table(model):
                 bar.update(task, description=model.name)
                 profile = whole.model(profile, model, inventory, request.engine, say)
-    return measured, profile
+    return measured, whole.with_doubts(profile)
 
 
 def _report(measured: Measured, profile: Profile, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from planner.errors import AtsplanError, EngineProblem
+from profiler import host
 from runtime.dryrun import from_json
 from runtime.libllama import Batch, Engine
 from runtime.session import Session
@@ -27,6 +28,7 @@ WARM_TOKENS = 4  # decoded before those that count: the graph is new, clocks are
 
 def main() -> int:
     """Answer one request; the exit code of atsplan for what went wrong, in words on stderr."""
+    host.die_with_parent()
     request = json.load(sys.stdin)
     try:
         for line in runs(request):

@@ -28,6 +28,7 @@ GPU_ARENA = 1024 * MiB
 
 def main() -> int:
     """Answer one request; the exit code of atsplan for what went wrong, in words on stderr."""
+    host.die_with_parent()
     request = json.load(sys.stdin)
     try:
         for line in answer(request):
@@ -89,7 +90,7 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
             "description": device.description,
             "id": device_id(ggml, device),
             "memory_bytes": device.total_bytes,
-            "free_bytes": device.free_bytes,
+            "free_bytes": host.memory_bytes()[1] if device.kind == "cpu" else device.free_bytes,
             "max_alloc_bytes": _max_alloc(ggml, place),
             "context_bytes": max(taken, 0) if device.kind == "gpu" else 0,
             "threads": threads,

@@ -39,6 +39,7 @@ class Measured:
     profile: Profile
     verdicts: tuple[Verdict, ...]
     streams: dict[str, int]
+    journal: Journal  # to be finished when nothing can fail any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,7 @@ def _with_cases(
         verdicts,
         notes,
     )
-    journal.finish()
-    return Measured(made, verdicts, streams)
+    return Measured(made, verdicts, streams, journal)
 
 
 def _refuse_if_busy(request: Request, load: float) -> None:

@@ -22,6 +22,7 @@ GiB = 2**30
 FULL_SHARE = 0.85  # of free device memory that a calibrating run may fill with weights
 LENGTH = Length(prompt=64, gen=16, repeats=2)
 RUNS = 3  # of a real model
+DOUBTFUL_PPM = 100_000
 
 # As many layers as real models have, since the fixed costs go by layers; experts so small that loading
 # takes a second, and so many that a token's share of them does not stay in the caches.
@@ -68,6 +69,17 @@ def model(profile: Profile, path: Path, inventory: Inventory, engine: str | None
     fitting = [p for p in placements if _fits(profile, inventory, p)][:RUNS]
     runs = _measure(profile, path, inventory, engine, fitting, say)
     return calibrate.model(inventory, workload(), profile, runs) if runs else profile
+
+
+def with_doubts(profile: Profile) -> Profile:
+    """The profile with a warning for every calibration that does not explain its own runs."""
+    doubts = tuple(
+        f"calibration of {c.model[:19] or 'the generated model'}: one of {c.runs} runs is off by "
+        f"{c.residual_ppm / 1e4:.0f} %: the machine was not steady, or something else costs time"
+        for c in profile.calibrations
+        if c.residual_ppm > DOUBTFUL_PPM
+    )
+    return profile.model_copy(update={"warnings": (*profile.warnings, *doubts)})
 
 
 def workload() -> Workload:
