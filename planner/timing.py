@@ -20,6 +20,7 @@ from planner.profile import Device, OpTiming, Profile
 
 Basis = Literal["measured", "between", "scaled", "roofline"]
 NS_PER_S = 10**9
+KV_STEP = 256  # the engine reads the cache in steps of so many cells
 # Operators of recurrent mixers: the shape is that of the state, kept in f32 and read and written every token.
 STATE_OPS = frozenset({"GATED_DELTA_NET", "SSM_SCAN", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN"})
 
@@ -93,7 +94,7 @@ def bytes_read(case: Case) -> int:
         return case.batch * _row_bytes(case.type, case.shape[0])
     if case.op == "FLASH_ATTN_EXT":
         head_dim, _, n_head_kv = case.shape[:3]
-        return 2 * case.depth * n_head_kv * _row_bytes(case.type, head_dim)
+        return 2 * kv_cells(case) * n_head_kv * _row_bytes(case.type, head_dim)
     if case.op in STATE_OPS:
         return 2 * 4 * math.prod(case.shape)
     if case.op == "RMS_NORM":
@@ -111,7 +112,7 @@ def operations(case: Case) -> int:
         return case.batch * case.shape[0]
     if case.op == "FLASH_ATTN_EXT":
         head_dim, n_head = case.shape[:2]
-        return 4 * head_dim * n_head * case.batch * max(case.depth, 1)
+        return 4 * head_dim * n_head * case.batch * kv_cells(case)
     if case.op in STATE_OPS:
         return 6 * math.prod(case.shape) * case.batch
     if case.op == "RMS_NORM":
@@ -119,6 +120,11 @@ def operations(case: Case) -> int:
     if case.op == "MUL_MAT_ID":
         return 2 * case.shape[0] * case.shape[1] * case.used * case.batch
     return 2 * math.prod(case.shape) * case.batch
+
+
+def kv_cells(case: Case) -> int:
+    """Cells of the cache that attention reads: depth and batch together, rounded up as the engine does."""
+    return -(-(case.depth + case.batch) // KV_STEP) * KV_STEP
 
 
 def experts_touched(experts: int, used: int, batch: int) -> float:

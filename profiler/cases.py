@@ -18,7 +18,6 @@ from planner.timing import Case
 
 DEPTHS = (0, 4096, 16384, 65536)
 VERIFY_BATCHES = (2, 8)  # speculative decoding checks 2 to 8 tokens; between them the line holds
-KV_CELLS_MIN = 256  # the engine rounds the cache it reads up to this
 
 _MATRIX_ROLES = frozenset(
     {

@@ -10,8 +10,7 @@ import ctypes as c
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from planner.timing import Case
-from profiler.cases import KV_CELLS_MIN
+from planner.timing import Case, kv_cells
 from runtime.ggml import Ggml, Handle
 
 
@@ -48,7 +47,7 @@ def weight_shape(case: Case) -> tuple[str, tuple[int, ...]]:
     """Type and shape of the tensor that a node reads from the arena."""
     if case.op == "FLASH_ATTN_EXT":
         head_dim, _, n_head_kv = case.shape
-        return case.type, (head_dim, cells(case), n_head_kv)
+        return case.type, (head_dim, kv_cells(case), n_head_kv)
     if case.op == "GATED_DELTA_NET":
         return case.type, (case.shape[1], case.shape[1], case.shape[2])
     return case.type, case.shape
@@ -57,11 +56,6 @@ def weight_shape(case: Case) -> tuple[str, tuple[int, ...]]:
 def weights_per_node(case: Case) -> int:
     """Tensors of `weight_shape` that one node reads."""
     return 2 if case.op in ("FLASH_ATTN_EXT", "CONT") else 1
-
-
-def cells(case: Case) -> int:
-    """Cells of the cache that attention reads: depth and the batch itself, as the engine rounds them."""
-    return max(-(-(case.depth + case.batch) // KV_CELLS_MIN) * KV_CELLS_MIN, KV_CELLS_MIN)
 
 
 def _copies(ggml: Ggml, context: Handle, case: Case, count: int) -> list[Handle]:
@@ -119,7 +113,7 @@ def _flash_attention(ggml: Ggml, weights: Handle, work: Handle, case: Case, node
     head_dim, n_head, _ = case.shape
     parts = Parts(_copies(ggml, weights, case, 2 * nodes))
     q = ggml.new_tensor(work, "f32", (head_dim, case.batch, n_head))
-    mask = ggml.new_tensor(work, "f16", (cells(case), -(-case.batch // 64) * 64))
+    mask = ggml.new_tensor(work, "f16", (kv_cells(case), -(-case.batch // 64) * 64))
     parts.inputs = [(q, ramp(head_dim * case.batch * n_head)), (mask, bytes(2 * _count(_ne(ggml, mask))))]
     for index in range(nodes):
         k, v = parts.weights[2 * index : 2 * index + 2]

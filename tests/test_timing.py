@@ -41,6 +41,17 @@ def test_between_two_measured_depths_the_straight_line_holds() -> None:
     assert lookup(known, "FLASH_ATTN_EXT", "f16", (128, 32, 4), 1, "CPU", depth=8192).ns == 9192
 
 
+def test_attention_is_priced_by_the_cells_the_engine_reads() -> None:
+    known = profile(case("FLASH_ATTN_EXT", 90_000, type="f16", shape=(128, 32, 4)))
+
+    def ns(depth: int) -> int:
+        return lookup(known, "FLASH_ATTN_EXT", "f16", (128, 32, 4), 1, "CPU", depth=depth).ns
+
+    assert ns(0) == ns(72) == ns(255) == 90_000  # one step of 256 cells
+    overhead = BASE.device("CPU").op_overhead_ns
+    assert ns(1000) == pytest.approx(overhead + 4 * (90_000 - overhead), rel=1e-3)
+
+
 def test_a_neighbour_is_scaled_by_bytes_beyond_the_overhead() -> None:
     overhead = BASE.device("CPU").op_overhead_ns
     known = profile(case(time_ns=overhead + 100_000))
