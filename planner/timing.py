@@ -183,7 +183,8 @@ def _scaled(profile: Profile, case: Case, device: str, buffer: str, known: Seque
     overhead = profile.device(device).op_overhead_ns
     theirs = roofline_ns(profile, _case(near), device, buffer) - overhead
     ours = roofline_ns(profile, case, device, buffer) - overhead
-    floor = min(overhead, near.time_ns)
+    # A small operator in a graph may cost more than this case did alone: half of it grows at any rate.
+    floor = min(overhead, near.time_ns // 2)
     return Time(floor + round((near.time_ns - floor) * ours / max(theirs, 1)), False, "scaled")
 
 

@@ -60,6 +60,12 @@ def test_a_neighbour_is_scaled_by_bytes_beyond_the_overhead() -> None:
     assert twice.ns == pytest.approx(overhead + 200_000, abs=2)
 
 
+def test_a_case_below_the_overhead_still_grows_with_its_work() -> None:
+    known = profile(case(time_ns=BASE.device("CPU").op_overhead_ns // 2))
+    small, large = (lookup(known, "MUL_MAT", "q4_K", (2048, 4096), batch, "CPU").ns for batch in (1, 512))
+    assert large > 20 * small
+
+
 def test_buffers_are_separate_cases() -> None:
     known = profile(
         case(time_ns=500), case(time_ns=400, buffer="CPU_REPACK"), case(time_ns=450, buffer="CUDA_Host"),
