@@ -73,6 +73,36 @@ def test_the_planner_finds_what_was_measured(made: tuple[Profile, str, Path]) ->
     assert (found.ns, found.measured) == (timing.time_ns, True)
 
 
+EVERY_OPERATOR = (
+    Case("MUL_MAT", "q6_K", (256, 128), 1),
+    Case("MUL_MAT", "iq2_xxs", (256, 128), 8),
+    Case("MUL_MAT", "mxfp4", (256, 128), 2),
+    Case("MUL_MAT", "q8_0", (64, 32, 4), 1),  # one matrix a head
+    Case("MUL_MAT_ID", "q4_K", (256, 64, 8), 1, used=2),
+    Case("MUL_MAT_ID", "q4_K", (256, 64, 8), 16, used=2),
+    Case("GET_ROWS", "q4_K", (256, 512), 4),
+    Case("FLASH_ATTN_EXT", "f16", (64, 4, 2), 1),
+    Case("FLASH_ATTN_EXT", "q8_0", (64, 4, 2), 16, depth=300),
+    Case("GATED_DELTA_NET", "f32", (64, 64, 4), 1),
+    Case("GATED_DELTA_NET", "f32", (64, 64, 4), 16),
+    Case("SSM_SCAN", "f32", (128, 64, 8), 1),  # Mamba-2
+    Case("SSM_SCAN", "f32", (16, 1, 512), 16),  # Mamba-1
+    Case("RMS_NORM", "f32", (256,), 16),
+)
+
+
+def test_every_operator_can_be_measured(tmp_path: Path) -> None:
+    journal = Journal("every", folder=tmp_path)
+    repack = Place("CPU", "CPU_REPACK", "repack")
+    jobs = [Job(case, OWN) for case in EVERY_OPERATOR]
+    jobs += [Job(case, repack) for case in EVERY_OPERATOR if case.op.startswith("MUL_MAT")]
+    runner.cases(jobs, None, 1, 0.005, journal, lambda line: None)
+    lines = {line["key"]: line for line in journal.lines if line["kind"] == "case"}
+    assert [k for job in jobs[: len(EVERY_OPERATOR)] if "time_ns" not in lines[k := job.key]] == []
+    left_out = {line["skipped"] for line in lines.values() if "skipped" in line}
+    assert left_out <= {"not supported by the device"}
+
+
 def test_an_engine_that_dies_in_one_case_costs_that_case_only(tmp_path: Path) -> None:
     good, other = Case("MUL_MAT", "f32", (256, 64), 1), Case("MUL_MAT", "f16", (256, 64), 1)
     deadly = Case("MUL_MAT", "q4_K", (100, 64), 1)  # no whole block: ggml aborts
