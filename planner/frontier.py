@@ -17,20 +17,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.labels import NEVER, Ints, Labels, joined, pareto
-from planner.limits import Bools, binding, grain_of, share_memory, share_sets, with_modes
+from planner.limits import Bools, Floats, binding, grain_of, share_memory, share_sets, with_modes
 from planner.problem import Problem, Solution
-
-Floats = NDArray[np.float64]
+from planner.stages import stage_cost, stage_of, stage_over
 
 BEAM = 2_000  # labels of the first, unproven pass
 MOST = 100_000  # labels of the proving pass; beyond that the proof is given up
 WORK = 40_000_000  # labels made in all, some seconds; then the proof is given up
 # The same with several memories, where the pass only looks for a placement that attains a known bound.
 MOST_MANY, WORK_MANY = 20_000, 3_000_000
-_STEPS = 60  # of the subgradient, with several memories
+_STEPS = 150  # of the subgradient, with several memories
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +39,6 @@ class Found:
     objective_ns: int
     bound_ns: int
     proven: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One decision as arrays over its options, and the price of every hand-over into it."""
-
-    cost: Ints
-    memory: Ints  # (limits, options)
-    entry: Ints
-    port: Ints  # index of (entry, exit) among all such pairs
-    before: Ints  # (port, entry device): the hand-over; zeros for the first decision
-    turns: Ints  # (limits, port, entry device): 1 where the layer device changes and that is limited
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,36 +122,13 @@ class _Search:
         self.memories = binding(problem)
         self.turns = (problem.max_runs - 1,) if limit_runs else ()
         self.ports = sorted({(o.entry, o.exit) for _, _, o in problem.each_option()})
-        self.stages = [self._stage(i) for i in range(len(problem.decisions))]
+        self.stages = [
+            stage_of(problem, i, self.memories, self.ports, limit_turns=limit_runs)
+            for i in range(len(problem.decisions))
+        ]
         self.best, self.best_ns = incumbent, incumbent_ns
         self.grain = grain_of(problem)
         self.work, self.most = (WORK, MOST) if len(self.memories) < 2 else (WORK_MANY, MOST_MANY)
-
-    def _stage(self, i: int) -> Stage:
-        problem, limits = self.problem, len(self.memories) + len(self.turns)
-        decision, devices = problem.decisions[i], range(len(problem.devices))
-        options = decision.options
-        base = 0 if i else problem.price(problem.decode_ns, problem.prefill_ns)
-        memory = np.zeros((limits, len(options)), dtype=np.int64)
-        for m, limit in enumerate(self.memories):
-            memory[m] = [sum(o.memory[d] for d in limit.devices) for o in options]
-        before = np.zeros((len(self.ports), len(devices)), dtype=np.int64)
-        turns = np.zeros((limits, len(self.ports), len(devices)), dtype=np.int64)
-        if i:
-            edge = problem.edges[i - 1]
-            for n, (entry, out) in enumerate(self.ports):
-                for q in devices:
-                    before[n, q] = problem.price(edge.decode_ns[out][q], edge.prefill_ns[out][q])
-                    if self.turns and decision.layer and problem.decisions[i - 1].layer:
-                        turns[-1, n, q] = entry != q
-        return Stage(
-            np.array([base + problem.price(o.decode_ns, o.prefill_ns) for o in options], dtype=np.int64),
-            memory,
-            np.array([o.entry for o in options]),
-            np.array([self.ports.index((o.entry, o.exit)) for o in options]),
-            before,
-            turns,
-        )
 
     def run(self) -> Found:
         scenarios = list(self._scenarios())
@@ -226,11 +189,11 @@ class _Search:
         suffix = np.zeros((n + 1, len(self.ports)))
         for i in range(n - 1, -1, -1):
             stage = self.stages[i]
-            reduced = np.where(scenario.allowed[i], _reduced(stage, multipliers), np.inf)
+            reduced = np.where(scenario.allowed[i], stage_cost(stage, multipliers), np.inf)
             reduced = reduced + suffix[i + 1][stage.port]
             by_entry = np.full(devices, np.inf)
             np.minimum.at(by_entry, stage.entry, reduced)
-            suffix[i] = (_over(stage, multipliers) + by_entry[None, :]).min(axis=1)
+            suffix[i] = (stage_over(stage, multipliers) + by_entry[None, :]).min(axis=1)
         rest = sum(float(m * c) for m, c in zip(multipliers, scenario.capacity, strict=True))
         value = float(suffix[0].min()) + scenario.fixed_ns - rest
         return Bound(multipliers, suffix, value if math.isfinite(value) else NEVER)
@@ -240,8 +203,8 @@ class _Search:
         at = int(bound.suffix[0].argmin())
         used = np.zeros(len(scenario.capacity), dtype=np.int64)
         for i, stage in enumerate(self.stages):
-            reduced = np.where(scenario.allowed[i], _reduced(stage, bound.multipliers), np.inf)
-            over = _over(stage, bound.multipliers)[at][stage.entry]
+            reduced = np.where(scenario.allowed[i], stage_cost(stage, bound.multipliers), np.inf)
+            over = stage_over(stage, bound.multipliers)[at][stage.entry]
             choice = int((reduced + bound.suffix[i + 1][stage.port] + over).argmin())
             used += stage.memory[:, choice] + stage.turns[:, at, stage.entry[choice]]
             at = int(stage.port[choice])
@@ -352,18 +315,3 @@ class _Search:
             choices.append(int(front.choice[at]))
             at = int(front.parent[at])
         self.best = Solution(tuple(reversed(choices)))
-
-
-def _over(stage: Stage, multipliers: Floats) -> Floats:
-    total: Floats = stage.before.astype(np.float64)
-    for m, multiplier in enumerate(multipliers):
-        if multiplier:
-            total = total + multiplier * stage.turns[m]
-    return total
-
-
-def _reduced(stage: Stage, multipliers: Floats) -> Floats:
-    total: Floats = stage.cost.astype(np.float64)
-    for m, multiplier in enumerate(multipliers):
-        total = total + multiplier * stage.memory[m]
-    return total

@@ -12,6 +12,7 @@ from planner.labels import Ints
 from planner.problem import Problem
 
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
