@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.console import out, out_json, say
+from commands.figures import check_name
 from commands.models import load_plan
 
 if TYPE_CHECKING:
@@ -23,8 +24,14 @@ if TYPE_CHECKING:
 )
 @click.option("--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the plan: .png, .svg or .pdf.")
 def command(
-    path: Path, models: tuple[Path, ...], profiles: tuple[Path, ...], time_limit: float, as_json: bool
+    path: Path,
+    models: tuple[Path, ...],
+    profiles: tuple[Path, ...],
+    time_limit: float,
+    as_json: bool,
+    plot: Path | None,
 ) -> None:
     """Where the time of PLAN goes, what limits it, what 1 GiB more would buy, why it beats stock rules.
 
@@ -33,7 +40,13 @@ def command(
     """
     from planner.explain import as_data, sentences
 
+    check_name(plot, "--plot")
     plan = load_plan(path)
+    if plot is not None:
+        from commands.plan_picture import draw_plan
+
+        draw_plan(plan, plot)
+        say(f"wrote {plot}")
     larger = _larger(plan, path, models, profiles, time_limit)
     if as_json:
         out_json(as_data(plan, larger))

@@ -1,14 +1,13 @@
-"""Pictures of heat: layers x experts, and coverage curves. matplotlib is loaded only here."""
+"""Pictures of heat: layers x experts, and coverage curves."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from commands.console import replacing
-from planner.errors import InputError
+from commands.figures import pyplot, save
 
 if TYPE_CHECKING:
     from planner.heat import Heat
@@ -17,13 +16,11 @@ if TYPE_CHECKING:
 
 def heat_map(heat: Heat, path: Path) -> None:
     """Share of each layer's choices by expert, times the number of experts: 1 is uniform, log colours."""
-    pyplot = _pyplot()
+    plots = pyplot()
     total = heat.total()
     rows = np.array([total[layer] for layer in heat.layers], dtype=float)
     ratio = rows / rows.sum(axis=1, keepdims=True) * heat.n_expert
-    figure, axes = pyplot.subplots(
-        figsize=(9, max(2.5, min(9, 0.14 * len(rows) + 1.6))), layout="constrained"
-    )
+    figure, axes = plots.subplots(figsize=(9, max(2.5, min(9, 0.14 * len(rows) + 1.6))), layout="constrained")
     image = axes.imshow(
         np.log2(np.clip(ratio, 1 / 16, 16)),
         aspect="auto",
@@ -37,15 +34,15 @@ def heat_map(heat: Heat, path: Path) -> None:
     axes.set_yticks(range(0, len(rows), step), [str(la) for la in heat.layers[::step]])
     bar = figure.colorbar(image, ax=axes, ticks=[-4, -2, 0, 2, 4])
     bar.ax.set_yticklabels(["≤ 1/16", "1/4", "uniform", "4 ×", "≥ 16 ×"])
-    _save(figure, path)
+    save(figure, path)
 
 
 def coverage_curves(heat: Heat, judged: Report, path: Path) -> None:
     """Expected coverage of each layer (thin) and their mean, against whole layers on the device."""
     from planner.coverage import curves
 
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(6.5, 5), layout="constrained")
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(6.5, 5), layout="constrained")
     share = np.linspace(0, 1, heat.n_expert + 1)
     for curve in curves(heat).values():
         axes.plot(share, curve, color="tab:blue", alpha=0.15, linewidth=0.7)
@@ -65,24 +62,4 @@ def coverage_curves(heat: Heat, judged: Report, path: Path) -> None:
     axes.set(xlim=(0, 1), ylim=(0, 1.005))
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
-    _save(figure, path)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise InputError("pictures need matplotlib: pip install 'atsplan[plot]'") from None
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "atsplan"  # the same picture, the same bytes
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(figure: Any, path: Path) -> None:
-    kind = path.suffix[1:]
-    extra = {"metadata": {"Date": None}} if kind == "svg" else {}
-    with replacing(path) as file:
-        figure.savefig(file, format=kind, dpi=130, **extra)
-    _pyplot().close(figure)
+    save(figure, path)

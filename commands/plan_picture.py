@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commands.figures import pyplot, save
+
 if TYPE_CHECKING:
     from planner.plan import Plan
 
@@ -24,24 +26,13 @@ _ROWS = ("attention", "recurrent", "router", "ffn", "experts", "layer")
 
 def draw_plan(plan: Plan, path: Path) -> None:
     """Write the picture; the suffix of `path` decides between PNG, SVG and PDF."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # The same plan gives the same file: no dates, no random ids.
-    matplotlib.rcParams["svg.hashsalt"] = "atsplan"
-    from matplotlib import pyplot
-
-    figure, (grid, bars) = pyplot.subplots(
+    figure, (grid, bars) = pyplot().subplots(
         2, 1, figsize=(11, 4.6), height_ratios=(3, max(len(plan.devices), 1)), layout="constrained"
     )
     _draw_grid(grid, plan)
     _draw_bars(bars, plan)
     figure.suptitle(_title(plan), fontsize=11)
-    metadata = (
-        {"Date": None} if path.suffix == ".svg" else {"Software": None} if path.suffix == ".png" else {}
-    )
-    figure.savefig(path, dpi=120, metadata=metadata)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _title(plan: Plan) -> str:
