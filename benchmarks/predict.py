@@ -1,4 +1,4 @@
-"""Predicted against measured decode and prefill: python benchmarks/predict.py FOLDER
+"""Predicted against measured decode and prefill: python -m benchmarks.predict FOLDER
 
 FOLDER comes from predict_measure.py. The cost model is calibrated on the runs marked "calibration"
 (and once more without any, to show what calibration is worth) and judged on the sensible and random
@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from predict_measure import workload_of
-
+from benchmarks.predict_measure import workload_of
 from planner import inventory as inventories
 from planner import profile as profiles
 from planner.inventory import Inventory

@@ -1,7 +1,9 @@
 """Measure what benchmarks/predict.py judges: a profile of this machine, and runs of many placements.
 
 Needs nothing but the engine: both models are generated. Writes profile.yaml, one inventory a model and
-runs.csv into a folder, which `predict.py FOLDER` evaluates on any machine.
+runs.csv into a folder, which `python -m benchmarks.predict FOLDER` evaluates on any machine:
+
+    python -m benchmarks.predict_measure FOLDER --engine BUILD --gpu CUDA0
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Published runs replayed: calibrate on one point of each set, predict the others.
 
-    python benchmarks/replay.py [--runs]
+    python -m benchmarks.replay [--runs]
 
 The figures in data/replay_runs.csv were typed from public reports; the host's memory rate is stated in
 none of them, so the calibrating point (the one in the middle) fits mostly the CPU's scale; the card

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import predict, replay
 from planner import inventory as inventories
 from planner import machines
 from planner import profile as profiles
@@ -19,11 +19,6 @@ from profiler.calibrate import Parameter, Run, solve
 from profiler.placements import Placement, Predictor, calibrating, sensible, shuffled, spec_of
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import predict  # noqa: E402
-import replay  # noqa: E402
-
 WORK = Workload(n_ctx=1024, depth=512, prompt=512, gen=24)
 BASE = machines.load("rtx4090-ddr5")
 
