@@ -18,6 +18,8 @@ def reason(problem: Problem, decision: Decision, option: Option, index: int, uni
         return (
             f"{site.rsplit(':', 1)[1]} hottest of {unit.experts} experts on {home}, the others across the bus"
         )
+    if site.startswith("cache:"):
+        return f"read through the engine's expert cache on {home}"
     if site == "cpu" and problem.devices[option.entry].host:
         return "its layer is on the CPU"
     other = _elsewhere(decision, option, index)
@@ -32,12 +34,13 @@ def reason(problem: Problem, decision: Decision, option: Option, index: int, uni
 def _home_reason(problem: Problem, decision: Decision, option: Option, unit: Unit, home: str) -> str:
     kept = {Kind.ATTENTION: "owns the layer's KV cache", Kind.RECURRENT: "owns the layer's state"}
     if problem.devices[option.entry].host:
-        smallest = min(
-            (o.memory[d] for o in decision.options for d in [o.entry] if o.entry != option.entry), default=0
-        )
-        if not smallest:
+        others = [o.decode_ns for o in decision.options if not problem.devices[o.entry].host]
+        if not others:
             return "no other place"
-        return "no room for it on a faster device"
+        saved = (option.decode_ns - min(others)) / 1000
+        if saved <= 0:
+            return "as fast here as on a GPU"
+        return f"a GPU would save {saved:.0f} us a token here; its memory is spent elsewhere"
     return kept.get(unit.kind, f"layer device {home}")
 
 
@@ -46,6 +49,10 @@ def _elsewhere(decision: Decision, option: Option, index: int) -> Option | None:
     for other in decision.options:
         rest = [i for i in range(len(option.sites)) if i != index]
         same = other.entry == option.entry and all(other.sites[i] == option.sites[i] for i in rest)
-        if same and other.sites[index] != option.sites[index] and "stripe" not in other.sites[index]:
+        if (
+            same
+            and other.sites[index] != option.sites[index]
+            and other.sites[index].startswith(("cpu", "gpu"))
+        ):
             return other
     return None
