@@ -20,6 +20,7 @@ from planner.units import Kind, Unit
 from planner.workload import Workload
 
 OFFLOAD_BATCH = 32  # from this batch on the engine copies host weights to a GPU and computes there
+_FEW_TOKENS = 8  # the calibration of decode counts launches alone
 _PPM = 10**6
 # Operators without weights that a unit adds to the graph: rope, cache writes, softmax, top-k, residual …
 _SMALL_OPS = {
@@ -143,16 +144,28 @@ class Prices:
         if unit.tied_bytes:
             ns, known = self._tensor(unit, self.tensors["token_embd.weight"], device, buffer, batch)
             total, measured = total + ns, measured + (ns if known else 0)
-        total += _SMALL_OPS.get(unit.kind, 0) * self.profile.device(device).op_overhead_ns
+        total += _SMALL_OPS.get(unit.kind, 0) * self._small(device, batch, self._width(unit))
         scale = self.calibration.scale_ppm.get(device, _PPM)
         return total * scale // _PPM, measured * scale // _PPM
+
+    def _width(self, unit: Unit) -> int:
+        """Values a token that a small operator of a unit reads and writes once each."""
+        if unit.kind is Kind.FFN:  # gate and up are read, their product is written: half as many again
+            return max(self.inventory.number("feed_forward_length") * 3 // 2, 1)
+        return max(self.inventory.number("embedding_length"), 1)
+
+    def _small(self, device: str, batch: int, width: int) -> int:
+        """An operator without weights of its own: its launch for a few tokens, its bytes too for a prompt."""
+        if batch <= _FEW_TOKENS:
+            return self.profile.device(device).op_overhead_ns
+        return self._lookup(timing.Case("RMS_NORM", "f32", (width,), batch), device, "")[0]
 
     def _tensor(self, unit: Unit, tensor: Tensor, device: str, buffer: str, batch: int) -> tuple[int, bool]:
         part = part_of(tensor)
         if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP):
             return self._lookup(timing.Case("GET_ROWS", tensor.type, tensor.shape, batch), device, buffer)
         if part.role in _SMALL_ROLES or not _is_matrix(tensor):
-            return self.profile.device(device).op_overhead_ns, False
+            return self._small(device, batch, self._width(unit)), False
         if part.role is Role.EXPERTS:
             shape = (*tensor.shape[:2], unit.experts)
             case = timing.Case("MUL_MAT_ID", tensor.type, shape, batch, unit.used)
