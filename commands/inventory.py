@@ -60,9 +60,12 @@ def _plain(summary: Summary, extras: list[Mapping[str, object]]) -> dict[str, ob
 
 
 def _show(summary: Summary, extras: list[Mapping[str, object]]) -> None:
+    from planner.gguf_header import one_line
+
     files = f"{summary.files} file{'s' if summary.files != 1 else ''}"
     size = f"{summary.size_bytes / 2**30:.2f} GiB"
-    out(f"{summary.name}: {summary.architecture}, {size} in {summary.tensors} tensors, {files}")
+    what = f"{one_line(summary.name)}: {one_line(summary.architecture)}"
+    out(f"{what}, {size} in {summary.tensors} tensor{'s' if summary.tensors != 1 else ''}, {files}")
     out("layers: " + ", ".join(f"{count} {kind}" for kind, count in summary.layers.items()))
     for line in summary.experts:
         out(
@@ -72,11 +75,11 @@ def _show(summary: Summary, extras: list[Mapping[str, object]]) -> None:
     _show_roles(summary)
     _show_memory(summary)
     for extra in extras:
-        out(f"{extra['kind']} {extra['name']}: " + _sizes(extra))
+        out(f"{extra['kind']} {one_line(str(extra['name']))}: " + _sizes(extra))
     for note in summary.notes:
         say(f"note: {note}")
     if summary.unknown:
-        shown = ", ".join(summary.unknown[:5]) + (" …" if len(summary.unknown) > 5 else "")
+        shown = ", ".join(map(one_line, summary.unknown[:5])) + (" …" if len(summary.unknown) > 5 else "")
         say(f"note: not recognised, stays with its layer: {shown} ({len(summary.unknown)} in all)")
 
 

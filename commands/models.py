@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.console import read_text
+from commands.console import read_text, say
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
@@ -15,14 +15,20 @@ if TYPE_CHECKING:
 
 
 def load_inventory(path: Path) -> Inventory:
-    """Inventory of a GGUF file (any shard, or a folder of shards) or of an inventory.yaml."""
+    """Inventory of a GGUF file (any shard, or a folder of shards) or of an inventory.yaml.
+
+    What a person should know of the file is said on stderr.
+    """
     if path.suffix in {".yaml", ".yml"}:
         from planner.inventory import from_text
 
         return from_text(read_text(path), str(path))
     from planner.gguf_file import read_model
 
-    return read_model(path).inventory
+    model = read_model(path)
+    for note in model.notes:
+        say(f"note: {note}")
+    return model.inventory
 
 
 def load_profile(path: Path | None, machine: str | None) -> Profile:

@@ -28,7 +28,7 @@ step35 maincoder kimi-linear kimi-k3 glm5-next hy_v4 mellum maple talkie muse-gl
 """
 KNOWN = frozenset(_KNOWN.split())
 
-_STEM = re.compile(r"blk\.(\d+)\.(.+?)(?:\.weight|\.bias|\.scale|\.input_scale)?")
+_STEM = re.compile(r"blk\.([0-9]+)\.(.+?)(?:\.weight|\.bias|\.scale|\.input_scale)?")
 _RECURRENT = re.compile(r"ssm_\w+|shortconv\.\w+|time_mix_\w+")
 _ATTENTION = frozenset({"attn_q", "attn_k", "attn_qkv", "attn_kv", "attn_kv_a_mqa", "attn_q_b"})
 
@@ -81,7 +81,7 @@ def _listed_recurrent(inventory: Inventory, n_main: int) -> tuple[bool, ...]:
     value = inventory.hparams.get("attention.recurrent_layers")
     if not isinstance(value, tuple):
         # Lightning attention has ordinary names: only the interval tells which layers have a state.
-        interval = inventory.number("full_attention_interval", 8)
+        interval = max(inventory.number("full_attention_interval", 8), 1)
         linear = inventory.architecture == "minimax-01"
         return tuple(linear and (n + 1) % interval != 0 for n in range(n_main))
     return tuple(bool(v) for v in (*value, *(False,) * n_main))[:n_main]

@@ -15,7 +15,8 @@ class AtsplanError(Exception):
     exit_code: ClassVar[int] = 2
 
     def __str__(self) -> str:
-        return self.message()
+        # Messages quote names out of files: no name may break the line or speak to the terminal.
+        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in self.message())
 
     def message(self) -> str:
         """The one line for the user: what is wrong, where, and what to do."""

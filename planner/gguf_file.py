@@ -62,9 +62,10 @@ class TruncatedTensor(InputError):
     advice: str
 
     def message(self) -> str:
-        others = f", and {self.others} more tensors are cut off" if self.others else ""
-        name = one_line(self.tensor)
-        return f"{self.path}: truncated: tensor {name} lacks {self.missing_bytes} bytes{others}{self.advice}"
+        more = "1 more tensor is" if self.others == 1 else f"{self.others} more tensors are"
+        others = f", and {more} cut off" if self.others else ""
+        lacks = "1 byte" if self.missing_bytes == 1 else f"{self.missing_bytes} bytes"
+        return f"{self.path}: truncated: tensor {one_line(self.tensor)} lacks {lacks}{others}{self.advice}"
 
 
 def read_model(path: Path) -> ModelFile:

@@ -10,6 +10,7 @@ from planner.errors import FileProblem, InputError
 from planner.gguf_header import Header, printable
 
 _NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # files that accompany a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def _repeated_tensors(paths: tuple[Path, ...], headers: tuple[Header, ...]) -> l
 
 def _only_model(path: Path, files: list[Path]) -> Path:
     files = sorted(file for file in files if file.is_file())
-    texts = [file for file in files if not file.name.lower().startswith("mmproj")] or files
+    texts = [file for file in files if not _BESIDE.search(file.name)] or files
     models: dict[str, Path] = {}
     for file in texts:
         name = parse_name(file.name)
@@ -147,6 +148,8 @@ def _only_model(path: Path, files: list[Path]) -> Path:
 
 def _absent(path: Path) -> str:
     name = parse_name(path.name)
+    if path.is_symlink():
+        return "a link that leads nowhere"
     if name and path.parent.is_dir():
         others = sorted(f.name for f in path.parent.glob("*.gguf") if _same_model(f, name))
         if others:

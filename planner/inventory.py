@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -18,6 +19,7 @@ _COUNT = re.compile(
     r".*(_count|_count_kv|_length|_length_mla|_length_swa|_size|_rank|_kernel|_interval|head_dim|_layers"
     r"|l_cache|_window|kpool|compress_ratios)"
 )
+_BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
 _MAX_LAYERS = 4096  # the engine stops at 512
 _MAX_COUNT = 2**32 - 1
 
@@ -94,6 +96,13 @@ def to_text(inventory: Inventory) -> str:
 def from_text(text: str, path: str) -> Inventory:
     """Inventory from YAML text; FieldProblem names the line of what is wrong."""
     inventory = load(text, Inventory, path)
+    seen: set[str] = set()
+    for tensor in inventory.tensors:
+        why = "appears twice" if tensor.name in seen else _impossible(tensor, len(inventory.shards))
+        if why:
+            line = text[: text.rfind(f"name: {tensor.name},") + 1].count("\n") + 1
+            raise FieldProblem(path, line, f"tensor {tensor.name}", why)
+        seen.add(tensor.name)
     for key, value in inventory.hparams.items():
         if _COUNT.fullmatch(key) and not _is_count(
             value, _MAX_LAYERS if key == "block_count" else _MAX_COUNT
@@ -101,6 +110,18 @@ def from_text(text: str, path: str) -> Inventory:
             line = text[: text.find(f"\n  {key}:") + 1].count("\n") + 1
             raise FieldProblem(path, line, f"hparams.{key}", "expected a count, or one for each layer")
     return inventory
+
+
+def _impossible(tensor: Tensor, n_shards: int) -> str:
+    """Why no model file can hold this tensor; "" when one may."""
+    block = _BLOCK.match(tensor.name)
+    if block and (len(block[1]) > 9 or int(block[1]) >= _MAX_LAYERS):
+        return "belongs to no possible layer"
+    if len(tensor.shape) > 4 or not 0 < math.prod(tensor.shape) < 1 << 63:
+        return "has a shape that cannot be"
+    if tensor.offset + tensor.size_bytes >= 1 << 63:
+        return "is larger than any file"
+    return "" if tensor.shard < n_shards else f"lies in shard {tensor.shard} of {n_shards}"
 
 
 def _is_count(value: Hparam, limit: int) -> bool:

@@ -42,11 +42,13 @@ class Part:
     experts: int = 0
 
 
-_BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.(\d+)\.(.+)")
+_BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.(.+)")
 _SUFFIX = re.compile(r"\.(weight|bias|scale|input_scale|lora_a|lora_b)$")
-_FOREIGN = re.compile(r"(v|a|mm|s|vision|visual|audio|resampler|projector|clip|masked_embd_\w+)(\.|$)")
-_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_(ch)?exps")
-_EXPERT_ALONE = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # before experts were merged into one tensor
+_FOREIGN = re.compile(
+    r"(model\.)?(v|a|mm|s|visual|(vision|audio|mm|multi_modal)_?\w*|resampler|projector|clip|masked_embd_\w+)(\.|$)"
+)
+_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up|up_gate)_(ch)?exps")
+_EXPERT_ALONE = re.compile(r"ffn_(gate|up|down)\.([0-9]+)")  # before experts were merged into one tensor
 _TABLE_ROWS = 1 << 20  # no projection has a million rows more than it has columns
 
 _EMBEDDING = frozenset({"token_embd", "position_embd", "token_types"})

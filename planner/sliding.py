@@ -63,7 +63,7 @@ def sliding_layers(inventory: Inventory, n_main: int) -> tuple[bool, ...]:
     if isinstance(pattern, tuple):
         return tuple(bool(v) for v in (*pattern, *(False,) * n_main))[:n_main]
     rule = _RULES[inventory.architecture]
-    period = pattern if isinstance(pattern, int) else rule.period
+    period = pattern if isinstance(pattern, int) and pattern >= 0 else rule.period
     return tuple(_slides(layer, period, rule.dense_first) for layer in range(n_main))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ _GLOBAL = {
     Role.UNKNOWN: Kind.OUTPUT,  # counted where memory is scarcest
 }
 _NAMES = {Kind.EMBEDDING: "token_embd", Kind.OUTPUT: "output", Kind.FOREIGN: "foreign"}
+# Tensors of a router whose last axis counts experts.
+_BY_EXPERT = re.compile(r"\.(ffn_gate_inp\.(weight|bias)|exp_probs_b(\.(weight|bias))?)$")
 _IN_ROUTER = frozenset({Role.ROUTER, Role.SHARED, Role.EXPERT_SMALL})
 
 
@@ -200,10 +203,10 @@ def _experts_by_layer(inventory: Inventory, parts: Parts) -> Mapping[int, int]:
             continue
         if part.role is Role.EXPERTS and part.experts == 1 and len(tensor.shape) < 3:
             alone[part.layer] += tensor.name.split(".")[2] == "ffn_down"
-        elif part.role in (Role.EXPERTS, Role.EXPERT_SMALL):
-            seen[part.layer][tensor.name] = part.experts
-        elif tensor.name.endswith(".ffn_gate_inp.weight") and len(tensor.shape) == 2:
-            seen[part.layer][tensor.name] = tensor.shape[1]
+        elif part.role is Role.EXPERTS or (part.role is Role.EXPERT_SMALL and part.experts > 1):
+            seen[part.layer][tensor.name] = part.experts  # a single scale serves the whole tensor
+        elif _BY_EXPERT.search(tensor.name):
+            seen[part.layer][tensor.name] = tensor.shape[-1]
     for layer, count in alone.items():
         seen[layer][f"blk.{layer}.ffn_down.*"] = count
     return {layer: _agreed(inventory, layer, counts) for layer, counts in seen.items()}

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from gguf_bytes import ARR, F32, I32, STR, U16, U32, T, arch, f32, gguf, info, kv, save, shard
 
+from planner.arch import layers_of
 from planner.errors import FileProblem, InputError
 from planner.ggml_types import TYPES, tensor_bytes
 from planner.gguf_file import TruncatedTensor, read_model
 from planner.gguf_shards import ShardProblems
+from planner.sliding import sliding_layers
+from planner.units import units_of
 
 W1, W2 = f32("a.weight", *range(10)), f32("b.weight", 1.0)
 
@@ -107,7 +110,7 @@ def test_truncated_data_names_the_tensor_and_the_bytes(
     found = problem.value
     assert found.tensor == ("a.weight" if others else "b.weight")
     assert (found.missing_bytes, found.others) == (missing, others)
-    assert f"lacks {missing} bytes" in str(found)
+    assert f"lacks {missing} byte" in str(found)
 
 
 def test_a_truncated_unknown_type_is_noticed(tmp_path: Path) -> None:
@@ -173,6 +176,29 @@ def test_hyperparameters_lose_their_prefix(tmp_path: Path) -> None:
 )
 def test_counts_that_cannot_be(tmp_path: Path, entry: bytes, message: str) -> None:
     assert message in why(save(tmp_path, gguf([arch(), entry], [W1])))
+
+
+def test_digits_of_other_scripts_are_no_layer_numbers(tmp_path: Path) -> None:
+    name = "blk.\u0669\u0669\u0669\u0669\u0669\u0669.attn_q.weight"
+    model = read_model(save(tmp_path, gguf([arch()], [T(name, (8,), 0, bytes(32))]))).inventory
+    assert layers_of(model).n_all == 0
+    assert units_of(model).unknown == (name,)
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value"),
+    [("minimax-01", "full_attention_interval", 0), ("gemma3", "attention.sliding_window_pattern", -2)],
+)
+def test_periods_that_cannot_be_do_no_harm(tmp_path: Path, model: str, key: str, value: int) -> None:
+    entries = [
+        arch(model),
+        kv(f"{model}.{key}", I32, value),
+        kv(f"{model}.attention.sliding_window", U32, 64),
+    ]
+    path = save(tmp_path, gguf([*entries, kv(f"{model}.block_count", U32, 6)], [W1]))
+    inventory = read_model(path).inventory
+    assert layers_of(inventory).n_main == 6
+    assert sum(sliding_layers(inventory, 6)) == (5 if model == "gemma3" else 0)
 
 
 def test_a_layer_that_cannot_be(tmp_path: Path) -> None:
@@ -300,6 +326,9 @@ def test_a_folder_of_several_models_is_ambiguous(tmp_path: Path) -> None:
     save(tmp_path, gguf([arch()], [W1]), "a.gguf")
     save(tmp_path, gguf([arch("clip")], [W1]), "mmproj-a.gguf")
     assert read_model(tmp_path).paths == (tmp_path / "a.gguf",)
+    save(tmp_path, gguf([arch("clip")], [W1]), "a.MMPROJ-f16.gguf")
+    save(tmp_path, gguf([arch("imatrix")], [W1]), "imatrix_a.gguf")
+    assert read_model(tmp_path).paths == (tmp_path / "a.gguf",)
     save(tmp_path, gguf([arch()], [W1]), "b.gguf")
     assert "holds 2 models, name one: a.gguf, b.gguf" in why(tmp_path)
 
@@ -307,6 +336,8 @@ def test_a_folder_of_several_models_is_ambiguous(tmp_path: Path) -> None:
 def test_what_is_not_a_file(tmp_path: Path) -> None:
     assert "no such file" in why(tmp_path / "absent.gguf")
     assert "not a regular file" in why(Path("/dev/null"))
+    (tmp_path / "m-00001-of-00002.gguf").symlink_to(tmp_path / "gone")
+    assert "a link that leads nowhere" in why(tmp_path / "m-00001-of-00002.gguf")
 
 
 def test_links_to_shards_are_followed_by_their_own_names(tmp_path: Path) -> None:

@@ -84,6 +84,12 @@ BAD = {
     "html": (b"\n<!DOCTYPE html><html>", "an HTML page"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "an LFS pointer"),
     "json": (b'{"error": "no such model"}', "JSON text"),
+    "html-comment": (b"\n<!-- moved --><html>", "an HTML page"),
+    "text": (b"Entry not found", "text, b'Entry not found': the download failed"),
+    "xml": (b"<Error><Code>AccessDenied</Code></Error>", "text, b'<Error><Code>AccessDenied"),
+    "zeros": (bytes(4096), "it starts with zeros, as downloads do that have not ended"),
+    "gzip": (b"\x1f\x8b\x08" + bytes(40), "a gzip archive"),
+    "pickle": (b"\x80\x02}q" + bytes(40), "a Python pickle"),
     "zip": (b"PK\x03\x04" + bytes(40), "zip archive"),
     "safetensors": (struct.pack("<Q", 40) + b'{"a":{}}', "a safetensors file"),
     "old": (b"tjgg" + bytes(40), "an old GGML file"),
@@ -148,7 +154,24 @@ def test_messages_are_distinct() -> None:
         with pytest.raises(FileProblem) as problem:
             parse_header(data, "m")
         lines.add(str(problem.value))
-    assert len(lines) >= len(BAD) - 1  # both kinds of big-endian read the same
+    assert len(lines) >= len(BAD) - 2  # two kinds of big-endian, and of HTML, read the same
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("m.gguf.part1of2", "join the parts with cat"),
+        ("m.gguf-split-a", "join the parts with cat"),
+        ("m.gguf.001", "join the parts with cat"),
+        ("m.gguf.aa", "join the parts with cat"),
+        ("m.gguf.part", "a download that has not ended"),
+        ("m.gguf.incomplete", "a download that has not ended"),
+        ("m.gguf.crdownload", "a download that has not ended"),
+    ],
+)
+def test_pieces_of_files_are_known_by_their_names(name: str, advice: str) -> None:
+    with pytest.raises(FileProblem, match=advice):
+        parse_header(bytes(range(64)), name)
 
 
 def test_control_characters_in_names_do_not_break_the_line() -> None:

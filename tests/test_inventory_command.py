@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from gguf_bytes import STR, T, arch, gguf, kv
 from sparse_model import write_sparse
 
 from atsplan import main
@@ -121,6 +122,45 @@ def test_an_output_folder_that_is_not_there_leaves_nothing(moe_model: Path, tmp_
     answer = call(moe_model, "-o", tmp_path / "missing" / "inventory.yaml")
     assert answer.exit_code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_reader_noticed_is_said(tmp_path: Path, split_model: Path) -> None:
+    second = sorted(split_model.parent.glob("*.gguf"))[1]
+    assert "is not the first shard: starting from" in call(second).stderr
+    whole = gguf([arch()], [T("a.weight", (8,), 0, bytes(32)), T("output.weight", (8,), 153, bytes(40))])
+    assert "1 tensors of unknown type153" in call(_file(tmp_path / "odd.gguf", whole)).stderr
+    longer = gguf([arch()], [T("output.weight", (8,), 0, bytes(32))]) + bytes(7)
+    assert "7 bytes after the last tensor" in call(_file(tmp_path / "longer.gguf", longer)).stderr
+
+
+def test_names_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+    entries = [arch("od\x1b[31md"), kv("general.name", STR, "two\nlines")]
+    path = _file(tmp_path / "m.gguf", gguf(entries, [T("x\n.weight", (8,), 0, bytes(32))]))
+    answer = call(path)
+    assert answer.exit_code == 0
+    assert "\x1b" not in answer.output
+    assert answer.stdout.startswith("'two\\nlines': 'od\\x1b[31md', ")
+    absent = call(tmp_path / "no\nfile.gguf")
+    assert absent.exit_code == 2
+    assert len(absent.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("blk.0.attn_q.weight", "blk.999999999.attn_q.weight", "blk.999999999.attn_q.weight: belongs to no"),
+        ("blk.0.attn_q.weight", "blk.1.attn_q.weight", "blk.1.attn_q.weight: appears twice"),
+        ("2560x4096", "2560x0", "has a shape that cannot be"),
+        ("2560x4096", "2x2x2x2x2", "has a shape that cannot be"),
+        ("shard: 0, offset: 0}", "shard: 3, offset: 0}", "token_embd.weight: lies in shard 3 of 1"),
+    ],
+)
+def test_tensors_of_an_inventory_file_that_cannot_be(tmp_path: Path, old: str, new: str, words: str) -> None:
+    text = (INPUTS / "Qwen3-4B-Instruct-2507-q4_K.inventory.yaml").read_text()
+    answer = call(_file(tmp_path / "odd.yaml", text.replace(old, new).encode()))
+    assert answer.exit_code == 2
+    assert words in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
 
 
 def _file(path: Path, data: bytes) -> Path:

@@ -54,6 +54,7 @@ def role(name: str, shape: tuple[int, ...] = (64, 64)) -> Role:
             Role.EXTRA,
         ),
         ("blk.9.nextn.eh_proj.weight blk.9.nextn.shared_head_head.weight", Role.NEXTN),
+        ("vision_model.x.weight mm_projector.0.weight model.vision_tower.x mmproj.x", Role.FOREIGN),
         ("v.blk.0.attn_q.weight mm.0.weight a.conv1d.0.weight masked_embd_ordering.weight", Role.FOREIGN),
         ("blk.0.ffn_mystery.weight something.weight", Role.UNKNOWN),
     ],
@@ -63,7 +64,7 @@ def test_names(names: str, expected: Role) -> None:
 
 
 @pytest.mark.parametrize(
-    "stem", ["gate_exps", "up_exps", "down_exps", "gate_up_exps", "up_chexps", "down_chexps"]
+    "stem", ["gate_exps", "up_exps", "down_exps", "gate_up_exps", "up_gate_exps", "up_chexps", "down_chexps"]
 )
 def test_expert_weights_are_known_by_name_and_by_their_third_axis(stem: str) -> None:
     name = f"blk.3.ffn_{stem}.weight"

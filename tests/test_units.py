@@ -104,6 +104,17 @@ def test_fused_classic_and_chunked_experts_by_layer() -> None:
     assert sum("_chexps" in name for name in units["blk.1.experts"].tensors) == 3
 
 
+@pytest.mark.parametrize("odd", ["blk.1.exp_probs_b.bias", "blk.1.exp_probs_b", "blk.1.ffn_gate_inp.bias"])
+def test_a_router_that_disagrees_with_its_experts_is_refused_by_name(odd: str) -> None:
+    assert odd in named(units_of(moe(f"{odd} 8")))["blk.1.router"].tensors
+    with pytest.raises(ExpertMismatch, match=rf"layer 1: .*{odd} 6"):
+        units_of(moe(f"{odd} 6"))
+
+
+def test_one_scale_for_all_experts_is_no_disagreement() -> None:
+    assert named(units_of(moe("blk.1.ffn_up_exps.scale 1")))["blk.1.experts"].experts == 8
+
+
 @pytest.mark.parametrize("changed", ["blk.1.ffn_up_exps.weight 64x32x6", "blk.1.ffn_gate_inp.weight 64x6"])
 def test_a_layer_that_disagrees_on_its_experts_is_refused_by_name(changed: str) -> None:
     name = changed.split()[0]
