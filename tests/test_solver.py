@@ -33,7 +33,7 @@ def agree(problem: Problem, solved: Solved, best: int | None) -> None:
     assert found.objective_ns == solved.objective_ns == solved.bound_ns == best
 
 
-@many(800)
+@many(600)
 @given(SEEDS)
 def test_same_objective_as_trying_everything(seed: int) -> None:
     problem = random_problem(seed, length=3)
@@ -47,7 +47,7 @@ def test_cp_sat_alone_agrees(seed: int) -> None:
     agree(problem, solve_cp(problem), brute_force(problem))
 
 
-@many(200)
+@many(120)
 @given(SEEDS)
 def test_same_objective_as_the_dynamic_programme(seed: int) -> None:
     problem = random_problem(seed, length=9, gpus=1, limit_host=False, extras=False)
@@ -61,7 +61,7 @@ def test_dynamic_programme_against_trying_everything(seed: int) -> None:
     assert dp.optimum(problem, 0) == brute_force(problem)
 
 
-@many(120)
+@many(80)
 @given(SEEDS)
 def test_a_hint_changes_nothing_but_the_start(seed: int) -> None:
     problem = random_problem(seed, length=3)
