@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Any
 
@@ -35,6 +36,11 @@ COMMANDS = {
 }
 
 
+def _interrupt(number: int, frame: object) -> None:
+    """A polite kill ends like Ctrl-C: what was half written is taken away first."""
+    raise KeyboardInterrupt
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, and whose errors become exit codes."""
 
@@ -56,6 +62,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         from planner.errors import AtsplanError
 
+        signal.signal(signal.SIGTERM, _interrupt)
         try:
             return super().invoke(ctx)
         except AtsplanError as problem:
