@@ -125,12 +125,15 @@ def inputs_of(asked: Asked) -> Inputs:
     """Read every file and option of a command line; raises InputError with the option at fault."""
     from planner.arch import layers_of
     from planner.budget import budgets_for, parse_budget
+    from planner.units import holds_nextn
 
     profile = load_profile(asked.profile_path, asked.machine)
     given = parse_budget(asked.budget) if asked.budget else {}
     inventory = load_inventory(asked.model)
     budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
     workload = workload_of(asked, inventory)
+    if asked.mtp and not holds_nextn(inventory):
+        raise OptionProblem("--mtp", "", "the model holds no NextN/MTP block")
     lowest = asked.ctx_min or (min(_needed(workload), workload.n_ctx) if asked.ctx == "max" else 0)
     if lowest > workload.n_ctx:
         raise OptionProblem("--ctx-min", str(lowest), f"is above the context of {workload.n_ctx}")

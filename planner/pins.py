@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from planner.errors import OptionProblem
 from planner.options import Pin
-from planner.units import Unit
+from planner.units import Kind, Unit
 
 OPTION = "--pin"
+_LOOKED_UP = frozenset({Kind.EMBEDDING, Kind.LOOKUP})
 _SITES = ("gpu", "cpu", "stripe", "cache")
 
 
@@ -24,8 +25,8 @@ def parse_pin(text: str) -> Pin:
 def pinned(pins: Sequence[Pin], units: Sequence[Unit], devices: Sequence[str]) -> dict[str, str]:
     """The site each pinned unit must have.
 
-    Raises OptionProblem for a pattern that matches nothing, a site that does not exist, and a unit
-    pinned to two sites.
+    Raises OptionProblem for a pattern that matches nothing, a site that does not exist, a unit pinned
+    to two sites, and a table that the engine keeps on the host pinned elsewhere.
     """
     found: dict[str, str] = {}
     for pin in pins:
@@ -34,6 +35,9 @@ def pinned(pins: Sequence[Pin], units: Sequence[Unit], devices: Sequence[str]) -
         if not matched:
             raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", "matches no tensor of this model")
         for unit in matched:
+            if unit.kind in _LOOKED_UP and site != "cpu":
+                why = f"{unit.name} stays in host memory, where the engine looks its rows up"
+                raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", why)
             if found.setdefault(unit.name, site) != site:
                 raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", f"{unit.name} is pinned twice")
     return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from planner.arch import layers_of
+from planner.errors import OptionProblem
 from planner.inventory import Inventory
 from planner.memory import (
     compute_bytes,
@@ -28,6 +29,7 @@ from planner.roles import Role, part_of
 from planner.sliding import sliding_layers
 from planner.workload import Workload
 
+PROJECTOR = "clip"  # the architecture that every vision projector states
 GPU_STEP = 256  # alignment of tensors in GPU buffers
 _WARM_SIDE = 46  # llama.cpp sizes a projector of free resolution for 46 x 46 output tokens
 _FREE_SIZE = frozenset(
@@ -61,6 +63,15 @@ class Extras:
     reserved: Mapping[str, int] = field(default_factory=dict)  # device -> bytes for other users
 
 
+def check_extras(mmproj: Inventory | None, draft: Inventory | None) -> None:
+    """OptionProblem where a file beside the model is not what its option asks for."""
+    if mmproj is not None and mmproj.architecture != PROJECTOR:
+        why = f"is a {mmproj.architecture} model; a vision projector ({PROJECTOR}) is needed"
+        raise OptionProblem("--mmproj", mmproj.name, why)
+    if draft is not None and draft.architecture == PROJECTOR:
+        raise OptionProblem("--draft", draft.name, "is a vision projector; a language model is needed")
+
+
 def reserves(
     inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = "CPU"
 ) -> tuple[Reserve, ...]:
@@ -69,7 +80,9 @@ def reserves(
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
     left out. Lines are named projector, projector compute, MTP head, MTP KV, MTP compute, MTP state,
     draft, draft KV, draft state, draft compute, draft embedding, prompt cache, checkpoints, other users.
+    Raises OptionProblem for a projector that is none, and a draft that is one.
     """
+    check_extras(extras.mmproj, extras.draft)
     lines = (
         *_projector(extras, extras.mmproj_device or gpu),
         *_nextn(inventory, workload, extras, extras.mtp_device or gpu),

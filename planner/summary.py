@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from planner.arch import Layers, layers_of
 from planner.inventory import Inventory, by_name
 from planner.memory import compute_bytes, kv_bytes, state_bytes
-from planner.reserve import projector_compute_bytes
+from planner.reserve import check_extras, projector_compute_bytes
 from planner.roles import Role, part_of
 from planner.sliding import sliding_layers, window
 from planner.units import Kind, Unit, active_bytes, units_of
@@ -96,6 +96,7 @@ def extra_of(kind: str, inventory: Inventory) -> Mapping[str, object]:
         "tensors": len(inventory.tensors),
         "size_bytes": inventory.size_bytes,
     }
+    check_extras(inventory if kind == "mmproj" else None, inventory if kind == "draft" else None)
     if kind == "mmproj":
         return found | {"compute_bytes": projector_compute_bytes(inventory)}
     growing, fixed = _kv(inventory, layers_of(inventory))
