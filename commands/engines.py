@@ -68,7 +68,7 @@ def plan_options(function: F) -> F:
         is_flag=True,
         help="Read host weights into memory of their own (pinned beside a GPU) instead of mapping the file.",
     )(function)
-    function = click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [all].")(
+    function = click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [all].")(
         function
     )
     function = click.option(
@@ -96,17 +96,21 @@ def open_job(
     """Read plan and model; the model must be the plan's, or rewritten from it (else exit 2)."""
     from dataclasses import replace
 
+    from planner.agree import check_agreement, check_order
     from planner.gguf_file import read_model
     from planner.loading import load_spec, map_devices
-    from planner.stamp import check_plan
+    from planner.stamp import check_plan, read_stamp
 
     plan = load_plan(plan_path)
     file = read_model(model)
     check_plan(file, plan, str(plan_path))
+    check_agreement(plan, file.inventory, str(plan_path))
     spec = load_spec(plan)
     mapped = parse_map(device_maps, plan)
     spec = map_devices(spec, mapped) if mapped else spec
     spec = replace(spec, threads=threads, use_mmap=not no_mmap)
+    stamp = read_stamp(file)
+    check_order(plan, spec, stamp.experts if stamp else {}, str(plan_path))
     for note in (*file.notes, *spec.notes, *_foreign(file)):
         say(f"note: {note}")
     return Job(file, plan, spec, mapped)
@@ -141,6 +145,10 @@ def parse_map(texts: tuple[str, ...], plan: Plan) -> dict[str, str]:
         source, equals, target = text.partition("=")
         if not (source and equals and target):
             raise OptionProblem("--device-map", text, "write it as CUDA0=CPU")
+        if source == CPU:
+            raise OptionProblem("--device-map", text, "what the plan leaves on the CPU stays there")
+        if source in found:
+            raise OptionProblem("--device-map", text, f"{source} is mapped to {found[source]} already")
         if source not in known:
             there = ", ".join(sorted(known)) or "none but CPU"
             raise OptionProblem("--device-map", text, f"the plan does not use {source} (it uses {there})")

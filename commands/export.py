@@ -12,6 +12,7 @@ from commands.engines import parse_map
 from commands.models import load_plan
 
 if TYPE_CHECKING:
+    from planner.check import Inputs
     from planner.plan import Plan
     from runtime.stock import Stock
 
@@ -23,7 +24,7 @@ FORMATS = ("llama-server", "llama-cli", "preset", "env", "json", "llama-cpp-pyth
 @click.option("--format", "form", type=click.Choice(FORMATS), default="llama-server", show_default=True)
 @click.option("--model", help="Path of the model file there [default: the plan's model name].")
 @click.option("--device-map", "device_maps", multiple=True, metavar="CUDA0=CUDA1", help="Rename a device.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [the tool's default].")
+@click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the tool's default].")
 @click.option(
     "--inventory",
     "models",
@@ -55,16 +56,21 @@ def command(
     """
     from dataclasses import replace
 
+    from commands.inputs import InputLibrary
+    from planner.agree import check_agreement
     from planner.errors import AnswerIsNo
     from runtime.export import export
 
     plan = load_plan(plan_path)
+    inputs = InputLibrary(models, profiles).of(plan, plan_path)
+    if inputs.inventory is not None:
+        check_agreement(plan, inputs.inventory, str(plan_path))
     placed = _stock(plan, device_maps, threads)
     if exact and not placed.exact:
         raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(placed.notes)}")
     for note in placed.notes:
         say(f"not expressible: {note}")
-    if not placed.exact and (legal := _nearest(plan, plan_path, models, profiles)):
+    if not placed.exact and (legal := _nearest(plan, inputs)):
         again = _stock(legal, device_maps, threads)
         done = "instead: as many layers on the CPU as planned, but the first ones"
         plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
@@ -87,14 +93,12 @@ def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:
     return stock(replace(spec, threads=threads), len(plan_layer_devices(plan)) - 1)
 
 
-def _nearest(plan: Plan, path: Path, models: tuple[Path, ...], profiles: tuple[Path, ...]) -> Plan | None:
+def _nearest(plan: Plan, inputs: Inputs) -> Plan | None:
     """The nearest legal plan, priced; None, said, when it cannot be priced or does not fit."""
-    from commands.inputs import InputLibrary
     from planner.errors import AnswerIsNo
     from planner.nearest import nearest
     from planner.reprice import edited
 
-    inputs = InputLibrary(models, profiles).of(plan, path)
     if inputs.inventory is None or inputs.profile is None:
         say("its cost is not known: give --inventory and --profile to price the nearest plan")
         return None

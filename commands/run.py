@@ -25,8 +25,10 @@ _OFFLOAD_BATCH = 32  # tokens from which the engine computes host weights on a G
 @click.option("-p", "--prompt", help="The prompt [default: read stdin].")
 @click.option("-n", "--tokens", type=click.IntRange(1), default=128, show_default=True, help="At most.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
-@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True, help="0: greedy.")
-@click.option("--seed", type=int, default=1, show_default=True, help="For --temp above 0.")
+@click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: greedy.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=1, show_default=True, help="For --temp above 0."
+)
 @click.option("--stop", multiple=True, help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Run on past the end of the text.")
 @click.option("--no-check", is_flag=True, help="Skip the dry run and the proof of placement.")
@@ -62,6 +64,8 @@ def command(
     from runtime.session import Sampling
     from runtime.worker import Ask, work
 
+    if temp != temp:  # NaN, which every range lets pass
+        raise OptionProblem("--temp", str(temp), "is no number")
     job = open_job(model, plan_path, device_maps, threads, no_mmap)
     if smoke:
         _smoke(job, engine, llama_h)

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from planner.errors import InputError
+from planner.kernels import kv_problem
 from planner.plan import LayerRange, Plan
 from planner.workload import Workload
 
 CPU = "CPU"
+_STRIPE = re.compile(r"stripe:[^:]+:[1-9][0-9]{0,5}")
 MAX_DEVICES = 16  # llama_max_devices() of every build seen
 
 
@@ -47,15 +49,30 @@ class LayerGap(InputError):
         return f"plan: layers: layer {self.layer} {self.why}"
 
 
+@dataclass(eq=False)
+class Unloadable(InputError):
+    """A plan that asks the engine for something it cannot do."""
+
+    what: str
+    why: str
+
+    def message(self) -> str:
+        return f"plan: {self.what}: {self.why}"
+
+
 def load_spec(plan: Plan) -> LoadSpec:
-    """The parameters that realise a plan. Raises LayerGap when its layer ranges are not complete.
+    """The parameters that realise a plan.
+
+    Raises LayerGap when its layer ranges are not complete, Unloadable for what no engine can be told.
 
     Layers of the CPU that come first need no entry in the device list (the engine counts from the
     end); any other order is spelt as an explicit list, in which a device may stand several times.
     """
+    if problem := kv_problem(plan.workload):
+        raise Unloadable("workload", problem)
     devices = plan_layer_devices(plan)
     runs, notes = _at_most(MAX_DEVICES, _runs(devices))
-    overrides = tuple((o.pattern, o.buffer) for o in plan.overrides)
+    overrides = tuple((o.pattern, _legal(o.buffer)) for o in plan.overrides)
     used = [use.name for use in plan.devices if use.compute_bytes or use.weights_bytes]
     return _listed(
         LoadSpec(
@@ -130,6 +147,13 @@ def devices_of(spec: LoadSpec) -> tuple[str, ...]:
 def _entries(spec: LoadSpec) -> list[tuple[str, int]]:
     listed = list(zip(spec.devices, spec.tensor_split, strict=True))
     return listed if any(spec.tensor_split) else [(CPU, 1)]
+
+
+def _legal(buffer: str) -> str:
+    """The buffer name itself; Unloadable when it is a stripe that says no device or width."""
+    if buffer.partition(":")[0] == "stripe" and not _STRIPE.fullmatch(buffer):
+        raise Unloadable("overrides", f"buffer {buffer}: a stripe is written stripe:DEVICE:EXPERTS")
+    return buffer
 
 
 def _device(buffer: str) -> str:

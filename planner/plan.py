@@ -60,8 +60,8 @@ class LayerRange(Record):
     """Consecutive layers with one layer device; the output head counts as the layer after the last."""
 
     first: int = Field(ge=0)
-    last: int = Field(ge=0)
-    device: str
+    last: int = Field(ge=0, lt=10_000)  # no model comes near; a slip must not fill the memory
+    device: str = Field(min_length=1)
 
 
 class Placement(Record):
@@ -78,7 +78,7 @@ class Override(Record):
     """One entry of tensor_buft_overrides, in the engine's first-match order."""
 
     pattern: str
-    buffer: str  # buffer type name: CPU, CUDA0 …
+    buffer: str = Field(min_length=1)  # buffer type name: CPU, CUDA0 …
     tensors: int = Field(gt=0)  # how many it places
 
 

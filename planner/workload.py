@@ -11,16 +11,19 @@ from planner.records import Record
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 
+_MOST = 2**31 - 1  # the engine counts in 32 bits and takes what is above without a word
+
+
 class Workload(Record):
     """One use of a model."""
 
-    n_ctx: int = Field(4096, gt=0)  # cells the KV cache holds, for all sequences together
+    n_ctx: int = Field(4096, gt=0, le=_MOST)  # cells the KV cache holds, for all sequences together
     depth: int = Field(0, ge=0)  # cells filled while the priced token is decoded
     prompt: int = Field(512, ge=0)  # tokens of a typical prompt
     gen: int = Field(256, gt=0)  # tokens of a typical answer
-    n_seq: int = Field(1, gt=0)
-    n_batch: int = Field(2048, gt=0)
-    n_ubatch: int = Field(512, gt=0)
+    n_seq: int = Field(1, gt=0, le=_MOST)
+    n_batch: int = Field(2048, gt=0, le=_MOST)
+    n_ubatch: int = Field(512, gt=0, le=_MOST)
     type_k: KvType = "f16"
     type_v: KvType = "f16"
     flash_attn: bool = True

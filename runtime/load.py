@@ -18,6 +18,7 @@ from runtime.logs import Tail
 
 _MMAP, _READ = 1, 0  # llama_load_mode
 _FA_ON, _FA_OFF = 1, 0  # llama_flash_attn_type; AUTO turns it off for all when one layer is off its device
+_MAX_THREADS = 512  # GGML_MAX_N_THREADS; more end in a crash
 _PLAIN_V = frozenset({"f32", "f16", "bf16"})
 
 
@@ -58,6 +59,10 @@ def check(engine: Engine, spec: LoadSpec) -> None:
         raise EngineProblem(engine.label, "has no MoE cache (moe_cache_size came with b11548)")
     if len(spec.devices) > engine.max_devices:
         raise EngineProblem(engine.label, f"takes at most {engine.max_devices} devices")
+    if len(spec.overrides) > engine.max_overrides:
+        raise EngineProblem(engine.label, f"takes at most {engine.max_overrides} overrides")
+    if spec.threads > _MAX_THREADS:
+        raise InputError(f"{spec.threads} threads: the engine takes at most {_MAX_THREADS}")
     if any("\0" in pattern for pattern, _ in spec.overrides):
         raise InputError("an override pattern contains a NUL character")
 

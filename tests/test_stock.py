@@ -25,7 +25,7 @@ from planner.errors import EngineProblem
 from planner.gguf_file import read_model
 from planner.loading import LoadSpec, load_spec
 from planner.overrides import escape
-from planner.plan import LayerRange, Override, Plan, to_text
+from planner.plan import LayerRange, Override, Placement, Plan, to_text
 from planner.workload import Workload
 from runtime.export import FORMATS, arguments
 from runtime.server import find_program, serving
@@ -220,8 +220,21 @@ def server_plan(model: Path, *runs: tuple[int, int, str], experts: str = "CPU") 
 
     plan = from_text(to_text(plan_for(model)).replace("CUDA0", "Vulkan0"), "plan")
     layers = tuple(LayerRange(first=a, last=b, device=d) for a, b, d in runs)
-    overrides = plan.overrides if experts == "CPU" else ()
-    return plan.model_copy(update={"layers": layers or plan.layers, "overrides": overrides, "devices": ()})
+    changed: dict[str, object] = {"layers": layers or plan.layers, "devices": ()}
+    if experts != "CPU":
+        changed |= {"overrides": (), "units": with_experts(plan, f"gpu:{experts}")}
+    return plan.model_copy(update=changed)
+
+
+def with_experts(plan: Plan, site: str, layers: tuple[int, ...] = ()) -> tuple[Placement, ...]:
+    """The units of a plan with the experts of these layers (of all) at another site."""
+    names = {f"blk.{n}.experts" for n in layers}
+    return tuple(
+        p.model_copy(update={"site": site})
+        if (p.unit in names or (not names and p.unit.endswith(".experts")))
+        else p
+        for p in plan.units
+    )
 
 
 @pytest.mark.parametrize("runs", [(), ((0, 1, "CPU"), (2, 4, "Vulkan0")), ((0, 4, "CPU"),)])
@@ -349,7 +362,8 @@ def test_stripes_are_served_by_the_engine_s_own_library(
     striped = tuple(
         Override(pattern=f"^{escape(name)}$", buffer="stripe:Vulkan0:3", tensors=1) for name in names
     )
-    plan = plan.model_copy(update={"overrides": striped})
+    sites = with_experts(plan, "stripe:Vulkan0:3", (0, 2))
+    plan = plan.model_copy(update={"overrides": striped, "units": sites})
     assert stripe_widths(read_model(moe_model).inventory, load_spec(plan)) == {
         "Vulkan0": dict.fromkeys(names, 3)
     }
@@ -374,3 +388,19 @@ def _free_port() -> int:
     from runtime.server import free_port
 
     return free_port("127.0.0.1")
+
+
+def test_python_code_says_what_the_binding_has_no_option_for(moe_model: Path) -> None:
+    from dataclasses import replace
+
+    from runtime.export import export
+
+    plan = server_plan(moe_model)
+    many = plan.workload.model_copy(update={"n_seq": 4, "mtp": True})
+    spec = replace(load_spec(plan.model_copy(update={"workload": many})), use_extra_bufts=False)
+    text = export(plan, replace(stock(spec, 4), mmproj="eyes.gguf"), "m.gguf", "llama-cpp-python")
+    for what in ("vision projector", "NextN", "4 sequences", "no repacking"):
+        assert "# llama-cpp-python cannot be told: " in text and what in text
+    compile(text, "exported", "exec")
+    plain = export(plan, stock(load_spec(plan), 4), "m.gguf", "llama-cpp-python")
+    assert "cannot be told" not in plain

@@ -1,0 +1,85 @@
+"""Does a plan agree with itself and with its model? Units, layers and overrides state one placement thrice.
+
+The engine is told layers and overrides; a site that says something else would be ignored without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.arch import layers_of
+from planner.errors import InputError
+from planner.inventory import Inventory
+from planner.loading import LoadSpec, plan_layer_devices
+from planner.matching import disagreements
+from planner.overrides import UnplaceableUnit, wanted_buffers
+from planner.plan import Plan
+from planner.units import Kind, units_of
+
+_OPTIONAL = (Kind.NEXTN, Kind.FOREIGN)  # not loaded unless asked for, so a plan need not name them
+
+
+@dataclass(eq=False)
+class Contradiction(InputError):
+    """A plan whose parts, or whose file, do not say the same."""
+
+    path: str
+    faults: tuple[str, ...]
+
+    def message(self) -> str:
+        more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
+        return f"{self.path}: {self.faults[0]}{more}; atsplan check lists what is wrong with a plan"
+
+
+def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
+    """Contradiction unless layers, units and overrides of the plan put every tensor in the same place."""
+    faults = (
+        _layer_faults(plan, inventory) or _unit_faults(plan, inventory) or _tensor_faults(plan, inventory)
+    )
+    if faults:
+        raise Contradiction(path, tuple(faults))
+
+
+def check_order(plan: Plan, spec: LoadSpec, found: Mapping[int, tuple[int, ...]], path: str) -> None:
+    """Contradiction when `spec` has stripes and the file does not hold the experts as planned.
+
+    `found` maps layers to the original expert id at each position; {} of a file never rewritten.
+    """
+    if not any(buffer.startswith("stripe:") for _, buffer in spec.overrides):
+        return
+    wrong = [e.layer for e in plan.experts if found.get(e.layer, tuple(range(len(e.order)))) != e.order]
+    if wrong:
+        what = f"the file does not hold the experts of layer {wrong[0]} in the plan's order"
+        fault = f"{what}, so the hot ones would not be in VRAM: atsplan rewrite it first"
+        raise Contradiction(path, (fault, *map(str, wrong[1:])))
+
+
+def _layer_faults(plan: Plan, inventory: Inventory) -> list[str]:
+    layers = layers_of(inventory)
+    stated = sum(each.last - each.first + 1 for each in plan.layers)
+    if stated in (layers.n_main + 1, layers.n_all + 1):
+        return []
+    return [f"layers: {stated} layers with the output head, the model has {layers.n_main + 1}"]
+
+
+def _unit_faults(plan: Plan, inventory: Inventory) -> list[str]:
+    stated = [placement.unit for placement in plan.units]
+    units = units_of(inventory).units
+    optional = {unit.name for unit in units if unit.kind in _OPTIONAL}
+    known = {unit.name for unit in units}
+    return [
+        *(f"units: {name} is no unit of the model" for name in stated if name not in known),
+        *(f"units: {name} appears twice" for name in sorted(set(stated)) if stated.count(name) > 1),
+        *(f"units: {name} has no site" for name in sorted(known - optional - set(stated))),
+    ]
+
+
+def _tensor_faults(plan: Plan, inventory: Inventory) -> list[str]:
+    sites = {placement.unit: placement.site for placement in plan.units}
+    units = [unit for unit in units_of(inventory).units if unit.name in sites]
+    try:
+        wanted = wanted_buffers(inventory, units, [sites[u.name] for u in units], plan_layer_devices(plan))
+    except UnplaceableUnit as problem:
+        return [str(problem)]
+    return list(disagreements(inventory, plan.overrides, wanted))
