@@ -9,7 +9,7 @@ import click
 
 from commands.console import mib, out, out_json, out_table, say, table, write_text
 from commands.engines import Job, engine_options, find_engine, open_job, plan_options, review
-from planner.errors import AnswerIsNo, OptionProblem
+from planner.errors import AnswerIsNo, MachineError, OptionProblem
 
 if TYPE_CHECKING:
     from planner.samples import Interval
@@ -90,7 +90,7 @@ def _arms(
     found = find_engine(engine, llama_h)
     say("dry runs: the plan's memory, and rivals that fit into it")
     mine = plan_arm(found, job.path, job.spec)
-    names = [name for name in against.split(",") if name]
+    names = [name.strip() for name in against.split(",") if name.strip()]
     field = field_of(found, job.path, job.file.inventory, mine)
     arms, missing = rivals(field, job.spec, tuple(name for name in names if name in RULES))
     for why in missing:
@@ -102,6 +102,8 @@ def _arms(
         from dataclasses import replace
 
         arms.append(replace(plan_arm(found, other.path, other.spec), name=Path(name).stem, setting=name))
+    if names and not arms:
+        raise MachineError(f"there is nothing to compare with: {'; '.join(missing)}")
     checks = {a.name: Checks(None, expected_devices(job.file.inventory, a.spec)) for a in arms}
     return [mine, *arms], {"plan": job.checks(), **checks}
 
@@ -167,8 +169,6 @@ def _judge_prediction(job: Job, plan: Result) -> None:
 
 
 def _fail_if_lost(results: list[Result]) -> None:
-    from planner.errors import MachineError
-
     if not results[0].decode:
         raise MachineError(results[0].failures[0].why if results[0].failures else "the plan was not measured")
 

@@ -174,6 +174,8 @@ def _death(code: int, said: str) -> str:
             how = f"ended by {signal.Signals(-code).name}"
         except ValueError:
             how = f"ended by signal {-code}"
+        if -code == signal.SIGKILL:
+            how += ", as the system does to whom has taken the last memory"
         if -code == signal.SIGILL:
             how += ": this build uses instructions that this processor lacks"
     else:

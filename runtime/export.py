@@ -152,7 +152,21 @@ def _python(plan: Plan, placed: Stock, model: str) -> str:
         overrides=[list(each) for each in spec.overrides],
         arguments="\n".join(f"    {k}={v!r}," for k, v in values.items() if v is not None),
     )
-    return _comment(plan, placed, "#") + text
+    return _comment(plan, replace(placed, notes=(*placed.notes, *_not_in_python(placed))), "#") + text
+
+
+def _not_in_python(placed: Stock) -> list[str]:
+    """What llama-cpp-python's Llama() has no option for."""
+    spec, work = placed.spec, placed.spec.workload
+    lacks = {
+        "a vision projector (--mmproj)": bool(placed.mmproj),
+        "a draft model": bool(placed.draft),
+        "the NextN/MTP block": work.mtp,
+        f"{work.n_seq} sequences at once": work.n_seq > 1,
+        f"remote devices ({', '.join(placed.rpc)})": bool(placed.rpc),
+        "plain CPU buffers (no repacking)": not spec.use_extra_bufts,
+    }
+    return [f"llama-cpp-python cannot be told: {what}" for what, asked in lacks.items() if asked]
 
 
 FORMATS: Mapping[str, Writer] = {

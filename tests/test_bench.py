@@ -247,3 +247,12 @@ def test_doctor_without_an_engine() -> None:
     done = CliRunner().invoke(main, ["doctor", "--engine", "/nowhere"])
     assert done.exit_code == 3
     assert "no such file or folder" in done.stderr
+
+
+def test_a_bench_in_which_no_rival_can_be_had_does_not_pass(moe_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan_for(moe_model)))
+    base = ["bench", str(moe_model), "--plan", str(path), "--device-map", "CUDA0=CPU", "--threads", "1"]
+    done = CliRunner().invoke(main, [*base, "--against", "ngl,ncmoe"])
+    assert done.exit_code == 3, done.output
+    assert "nothing to compare with: ngl: the plan uses no device beside the CPU here; ncmoe" in done.stderr
