@@ -13,7 +13,7 @@ from planner.problem import Option
 from planner.profile import Device
 from planner.room import Room
 from planner.stripes import Stripe, stripe_widths
-from planner.units import BOUND, Kind, Unit
+from planner.units import BOUND, Kind, Unit, movable
 
 PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
 _PPM = 10**6
@@ -86,16 +86,23 @@ class Chooser:
         """Where a unit may live when the layer device is `d`."""
         device = self.devices[d]
         if d == self.cpu:
-            yield Spot("cpu", self._bytes(d, unit.size_bytes), self._host_times(unit, self.first_gpu), True)
+            through = -1 if unit.kind is Kind.OUTPUT else self.first_gpu
+            yield Spot("cpu", self._bytes(d, unit.size_bytes), self._host_times(unit, through), True)
             return
         here = self.prices.on(unit, device.name)
         if unit.kind is Kind.OUTPUT:
             here += self._logits(device)
         if not self._too_large(device, unit):
             yield Spot(f"gpu:{device.name}", self._bytes(d, unit.size_bytes + unit.tied_bytes), here)
-        if unit.kind in (Kind.FFN, Kind.EXPERTS) and self.cpu >= 0:
-            times = self._host_times(unit, d if device.kind == "gpu" else -1)
-            yield Spot("cpu", self._bytes(self.cpu, unit.size_bytes), times, True)
+        # A tied head is the input table itself: an override would move both.
+        apart = unit.kind in (Kind.FFN, Kind.EXPERTS) or (unit.kind is Kind.OUTPUT and not unit.tied_bytes)
+        if apart and self.cpu >= 0:
+            streams = device.kind == "gpu" and unit.kind is not Kind.OUTPUT  # one row a sequence: too few
+            times = self._host_times(unit, d if streams else -1)
+            moved = sum(self.prices.tensors[name].size_bytes for name in movable(unit))
+            memory = [0] * len(self.devices)
+            memory[self.cpu], memory[d] = moved, unit.size_bytes - moved
+            yield Spot("cpu", tuple(memory), times, True)
         if unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
             yield from self._stripes(unit, d, here)
             yield from self._cached(unit, d, here)

@@ -9,9 +9,10 @@ from planner import kv
 from planner.arch import Layers, layers_of
 from planner.choices import Chooser
 from planner.inventory import Inventory
+from planner.opaque import host_bound
 from planner.options import SolveOptions
 from planner.pins import agrees, pinned
-from planner.price import Prices
+from planner.price import OFFLOAD_BATCH, Prices
 from planner.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
 from planner.profile import Device, Profile
 from planner.room import Room, room_of
@@ -97,7 +98,9 @@ def price(
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
     shares += tuple(Share(f"cache of {point.share_ppm} ppm", 0, 0) for point in options.cache)
     chooser = Chooser(prices, devices, options, rooms)
-    wanted = pinned(options.pins, [u for _, g in model.groups for u in g], [d.name for d in devices])
+    units = [u for _, g in model.groups for u in g]
+    wanted = host_bound(model.inventory, units, profile)
+    wanted |= pinned(options.pins, units, [d.name for d in devices])
     decisions = tuple(_decision(chooser, model, name, units, options, wanted) for name, units in model.groups)
     reserved = {d.name: sum(r.size_bytes for r in options.reserves if r.device == d.name) for d in devices}
     pools = _pools(devices, profile)
@@ -120,9 +123,20 @@ def price(
         decode_weight=workload.gen,
         decode_ns=prices.calibration.token_ns,
         max_runs=options.max_runs,
+        host_leads=_streams(devices, workload),
         contiguous=options.contiguous,
     )
     return Priced(model, rounded(problem), prices, rooms)
+
+
+def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:
+    """Whether prompts are computed on a GPU with weights streamed from host memory.
+
+    llama.cpp streams only weights of its last CPU backend, and a CPU named in the device list (a CPU layer
+    after a GPU layer) comes before that one: with such a layer nothing is streamed any more.
+    """
+    longest = min(workload.prompt, workload.n_ubatch)
+    return longest >= OFFLOAD_BATCH and any(d.kind == "gpu" for d in devices)
 
 
 def _budget(device: Device, budgets: Mapping[str, int], options: SolveOptions) -> int:

@@ -102,6 +102,11 @@ def _runs(values: list[int]) -> int:
     return 1 + sum(a != b for a, b in itertools.pairwise(values))
 
 
+def _falls_back(problem: Problem, before: int, entry: int) -> bool:
+    """Whether the CPU takes over as layer device from another one."""
+    return problem.devices[entry].host and not problem.devices[before].host
+
+
 def _over(problem: Problem, memory: tuple[int, ...]) -> list[str]:
     found = []
     pools = [0] * len(problem.pools)
@@ -126,6 +131,8 @@ def _structure(problem: Problem, chosen: tuple[Option, ...]) -> list[str]:
     entries = _entries(problem, chosen)
     if problem.max_runs and _runs(entries) > problem.max_runs:
         found.append(f"{_runs(entries)} runs of layers, the engine takes {problem.max_runs}")
+    if problem.host_leads and any(_falls_back(problem, a, b) for a, b in itertools.pairwise(entries)):
+        found.append("the CPU is the layer device of a layer after one of a GPU")
     whole = all(o.whole for o, d in zip(chosen, problem.decisions, strict=True) if d.layer)
     if problem.contiguous and (_runs(entries) > len(set(entries)) or not whole):
         found.append("not contiguous")

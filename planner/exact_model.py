@@ -28,6 +28,7 @@ class ExactModel:
         self._mixed()
         self._capacities()
         self._runs()
+        self._host_leads()
         self.objective = sum(self.cost)
         self.model.minimize(self.objective)
 
@@ -134,6 +135,16 @@ class ExactModel:
             self.model.add(sum(s for row in starts.values() for s in row) <= problem.max_runs - 1)
         if problem.contiguous:
             self._contiguous(starts, layers[0])
+
+    def _host_leads(self) -> None:
+        """A layer has the CPU only when the layer before has it too."""
+        if not self.problem.host_leads:
+            return
+        hosts = [d for d, device in enumerate(self.problem.devices) if device.host]
+        layers = [i for i, decision in enumerate(self.problem.decisions) if decision.layer]
+        for before, i in itertools.pairwise(layers):
+            now, then = ([v for d in hosts for v in self._at(n, d, entry=True)] for n in (i, before))
+            self.model.add(sum(now) <= sum(then))
 
     def _contiguous(self, starts: dict[int, list[Any]], first: int) -> None:
         for i, j, option in self.problem.each_option():

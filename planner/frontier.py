@@ -21,7 +21,7 @@ import numpy as np
 from planner.labels import NEVER, Ints, Labels, joined, pareto
 from planner.limits import Bools, Floats, binding, grain_of, share_memory, share_sets, with_modes
 from planner.problem import Problem, Solution
-from planner.stages import stage_cost, stage_of, stage_over
+from planner.stages import FORBIDDEN, stage_cost, stage_of, stage_over
 
 BEAM = 2_000  # labels of the first, unproven pass
 MOST = 100_000  # labels of the proving pass; beyond that the proof is given up
@@ -307,7 +307,7 @@ class _Search:
     def _finish(self, history: list[Labels]) -> None:
         last = history[-1]
         at = int(last.cost.argmin())
-        if int(last.cost[at]) >= self.best_ns:
+        if int(last.cost[at]) >= min(self.best_ns, FORBIDDEN):
             return
         self.best_ns = int(last.cost[at])
         choices = []

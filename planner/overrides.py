@@ -17,7 +17,7 @@ from planner.errors import InputError
 from planner.inventory import Inventory
 from planner.loading import CPU
 from planner.plan import Override
-from planner.units import Kind, Unit
+from planner.units import Kind, Unit, movable
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _TIED = "token_embd.weight"
@@ -60,7 +60,7 @@ def wanted_buffers(
             continue
         if tied and _TIED in unit.tensors and buffer != layer_devices[-1]:
             raise UnplaceableUnit(unit.name, site, "the output head is the same tensor and lives elsewhere")
-        wanted.update(dict.fromkeys(unit.tensors, buffer))
+        wanted.update(dict.fromkeys(movable(unit), buffer))
     return wanted
 
 

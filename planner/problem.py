@@ -111,6 +111,7 @@ class Problem:
     decode_ns: int = 0  # what every placement pays: embedding, sampling
     prefill_ns: int = 0
     max_runs: int = 0  # engine limit on runs of equal layer device; 0: none
+    host_leads: bool = False  # the CPU may be the layer device of the first layers only
     contiguous: bool = False  # each device holds at most one run of decisions
 
     def price(self, decode_ns: int, prefill_ns: int) -> int:

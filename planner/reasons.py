@@ -11,9 +11,10 @@ def reason(problem: Problem, decision: Decision, option: Option, index: int, uni
     if not decision.layer:
         return "looked up on the host, one row a token"
     home = problem.devices[option.entry].device
-    if unit.kind in BOUND or unit.kind in (Kind.OUTPUT, Kind.NEXTN):
-        return _home_reason(problem, decision, option, unit, home)
     site = option.sites[index]
+    apart = site == "cpu" and not problem.devices[option.entry].host
+    if unit.kind in BOUND or unit.kind is Kind.NEXTN or (unit.kind is Kind.OUTPUT and not apart):
+        return _home_reason(problem, decision, option, unit, home)
     if site.startswith("stripe:"):
         return (
             f"{site.rsplit(':', 1)[1]} hottest of {unit.experts} experts on {home}, the others across the bus"

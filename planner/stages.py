@@ -10,6 +10,8 @@ from planner.labels import Ints
 from planner.limits import Floats, Memory
 from planner.problem import Problem
 
+FORBIDDEN = 2**52  # a hand-over that must not be: above every price, and its sums stay exact
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -28,7 +30,7 @@ def stage_of(
 ) -> Stage:
     """The `i`-th decision; with `limit_turns` the last limit counts changes of the layer device."""
     limits = len(memories) + limit_turns
-    decision, devices = problem.decisions[i], range(len(problem.devices))
+    decision, devices = problem.decisions[i], problem.devices
     options = decision.options
     base = 0 if i else problem.price(problem.decode_ns, problem.prefill_ns)
     memory = np.zeros((limits, len(options)), dtype=np.int64)
@@ -39,10 +41,14 @@ def stage_of(
     if i:
         edge = problem.edges[i - 1]
         for n, (entry, out) in enumerate(ports):
-            for q in devices:
+            for q in range(len(devices)):
                 before[n, q] = problem.price(edge.decode_ns[out][q], edge.prefill_ns[out][q])
-                if limit_turns and decision.layer and problem.decisions[i - 1].layer:
+                if not (decision.layer and problem.decisions[i - 1].layer):
+                    continue
+                if limit_turns:
                     turns[-1, n, q] = entry != q
+                if problem.host_leads and devices[q].host and not devices[entry].host:
+                    before[n, q] = FORBIDDEN
     return Stage(
         np.array([base + problem.price(o.decode_ns, o.prefill_ns) for o in options], dtype=np.int64),
         memory,

@@ -51,6 +51,13 @@ class Unit:
     used: int = 0  # of them per token
 
 
+def movable(unit: Unit) -> tuple[str, ...]:
+    """The tensors that leave the layer device when their unit does: of the head the matrix, never the norm."""
+    if unit.kind is not Kind.OUTPUT:
+        return unit.tensors
+    return tuple(name for name in unit.tensors if name == "output.weight")
+
+
 @dataclass(frozen=True, slots=True)
 class UnitTable:
     """All units of a model in graph order; their bytes add up to the file."""

@@ -76,8 +76,8 @@ class Task:
 
 
 def tasks() -> Iterator[Task]:
-    """All plans of library.yaml, in its order."""
-    path = HERE / "library.yaml"
+    """All plans of inputs/library.yaml, in its order."""
+    path = HERE / "inputs" / "library.yaml"
     for group in load_record(path.read_text(), Library, str(path)).groups:
         for model in group.models:
             for place in group.machines:

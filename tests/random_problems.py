@@ -58,6 +58,7 @@ def random_problem(
         decode_ns=random.randrange(0, 9),
         max_runs=random.choice((0, 0, 2, 3)) if extras else 0,
         contiguous=extras and random.random() < 0.15,
+        host_leads=extras and random.random() < 0.4,
     )
 
 
