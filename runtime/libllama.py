@@ -194,11 +194,6 @@ class Engine:
         """Most entries a device list and a tensor split may have."""
         return int(self.lib.llama_max_devices())
 
-    @property
-    def max_overrides(self) -> int:
-        """Most overrides that the build's own tools pass; the end marker is counted."""
-        return int(self.lib.llama_max_tensor_buft_overrides()) - 1
-
     def model_params(self) -> Any:
         """Fresh default model parameters."""
         return self._model.defaults(self._model_raw)

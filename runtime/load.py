@@ -59,8 +59,6 @@ def check(engine: Engine, spec: LoadSpec) -> None:
         raise EngineProblem(engine.label, "has no MoE cache (moe_cache_size came with b11548)")
     if len(spec.devices) > engine.max_devices:
         raise EngineProblem(engine.label, f"takes at most {engine.max_devices} devices")
-    if len(spec.overrides) > engine.max_overrides:
-        raise EngineProblem(engine.label, f"takes at most {engine.max_overrides} overrides")
     if spec.threads > _MAX_THREADS:
         raise InputError(f"{spec.threads} threads: the engine takes at most {_MAX_THREADS}")
     if any("\0" in pattern for pattern, _ in spec.overrides):

@@ -126,15 +126,11 @@ def test_a_device_is_mapped_once_and_the_cpu_not_at_all(plan: Plan, moe_model: P
         assert part in done.stderr
 
 
-def test_more_threads_or_overrides_than_the_engine_takes(plan: Plan) -> None:
-    engine = Engine.find()
-    spec = load_spec(plan)
+def test_more_threads_than_the_engine_takes(plan: Plan) -> None:
+    engine, spec = Engine.find(), load_spec(plan)
     with pytest.raises(InputError, match="at most 512"):
         load.check(engine, dataclasses.replace(spec, threads=513))
-    many = tuple((f"^t{n}$", "CPU") for n in range(engine.max_overrides + 1))
-    with pytest.raises(Exception, match="overrides"):
-        load.check(engine, dataclasses.replace(spec, overrides=many))
-    load.check(engine, dataclasses.replace(spec, overrides=many[:-1], threads=512))
+    load.check(engine, dataclasses.replace(spec, threads=512))
 
 
 def test_a_temperature_that_is_no_number(plan: Plan, moe_model: Path, tmp_path: Path) -> None:
