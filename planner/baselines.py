@@ -37,6 +37,7 @@ class Candidate:
     setting: str
     solution: Solution | None
     evaluation: Evaluation | None
+    vram_bytes: int = 0  # on all devices but the CPU
 
     @property
     def feasible(self) -> bool:
@@ -66,7 +67,10 @@ def _best(priced: Priced, name: str, rules: Sequence[Rule]) -> Candidate:
         solution = realise(priced, rule.layer_devices, rule.sites)
         if solution is None:
             continue
-        found = Candidate(name, rule.setting, solution, evaluate(priced.problem, solution))
+        result = evaluate(priced.problem, solution)
+        used = zip(result.memory, priced.problem.devices, strict=True)
+        vram = sum(size for size, device in used if not device.host)
+        found = Candidate(name, rule.setting, solution, result, vram)
         if best is None or _rank(found) < _rank(best):
             best = found
     return best or Candidate(name, rules[0].setting, None, None)

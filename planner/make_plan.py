@@ -61,12 +61,19 @@ def _told(candidate: Candidate) -> str:
 def host_only(
     model: Model, profile: Profile, budgets: Mapping[str, int], workload: Workload, options: SolveOptions
 ) -> tuple[Priced, Candidate] | None:
-    """Everything on the CPU, GPUs not even opened: a problem of its own with a single answer."""
+    """Everything on the CPU, GPUs not even opened: a problem of its own with a single answer.
+
+    There is none where a projector or a draft model opens a GPU anyway.
+    """
     hosts = {d.name for d in profile.devices if d.kind == "cpu"}
-    if not hosts & set(budgets):
+    opened = any(
+        r.name.startswith(("projector", "draft")) and r.device not in hosts for r in options.reserves
+    )
+    if not hosts & set(budgets) or opened:
         return None
     alone = {name: size for name, size in budgets.items() if name in hosts}
-    free = replace(options, pins=(), contiguous=False, no_cpu=False, reserves=())
+    kept = tuple(r for r in options.reserves if r.device in hosts)
+    free = replace(options, pins=(), contiguous=False, no_cpu=False, reserves=kept)
     priced = price(model, profile, alone, workload, free)
     return priced, baselines.candidates(priced)[0]
 

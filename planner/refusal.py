@@ -69,7 +69,7 @@ def forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) ->
     problem = priced.problem
     for decision in problem.decisions:
         if not decision.options:
-            why = f"{decision.name} has no allowed place under the pins, modes and KV types given"
+            why = f"{decision.name} has no allowed place under the pins, modes, KV and tensor types given"
             return Infeasible((), hints(priced, options), why)
     needs = [_forced(priced, d, budgets, options) for d in range(len(problem.devices))]
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)

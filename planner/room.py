@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from planner.arch import layers_of
 from planner.compute import PIPELINE_COPIES, compute_bytes, host_bytes, output_bytes, staging_bytes
 from planner.inventory import Inventory
 from planner.profile import Device
@@ -46,7 +47,10 @@ def room_of(inventory: Inventory, workload: Workload, device: Device, n_gpus: in
     head = compute_bytes(inventory, workload, copies=copies) - base
     if device.kind == "cpu":
         return Room(base + host_bytes(inventory, workload) + output_bytes(inventory, workload), 0, head)
-    return Room(base, staging_bytes(_streamed(inventory), workload) if device.kind == "gpu" else 0, head)
+    if device.kind != "gpu":
+        return Room(base, 0, head)
+    hybrid = any(layers_of(inventory).recurrent)
+    return Room(base, staging_bytes(_streamed(inventory), workload, hybrid=hybrid), head)
 
 
 def _streamed(inventory: Inventory) -> Collection[int]:
