@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from planner.baselines import Candidate
-from planner.cost import OUTPUT, Priced, decision_of
+from planner.cost import OUTPUT, Model, Priced, decision_of
 from planner.evaluate import Evaluation
+from planner.gguf_header import one_line
 from planner.options import SolveOptions
+from planner.opaque import host_types
 from planner.overrides import overrides_of
 from planner.plan import (
     Baseline,
@@ -28,10 +30,11 @@ from planner.problem import Decision, Option, Solution
 from planner.profile import Profile, to_text
 from planner.reasons import reason
 from planner.records import digest
-from planner.units import Unit
+from planner.units import Kind, Unit
 from planner.workload import Workload
 
 _PPM = 10**6
+_SHOWN = 5  # names in a note
 _ERROR_PPM = {True: 150_000, False: 300_000}  # without calibration: measured operators, assumed machine
 
 
@@ -70,7 +73,7 @@ def record(
         devices=_uses(chosen, budgets, options),
         layers=ranges(devices),
         predicted=prediction(chosen, profile),
-        baselines=tuple(_baseline(c, priced) for c in stock),
+        baselines=tuple(map(_baseline, stock)),
         notes=_notes(chosen, profile, budgets, options),
         units=tuple(_placement(chosen, unit, sites[unit.name]) for unit in units),
         overrides=overrides_of(priced.model.inventory, units, [sites[u.name] for u in units], devices),
@@ -212,19 +215,15 @@ def _cache_bytes(chosen: Chosen, device: str) -> int:
     )
 
 
-def _baseline(candidate: Candidate, priced: Priced) -> Baseline:
+def _baseline(candidate: Candidate) -> Baseline:
     found = candidate.evaluation
-    devices = priced.problem.devices
-    vram = 0
-    if found is not None and len(found.memory) == len(devices):
-        vram = sum(m for m, d in zip(found.memory, devices, strict=True) if not d.host)
     return Baseline(
         name=candidate.name,
         setting=candidate.setting,
         feasible=candidate.feasible,
         tpot_ns=found.decode_ns if found and candidate.feasible else 0,
         prefill_ns=found.prefill_ns if found and candidate.feasible else 0,
-        vram_bytes=vram,
+        vram_bytes=candidate.vram_bytes,
     )
 
 
@@ -254,10 +253,27 @@ def _notes(
         found.append(f"same as the stock rule {chosen.rule}, or not told apart from it")
     if not any(r.name.startswith("projector") for r in options.reserves):
         found.append("no memory reserved for a vision projector (--mmproj)")
+    found += _unrecognised(chosen.priced.model, profile)
     found += _ceilings(chosen)
     found += _paged(chosen, budgets, options)
     found += [f"profile: {warning}" for warning in profile.warnings]
     return tuple(found)
+
+
+def _unrecognised(model: Model, profile: Profile) -> list[str]:
+    """What this program does not know of the model, and what it did about it."""
+    found = []
+    if model.table.unknown:
+        names = [one_line(name) for name in model.table.unknown]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        found.append(f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}")
+    foreign = [name for unit in model.units if unit.kind is Kind.FOREIGN for name in unit.tensors]
+    if foreign:
+        first = f"{len(foreign)} tensors ({one_line(foreign[0])} first)"
+        found.append(f"{first} are not of the text model: stock llama.cpp may refuse the file")
+    for kind in host_types(model.inventory, profile):
+        found.append(f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere")
+    return found
 
 
 def _ceilings(chosen: Chosen) -> list[str]:

@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from planning_models import MIB, machine, moe, plan, real, sites
 from sparse_model import write_sparse
 
 from atsplan import main
+from planner.inventory import Inventory
+from planner.options import Pin, Reserve, SolveOptions
+from planner.plan import from_text as plan_text
+from planner.profile import OpTiming
+from planner.roles import Role, part_of
+from planner.room import room_of
 from planner.tables import Row, inventory_of
+from planner.units import units_of
+from planner.workload import Workload
 from profiler.synth import SynthSpec, write
 
 _VISION = {
@@ -64,3 +73,96 @@ def test_tables_that_are_looked_up_cannot_be_pinned_to_a_gpu(tmp_path: Path, pin
     assert f"--pin {pin}: " in line
     assert "stays in host memory" in line
     assert solve(model, "--budget", "2000", "--pin", pin.partition("=")[0] + "=cpu").exit_code == 0
+
+
+def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
+    moe_model: Path, projector: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "plan.yaml"
+    line = refused(solve(moe_model, "--budget", "1000", "--mmproj", projector, "-o", target), 1)
+    assert "CUDA0 needs 13" in line and "reserve 1041" in line
+    assert not target.exists()
+    made = solve(moe_model, "--budget", "1500", "--mmproj", projector, "-o", target)
+    assert made.exit_code == 0
+    use = next(use for use in plan_text(target.read_text(), "plan").devices if use.name == "CUDA0")
+    assert 1041 * MIB < use.reserve_bytes < 1500 * MIB
+
+
+def test_the_memory_of_a_draft_on_the_host_counts_in_a_plan_without_gpus() -> None:
+    slow = machine(CUDA0={"bandwidth_bytes_per_s": 10**9, "op_overhead_ns": 10**6})
+    held = Reserve("draft embedding", "CPU", 39_800 * MIB)
+    assert {u.name for u in plan(moe(), "CUDA0=20000,CPU=40000", on=slow).devices} == {"CPU"}
+    made = plan(moe(), "CUDA0=20000,CPU=40000", on=slow, options=SolveOptions(reserves=(held,)))
+    assert "CUDA0" in {u.name for u in made.devices}
+
+
+@pytest.mark.parametrize("tensor", ["blk.2.ffn_up_exps.weight", "blk.2.attn_q.weight", "output.weight"])
+def test_tensors_of_unknown_type_stay_on_the_cpu(tensor: str) -> None:
+    model = retyped(moe(), tensor)
+    made = plan(model, "20000")
+    unit = next(u for u in units_of(model).units if tensor in u.tensors)
+    assert sites(made)[unit.name] == "cpu"
+    assert "tensor type type153 is not known: kept on the CPU unless pinned elsewhere" in made.notes
+    assert all(not b.feasible for b in made.baselines if b.name == "ngl" and b.setting.endswith(" 9"))
+    free = plan(model, "20000", options=SolveOptions(pins=(Pin(unit.name, "gpu"),)))
+    assert sites(free)[unit.name] == "gpu:CUDA0"
+
+
+def test_a_type_that_was_measured_on_the_gpu_may_live_there() -> None:
+    model = retyped(moe(), "blk.2.ffn_up_exps.weight")
+    timing = OpTiming(
+        op="MUL_MAT_ID",
+        type="type153",
+        shape=(2048, 768, 128),
+        batch=1,
+        used=8,
+        device="CUDA0",
+        buffer="CUDA0",
+        time_ns=20_000,
+        spread_ns=0,
+        samples=9,
+    )
+    measured = machine().model_copy(update={"timings": (timing,)})
+    made = plan(model, "20000", on=measured)
+    assert sites(made)["blk.2.experts"] == "gpu:CUDA0"
+    assert not any("type153" in note for note in made.notes)
+
+
+def test_a_tied_head_of_unknown_type_stays_on_the_cpu_with_its_table() -> None:
+    tied = moe().model_copy(update={"tensors": tuple(t for t in moe().tensors if t.name != "output.weight")})
+    assert sites(plan(tied, "20000"))["output"] == "gpu:CUDA0"
+    assert sites(plan(retyped(tied, "token_embd.weight"), "20000"))["output"] == "cpu"
+
+
+def test_a_plan_says_what_was_not_recognised() -> None:
+    model = moe(arch="frobnicate")
+    odd = model.tensors[0].model_copy(update={"name": "v.patch_embd.weight"})
+    made = plan(model.model_copy(update={"tensors": (*model.tensors, odd)}), "20000")
+    assert "not recognised, stays with its layer: architecture frobnicate" in made.notes
+    assert any(
+        note.startswith("1 tensors (v.patch_embd.weight first) are not of the text") for note in made.notes
+    )
+    assert not any("recognised" in note for note in plan(moe(), "20000").notes)
+
+
+def test_stock_rules_state_their_own_memory_when_the_plan_uses_the_cpu_alone() -> None:
+    slow = machine(CUDA0={"bandwidth_bytes_per_s": 10**9, "op_overhead_ns": 10**6})
+    made = plan(moe(), "20000", on=slow)
+    assert {use.name for use in made.devices} == {"CPU"}
+    memory = {b.name: b.vram_bytes for b in made.baselines if b.feasible}
+    assert memory.pop("all-cpu") == 0
+    assert memory and all(memory.values())
+
+
+def test_hybrids_stage_two_host_tensors_at_once() -> None:
+    workload, gpu = Workload(), machine().device("CUDA0")
+    for name, count in (("Qwen3.6-35B-A3B-q4_K", 2), ("Qwen3-30B-A3B-Q4_K_M", 1)):
+        model = real(name)
+        moved = sorted(t.size_bytes for t in model.tensors if part_of(t).role in (Role.EXPERTS, Role.FFN))
+        assert room_of(model, workload, gpu, 1).staging_bytes == sum(moved[-count:])
+
+
+def retyped(model: Inventory, name: str) -> Inventory:
+    """The model with one tensor of a type that nobody here knows."""
+    tensors = (t.model_copy(update={"type": "type153"}) if t.name == name else t for t in model.tensors)
+    return model.model_copy(update={"tensors": tuple(tensors)})
