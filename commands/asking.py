@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.console import read_text, say
+from commands.console import say
 from commands.models import load_inventory, load_profile
 from planner.errors import OptionProblem
 from planner.workload import Workload
@@ -233,19 +233,6 @@ def _options(
 
 
 def _heat(asked: Asked, inventory: Inventory, workload: Workload) -> dict[str, Any]:
-    """Coverage curves, orders and expert counts of a heat file."""
-    if asked.heat is None:
-        return {}
-    from planner.coverage import curves, expected_distinct, hot_order
-    from planner.heat import from_text
-    from planner.moe import heat_of_model, moe_shape
-    from planner.records import digest
+    from commands.inputs import heat_options
 
-    text, shape = read_text(asked.heat), moe_shape(inventory)
-    heat = heat_of_model(from_text(text, str(asked.heat)), shape, str(asked.heat))
-    return {
-        "curves": curves(heat, shape.n_group),
-        "orders": hot_order(heat, shape.n_group),
-        "distinct": expected_distinct(heat, workload.n_ubatch),
-        "heat_digest": digest(text),
-    }
+    return heat_options(asked.heat, inventory, workload) if asked.heat else {}

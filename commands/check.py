@@ -10,20 +10,17 @@ import click
 
 from commands.console import out, progress, read_text, say, write_text
 from commands.fmt import plan_files
+from commands.inputs import InputLibrary, input_options
 from planner.errors import FileProblem
 
 if TYPE_CHECKING:
-    from commands.inputs import InputLibrary
     from planner.check import CheckOptions
     from planner.findings import Finding
 
 
 @click.command("check", epilog="Exit codes: 0 all plans hold, 1 drift, 2 a file cannot be judged.")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--model", "models", multiple=True, type=click.Path(path_type=Path), help="GGUF or inventory.")
-@click.option(
-    "--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Machine profile."
-)
+@input_options
 @click.option("--no-resolve", is_flag=True, help="Do not solve again to look for a better placement.")
 @click.option(
     "--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True, help="Seconds a plan."
@@ -40,8 +37,7 @@ if TYPE_CHECKING:
 @click.option("--sarif", type=click.Path(path_type=Path), help="Write a SARIF report here.")
 def command(
     paths: tuple[Path, ...],
-    models: tuple[Path, ...],
-    profiles: tuple[Path, ...],
+    library: InputLibrary,
     no_resolve: bool,
     time_limit: float,
     max_age: int,
@@ -50,7 +46,6 @@ def command(
     sarif: Path | None,
 ) -> None:
     """Check plan files, or all plans of a folder, against the inputs they were made from."""
-    from commands.inputs import InputLibrary
     from planner import findings
     from planner.check import CheckOptions
 
@@ -58,7 +53,7 @@ def command(
     if not files:
         raise FileProblem(", ".join(map(str, paths)), "no plan files (*.yaml) here")
     options = CheckOptions(not no_resolve, time_limit, datetime.now(UTC).date(), max_age)
-    found = _check_all(files, InputLibrary(models, profiles), options)
+    found = _check_all(files, library, options)
     names = [str(path) for path in files]
     if junit is not None:
         write_text(junit, findings.to_junit(names, found))

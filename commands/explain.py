@@ -10,6 +10,7 @@ import click
 
 from commands.console import out, out_json, say
 from commands.figures import check_name
+from commands.inputs import InputLibrary, input_options
 from commands.models import load_plan
 
 if TYPE_CHECKING:
@@ -18,17 +19,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("path", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--model", "models", multiple=True, type=click.Path(path_type=Path), help="GGUF or inventory.")
-@click.option(
-    "--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Machine profile."
-)
+@input_options
 @click.option("--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the plan: .png, .svg or .pdf.")
 def command(
     path: Path,
-    models: tuple[Path, ...],
-    profiles: tuple[Path, ...],
+    library: InputLibrary,
     time_limit: float,
     as_json: bool,
     plot: Path | None,
@@ -47,7 +44,7 @@ def command(
 
         draw_plan(plan, plot)
         say(f"wrote {plot}")
-    larger = _larger(plan, path, models, profiles, time_limit)
+    larger = _larger(plan, path, library, time_limit)
     if as_json:
         out_json(as_data(plan, larger))
         return
@@ -57,15 +54,12 @@ def command(
         say(f"note: {note}")
 
 
-def _larger(
-    plan: Plan, path: Path, models: tuple[Path, ...], profiles: tuple[Path, ...], time_limit: float
-) -> Plan | None:
+def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float) -> Plan | None:
     """The plan with 1 GiB more on the device that limits it."""
-    from commands.inputs import InputLibrary
     from planner.explain import GIB, binding, with_more
 
     tight = binding(plan)
-    inputs = InputLibrary(models, profiles).of(plan, path)
+    inputs = library.of(plan, path)
     if tight is None:
         return None
     if inputs.inventory is None or inputs.profile is None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.console import read_text, say, write_text
+from commands.inputs import InputLibrary, input_options
 from planner.errors import FileProblem
 
 if TYPE_CHECKING:
-    from commands.inputs import InputLibrary
     from planner.plan import Plan
 
 
@@ -21,22 +21,16 @@ if TYPE_CHECKING:
 @click.option(
     "--reprice", is_flag=True, help="After an edit by hand: recompute all that follows from the sites."
 )
-@click.option("--model", "models", multiple=True, type=click.Path(path_type=Path), help="GGUF or inventory.")
-@click.option(
-    "--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Machine profile."
-)
+@input_options
 def command(
     paths: tuple[Path, ...],
     only_check: bool,
     reprice: bool,
-    models: tuple[Path, ...],
-    profiles: tuple[Path, ...],
+    library: InputLibrary,
 ) -> None:
     """Rewrite plan files (or all plans of a folder) in canonical form; comments are not kept."""
-    from commands.inputs import InputLibrary
     from planner.plan import from_text, to_text
 
-    library = InputLibrary(models, profiles)
     changed = 0
     for path in plan_files(paths):
         text = read_text(path)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from commands.console import read_text
 from planner.errors import FileProblem
@@ -11,14 +15,40 @@ from planner.errors import FileProblem
 if TYPE_CHECKING:
     from planner.check import Inputs
     from planner.inventory import Inventory
+    from planner.options import SolveOptions
     from planner.plan import Plan
     from planner.profile import Profile
+    from planner.workload import Workload
+
+
+_FILES = {"multiple": True, "type": click.Path(path_type=Path)}
+
+
+def input_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--model, --profile and --heat for a command that takes them as one `library`."""
+
+    @click.option("--model", "models", help="GGUF or inventory; else inputs/ beside the plan.", **_FILES)
+    @click.option("--profile", "profiles", help="Machine profile; else inputs/ beside the plan.", **_FILES)
+    @click.option("--heat", "heats", help="Expert routing that plans were made with.", **_FILES)
+    @functools.wraps(function)
+    def wrapped(
+        models: tuple[Path, ...], profiles: tuple[Path, ...], heats: tuple[Path, ...], **options: Any
+    ) -> Any:
+        return function(library=InputLibrary(models, profiles, heats), **options)
+
+    return wrapped
 
 
 class InputLibrary:
     """Inventories and profiles of some folders and files, each read once."""
 
-    def __init__(self, models: tuple[Path, ...] = (), profiles: tuple[Path, ...] = ()) -> None:
+    def __init__(
+        self,
+        models: tuple[Path, ...] = (),
+        profiles: tuple[Path, ...] = (),
+        heats: tuple[Path, ...] = (),
+    ) -> None:
+        self._heats = heats
         self._inventories: dict[str, Inventory] = {}
         self._profiles: dict[str, Profile] = {}
         self._seen: set[Path] = set()
@@ -36,7 +66,19 @@ class InputLibrary:
         if self._models and plan.model.table_digest not in self._inventories:
             given = ", ".join(str(model) for model in self._models)
             raise FileProblem(str(path), f"is a plan for another model than {given}: {plan.model.name}")
-        return Inputs(self._inventories.get(plan.model.table_digest), self._profile(plan))
+        inventory = self._inventories.get(plan.model.table_digest)
+        return Inputs(inventory, self._profile(plan), self._known(plan, path.parent / "inputs", inventory))
+
+    def _known(self, plan: Plan, folder: Path, inventory: Inventory | None) -> SolveOptions:
+        """What the solver knew beside the profile: coverage from the heat file with the plan's digest."""
+        from planner.options import SolveOptions
+        from planner.records import digest
+
+        wanted = plan.constraints.heat_digest
+        for path in (*self._heats, *sorted(folder.glob("*.heat.csv"))) if wanted and inventory else ():
+            if digest(read_text(path)) == wanted and inventory:
+                return SolveOptions(**heat_options(path, inventory, plan.workload))
+        return SolveOptions()
 
     def _read_folder(self, folder: Path, plan: Plan) -> None:
         """Files named after the plan's model and machine; their digests decide. Files given by hand win."""
@@ -81,3 +123,20 @@ class InputLibrary:
         from planner.records import digest
 
         self._profiles[digest(to_text(profile))] = profile
+
+
+def heat_options(path: Path, inventory: Inventory, workload: Workload) -> dict[str, Any]:
+    """Fields of SolveOptions from a heat file: coverage curves, orders, experts that a ubatch touches."""
+    from planner.coverage import curves, expected_distinct, hot_order
+    from planner.heat import from_text
+    from planner.moe import heat_of_model, moe_shape
+    from planner.records import digest
+
+    text, shape = read_text(path), moe_shape(inventory)
+    heat = heat_of_model(from_text(text, str(path)), shape, str(path))
+    return {
+        "curves": curves(heat, shape.n_group),
+        "orders": hot_order(heat, shape.n_group),
+        "distinct": expected_distinct(heat, workload.n_ubatch),
+        "heat_digest": digest(text),
+    }

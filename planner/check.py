@@ -41,6 +41,10 @@ class Inputs:
     profile: Profile | None
     known: SolveOptions = field(default_factory=SolveOptions)  # curves and orders of a heat file
 
+    def heat_missing(self, plan: Plan) -> bool:
+        """Whether the plan rests on a heat file that was not found."""
+        return plan.constraints.heat_digest != self.known.heat_digest
+
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
@@ -71,7 +75,7 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     _budgets(plan, report)
     if inputs.inventory is not None:
         _overrides(plan, inputs.inventory, report)
-        if inputs.profile is not None:
+        if inputs.profile is not None and not inputs.heat_missing(plan):
             _derived(plan, inputs.inventory, inputs.profile, inputs.known, options, report)
     if inputs.profile is not None:
         _stale(plan, inputs.profile, options, report)
@@ -298,3 +302,6 @@ def missing_inputs(plan: Plan, path: str, text: str, inputs: Inputs) -> Iterable
     if inputs.profile is None:
         message = f"no profile of {plan.machine.name} with this digest: cost was not checked"
         yield Finding(path, lines.of("machine"), "inputs", Severity.NOTE, message)
+    if inputs.heat_missing(plan):
+        message = "no heat file with the recorded digest: cost was not checked"
+        yield Finding(path, lines.of("constraints", "heat_digest"), "inputs", Severity.NOTE, message)

@@ -133,6 +133,7 @@ class Constraints(Record):
     page: bool = False  # host weights may exceed memory and are paged from disk
     reserves: tuple[Reserved, ...] = ()
     heat_digest: str = ""  # of the heat file that expert coverage comes from
+    stripes: bool = True  # hot experts may live on the GPU, given heat
 
 
 class Plan(Record):

@@ -59,6 +59,7 @@ def asked(plan: Plan, known: SolveOptions) -> SolveOptions:
         page=constraints.page,
         reserves=tuple(Reserve(r.name, r.device, r.size_bytes) for r in constraints.reserves),
         heat_digest=constraints.heat_digest,
+        stripes=constraints.stripes,
         command=plan.command,
     )
 

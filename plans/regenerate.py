@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from commands.inputs import heat_options
 from planner.budget import budgets_for, parse_budget
 from planner.errors import AnswerIsNo
 from planner.inventory import Inventory, from_text
@@ -38,6 +39,7 @@ class OfModel(Record):
 
     model: str
     ctx: int = Field(gt=0)
+    heat: str = ""  # file of expert routing in inputs/: hot experts may live on the GPU
 
 
 class Group(Record):
@@ -64,14 +66,15 @@ class Task:
 
     @property
     def path(self) -> Path:
-        return HERE / f"{self.model.model}--{self.place.machine}.yaml"
+        return HERE / f"{self.model.model}{'+heat' if self.model.heat else ''}--{self.place.machine}.yaml"
 
     @property
     def command(self) -> str:
         """What a person would type to make the plan."""
+        heat = f" --heat plans/inputs/{self.model.heat}" if self.model.heat else ""
         return (
             f"atsplan solve plans/inputs/{self.model.model}.inventory.yaml --machine {self.place.machine}"
-            f" --budget {self.place.budget} --ctx {self.model.ctx} -o plans/{self.path.name}"
+            f" --budget {self.place.budget} --ctx {self.model.ctx}{heat} -o plans/{self.path.name}"
         )
 
 
@@ -89,7 +92,10 @@ def plan_text(task: Task, inventory: Inventory) -> str:
     profile = load(task.place.machine)
     budgets = budgets_for(profile, parse_budget(task.place.budget))
     workload = Workload(n_ctx=task.model.ctx)
-    options = SolveOptions(command=task.command, time_limit_s=TIME_LIMIT_S)
+    known = {}
+    if task.model.heat:
+        known = heat_options(HERE / "inputs" / task.model.heat, inventory, workload)
+    options = SolveOptions(command=task.command, time_limit_s=TIME_LIMIT_S, **known)
     return to_text(make_plan(inventory, profile, budgets, workload, options))
 
 
