@@ -93,6 +93,7 @@ def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constra
             Reserved(name=r.name, device=r.device, size_bytes=r.size_bytes) for r in options.reserves
         ),
         heat_digest=options.heat_digest,
+        stripes=options.stripes,
     )
 
 
