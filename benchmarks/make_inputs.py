@@ -317,10 +317,17 @@ def _config(name: str, data: Path) -> Config:
     return text
 
 
+BESIDE = """\
+Also here: `library.yaml` says which models are planned on which machines (`make plans`), `*.profile.yaml` are those
+machines as the plans saw them (all assumed, but for h200, which was measured), and `Qwen3-30B-A3B.heat.csv` is
+real routing of 75 773 decoded tokens (github.com/doramirdor/mbolt, MIT).
+"""
+
+
 def notes() -> str:
     """The page beside the inventories: where each comes from and what it lacks."""
     rows = [f"| {s.name} | {s.architecture} | {s.note} |" for s in sorted(SOURCES, key=lambda s: s.name)]
-    return "\n".join([HEADING, "| inventory | architecture | origin |", "|---|---|---|", *rows, ""])
+    return "\n".join([HEADING, "| inventory | architecture | origin |", "|---|---|---|", *rows, "", BESIDE])
 
 
 def main(arguments: list[str]) -> int:
