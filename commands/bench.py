@@ -83,6 +83,8 @@ def _arms(
     job: Job, against: str, engine: str | None, llama_h: Path | None, maps: tuple[str, ...], threads: int
 ) -> tuple[list[Arm], dict[str, Any]]:
     """The plan and its rivals, each with what is proven at its load."""
+    from dataclasses import replace
+
     from planner.expected import expected_devices
     from runtime.arms import field_of, plan_arm, rivals
     from runtime.worker import Checks
@@ -92,15 +94,15 @@ def _arms(
     mine = plan_arm(found, job.path, job.spec)
     names = [name.strip() for name in against.split(",") if name.strip()]
     field = field_of(found, job.path, job.file.inventory, mine)
-    arms, missing = rivals(field, job.spec, tuple(name for name in names if name in RULES))
+    # A stock rule runs with the engine's own count of threads, whatever suits the plan.
+    stock = replace(job.spec, threads=threads)
+    arms, missing = rivals(field, stock, tuple(name for name in names if name in RULES))
     for why in missing:
         say(f"no rival {why}")
     for name in (n for n in names if n not in RULES):
         if not Path(name).is_file():
             raise OptionProblem("--against", name, f"is no rule ({', '.join(RULES)}) and no plan file")
         other = open_job(job.path, Path(name), maps, threads, not job.spec.use_mmap)
-        from dataclasses import replace
-
         arms.append(replace(plan_arm(found, other.path, other.spec), name=Path(name).stem, setting=name))
     if names and not arms:
         raise MachineError(f"there is nothing to compare with: {'; '.join(missing)}")
@@ -177,6 +179,7 @@ def _report(job: Job, results: list[Result], comparisons: list[Comparison]) -> d
     from dataclasses import asdict
 
     from runtime.bench import summary
+    from runtime.load import usable_cores
 
     def times(samples: dict[int, list[float]]) -> dict[str, Any]:
         found = {str(n): summary(values) for n, values in sorted(samples.items())}
@@ -189,6 +192,7 @@ def _report(job: Job, results: list[Result], comparisons: list[Comparison]) -> d
             {
                 "name": r.arm.name,
                 "setting": r.arm.setting,
+                "threads": r.arm.spec.threads or usable_cores(),
                 "host_memory": "mmap" if r.arm.spec.use_mmap else "read",
                 "decode_ns": times(r.decode),
                 "prefill_ns": times(r.prefill),

@@ -68,9 +68,9 @@ def plan_options(function: F) -> F:
         is_flag=True,
         help="Read host weights into memory of their own (pinned beside a GPU) instead of mapping the file.",
     )(function)
-    function = click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [all].")(
-        function
-    )
+    function = click.option(
+        "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the plan's]."
+    )(function)
     function = click.option(
         "--device-map",
         "device_maps",
@@ -100,6 +100,7 @@ def open_job(
     from planner.gguf_file import read_model
     from planner.loading import load_spec, map_devices
     from planner.stamp import check_plan, read_stamp
+    from runtime.load import usable_threads
 
     plan = load_plan(plan_path)
     file = read_model(model)
@@ -108,7 +109,8 @@ def open_job(
     spec = load_spec(plan)
     mapped = parse_map(device_maps, plan)
     spec = map_devices(spec, mapped) if mapped else spec
-    spec = replace(spec, threads=threads, use_mmap=not no_mmap)
+    # A plan made on a larger machine must not crowd this one.
+    spec = replace(spec, threads=threads or min(spec.threads, usable_threads()), use_mmap=not no_mmap)
     stamp = read_stamp(file)
     check_order(plan, spec, stamp.experts if stamp else {}, str(plan_path))
     for note in (*file.notes, *spec.notes, *_foreign(file)):

@@ -24,7 +24,7 @@ FORMATS = ("llama-server", "llama-cli", "preset", "env", "json", "llama-cpp-pyth
 @click.option("--format", "form", type=click.Choice(FORMATS), default="llama-server", show_default=True)
 @click.option("--model", help="Path of the model file there [default: the plan's model name].")
 @click.option("--device-map", "device_maps", multiple=True, metavar="CUDA0=CUDA1", help="Rename a device.")
-@click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the tool's default].")
+@click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the plan's].")
 @click.option(
     "--inventory",
     "models",
@@ -90,7 +90,7 @@ def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:
     from runtime.stock import stock
 
     spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
-    return stock(replace(spec, threads=threads), len(plan_layer_devices(plan)) - 1)
+    return stock(replace(spec, threads=threads or spec.threads), len(plan_layer_devices(plan)) - 1)
 
 
 def _nearest(plan: Plan, inputs: Inputs) -> Plan | None:

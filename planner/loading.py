@@ -82,6 +82,7 @@ def load_spec(plan: Plan) -> LoadSpec:
             overrides=overrides,
             workload=plan.workload,
             cache_bytes=sum(use.cache_bytes for use in plan.devices),
+            threads=plan.machine.threads,
             notes=notes,
         ),
         runs,
@@ -128,11 +129,14 @@ def layer_devices(ranges: Iterable[LayerRange], n_blocks: int = 0) -> tuple[str,
 def map_devices(spec: LoadSpec, names: Mapping[str, str]) -> LoadSpec:
     """The same placement on other devices, `names` from the plan's to those here; CPU stays CPU.
 
-    A device mapped to CPU turns its layers into CPU layers and its overrides into CPU overrides.
+    A device mapped to CPU turns its layers into CPU layers and its overrides into CPU overrides; the
+    CPU then has other work than the plan chose its threads for, and gets all cores.
     """
     layers = [names.get(d, d) for d, count in _entries(spec) for _ in range(count)]
     mapped = replace(
-        spec, overrides=tuple((pattern, _renamed(buffer, names)) for pattern, buffer in spec.overrides)
+        spec,
+        overrides=tuple((pattern, _renamed(buffer, names)) for pattern, buffer in spec.overrides),
+        threads=0 if CPU in names.values() else spec.threads,
     )
     here = _listed(mapped, _runs(layers), [names.get(d, d) for d in spec.devices])
     return here if any(d != CPU for d in here.devices) else replace(here, cache_bytes=0)

@@ -28,6 +28,7 @@ class MachineRef(Record):
     profile_digest: str
     measured: bool  # False: assumed, not measured
     engine: str
+    threads: int = Field(0, ge=0, le=512)  # of the CPU at decode; 0: all cores
 
 
 class DeviceUse(Record):

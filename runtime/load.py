@@ -143,6 +143,11 @@ def device_handle(engine: Engine, name: str) -> Handle:
     raise MissingDevice(engine.label, "", name, tuple(d.name for d in devices))
 
 
+def usable_threads() -> int:
+    """Hardware threads this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
     """Cores this process may run on; two hardware threads of one core count once.
 
