@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from planner import baselines
 from planner.baselines import Candidate
 from planner.cost import Model, Priced, model_of, price
+from planner.errors import InputError
 from planner.evaluate import evaluate
 from planner.inventory import Inventory
 from planner.options import SolveOptions
@@ -16,10 +17,23 @@ from planner.problem import Solution
 from planner.profile import Profile
 from planner.record_plan import Chosen, record
 from planner.refusal import forced, refuse
+from planner.reserve import PROJECTOR
 from planner.solve import Limits, Solved, solve
 from planner.workload import Workload
 
 _PPM = 10**6
+
+
+@dataclass(eq=False)
+class NothingToPlace(InputError):
+    """A file without layers: a vision projector, a vocabulary, an importance matrix."""
+
+    name: str
+    architecture: str
+
+    def message(self) -> str:
+        beside = "; give a projector to its model with --mmproj" if self.architecture == PROJECTOR else ""
+        return f"{self.name}: a file of architecture {self.architecture} without layers to place{beside}"
 
 
 def make_plan(
@@ -32,9 +46,11 @@ def make_plan(
     """The best placement under the budgets, as a plan.
 
     `budgets` holds bytes for every device that may be used, the CPU included. Raises Infeasible with
-    what is needed, what is there, and what to change.
+    what is needed, what is there, and what to change; NothingToPlace for a file without layers.
     """
     model = model_of(inventory, workload)
+    if not model.layers.n_main:
+        raise NothingToPlace(inventory.name, inventory.architecture)
     everything = price(
         model, profile, budgets, workload, replace(options, pins=(), contiguous=False, no_cpu=False)
     )

@@ -269,6 +269,9 @@ def _long_edges(
 _COMPUTING = frozenset({Role.ATTENTION, Role.STATE, Role.MIXER, Role.FFN, Role.EXPERTS, Role.SHARED})
 
 
+_SKIPS_LAYERS = frozenset({"deci"})  # pruned layers may be empty
+
+
 def _unknown(inventory: Inventory, layers: Layers, parts: Parts, known: bool) -> tuple[str, ...]:
     """What could not be placed by knowledge; an expected part that is absent is such a thing, no damage."""
     architecture = () if known else (f"architecture {inventory.architecture}",)
@@ -277,4 +280,9 @@ def _unknown(inventory: Inventory, layers: Layers, parts: Parts, known: bool) ->
     held = {part.layer for _, part in parts}
     computing = {part.layer for _, part in parts if part.role in _COMPUTING}
     odd = tuple(f"layout of blk.{n}" for n in range(layers.n_main) if n in held and n not in computing)
-    return architecture + names + beyond + odd
+    absent = tuple(
+        f"no tensors of blk.{n}"
+        for n in range(layers.n_main)
+        if n not in held and inventory.architecture not in _SKIPS_LAYERS
+    )
+    return architecture + names + beyond + odd + absent

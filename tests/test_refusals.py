@@ -134,6 +134,27 @@ def test_a_tied_head_of_unknown_type_stays_on_the_cpu_with_its_table() -> None:
     assert sites(plan(retyped(tied, "token_embd.weight"), "20000"))["output"] == "cpu"
 
 
+@pytest.mark.parametrize("arch", ["clip", "qwen3moe"])
+def test_a_file_without_layers_is_no_model_to_place(arch: str, projector: Path, tmp_path: Path) -> None:
+    rows = [Row("token_embd.weight", "f32", (32, 8), 1024)]
+    words = write_sparse(tmp_path / "words.gguf", inventory_of("words", arch, {}, rows))
+    line = refused(solve(words, "--budget", "2000"), 2)
+    assert f"words: a file of architecture {arch} without layers to place" in line
+    assert "--mmproj" in refused(solve(projector, "--budget", "2000"), 2)
+
+
+def test_a_file_that_hides_its_attention_is_planned_without_cache_and_says_so() -> None:
+    model = moe(arch="frobnicate").model_copy(update={"hparams": {"block_count": 8}})
+    assert any("the KV cache is not counted" in note for note in plan(model, "20000").notes)
+
+
+def test_layers_without_tensors_are_said() -> None:
+    model = moe()
+    longer = model.model_copy(update={"hparams": {**model.hparams, "block_count": 10}})
+    note = "not recognised, stays with its layer: no tensors of blk.8, no tensors of blk.9"
+    assert note in plan(longer, "20000").notes
+
+
 def test_a_plan_says_what_was_not_recognised() -> None:
     model = moe(arch="frobnicate")
     odd = model.tensors[0].model_copy(update={"name": "v.patch_embd.weight"})
