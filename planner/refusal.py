@@ -134,6 +134,10 @@ def hints(priced: Priced, options: SolveOptions) -> tuple[str, ...]:
         found.append("--kv-type q8_0")
     if workload.n_ubatch > 256:
         found.append(f"--ubatch {workload.n_ubatch // 2}")
+    if any(r.name.startswith("projector") for r in options.reserves):
+        found.append("no --mmproj, with the projector left on the CPU (--no-mmproj-offload)")
+    if any(r.name.startswith("draft") for r in options.reserves):
+        found.append("no --draft")
     if options.pins:
         found.append("fewer pins")
     if options.no_cpu or options.contiguous:

@@ -80,7 +80,7 @@ def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
 ) -> None:
     target = tmp_path / "plan.yaml"
     line = refused(solve(moe_model, "--budget", "1000", "--mmproj", projector, "-o", target), 1)
-    assert "CUDA0 needs 13" in line and "reserve 1041" in line
+    assert "CUDA0 needs 13" in line and "reserve 1041" in line and "--no-mmproj-offload" in line
     assert not target.exists()
     made = solve(moe_model, "--budget", "1500", "--mmproj", projector, "-o", target)
     assert made.exit_code == 0
