@@ -103,6 +103,8 @@ def write_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A temporary file in the same folder, synced and renamed over `path` on success, else removed."""
+    if path.is_dir():
+        raise FileProblem(str(path), "is a folder, a file is needed")
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as problem:

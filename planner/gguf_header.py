@@ -232,7 +232,7 @@ def _not_gguf(head: bytes) -> str:
     if text.startswith(b"{"):
         return "not a GGUF but JSON text: the download failed"
     if len(head) > 8 and all(32 <= letter < 127 or letter in b"\t\r\n" for letter in head):
-        return f"not a GGUF but text, {head[:40]!r}: the download failed"
+        return f"not a GGUF but text, {head[:40]!r}: a failed download?"
     return f"not a GGUF file: it starts with {head[:8]!r}"
 
 

@@ -85,7 +85,7 @@ BAD = {
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "an LFS pointer"),
     "json": (b'{"error": "no such model"}', "JSON text"),
     "html-comment": (b"\n<!-- moved --><html>", "an HTML page"),
-    "text": (b"Entry not found", "text, b'Entry not found': the download failed"),
+    "text": (b"Entry not found", "text, b'Entry not found': a failed download?"),
     "xml": (b"<Error><Code>AccessDenied</Code></Error>", "text, b'<Error><Code>AccessDenied"),
     "zeros": (bytes(4096), "it starts with zeros, as downloads do that have not ended"),
     "gzip": (b"\x1f\x8b\x08" + bytes(40), "a gzip archive"),

@@ -163,6 +163,13 @@ def test_tensors_of_an_inventory_file_that_cannot_be(tmp_path: Path, old: str, n
     assert len(answer.stderr.splitlines()) == 1
 
 
+def test_an_output_that_is_a_folder_is_named(moe_model: Path, tmp_path: Path) -> None:
+    answer = call(moe_model, "-o", tmp_path)
+    assert answer.exit_code == 2
+    assert answer.stderr == f"atsplan: {tmp_path}: is a folder, a file is needed\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def _file(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path
