@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +21,8 @@ from planner.errors import FileProblem
 if TYPE_CHECKING:
     from planner.check import CheckOptions
     from planner.findings import Finding
+
+_FEW = 8  # plans that are not worth a second process
 
 
 @click.command("check", epilog="Exit codes: 0 all plans hold, 1 drift, 2 a file cannot be judged.")
@@ -68,13 +75,33 @@ def command(
 
 
 def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) -> list[Finding]:
-    found: list[Finding] = []
-    with progress() as bar:
+    """Findings in the order of the files; models are shared out over the processors."""
+    groups: dict[str, list[Path]] = {}
+    for path in files:
+        groups.setdefault(path.name.partition("--")[0], []).append(path)
+    workers = min(len(groups), os.cpu_count() or 1)
+    found: dict[Path, list[Finding]] = {}
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(progress())
         task = bar.add_task("plans", total=len(files), rate="")
-        for path in files:
-            found += _check_one(path, library, options)
-            bar.advance(task)
-    return found
+        done: Iterable[dict[Path, list[Finding]]]
+        if len(files) < _FEW or workers < 2:
+            done = (_check_group([path], library, options) for path in files)
+        else:
+            # Spawned, not forked: the solver's library keeps threads of its own.
+            pool = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")))
+            waiting = [pool.submit(_check_group, group, library, options) for group in groups.values()]
+            done = (each.result() for each in as_completed(waiting))
+        for group in done:
+            found |= group
+            bar.advance(task, len(group))
+    return [finding for path in files for finding in found[path]]
+
+
+def _check_group(
+    paths: list[Path], library: InputLibrary, options: CheckOptions
+) -> dict[Path, list[Finding]]:
+    return {path: _check_one(path, library, options) for path in paths}
 
 
 def _check_one(path: Path, library: InputLibrary, options: CheckOptions) -> list[Finding]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.asking import Asked, Inputs, asking, inputs_of
-from commands.console import mib, out_json, out_table, progress, replacing, table
+from commands.console import mib, out_json, out_table, progress, table
+from commands.figures import check_name, pyplot, save
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class Point:
 def command(asked: Asked, budgets: str, device: str | None, plot: Path | None, as_json: bool) -> None:
     """Plan MODEL for a range of budgets."""
     sizes = parse_range(budgets)
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise OptionProblem("--plot", str(plot), "expected a name that ends in .png, .svg or .pdf")
+    check_name(plot, "--plot")
     inputs = inputs_of(asked)
     swept = _device(inputs, device)
     points = _points(inputs, swept, sizes)
@@ -134,13 +134,7 @@ def _data(point: Point) -> dict[str, Any]:
 
 def draw(points: Sequence[Point], title: str, path: Path) -> None:
     """Budget against tokens/s, the plan and each stock rule; the same points give the same bytes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "atsplan"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(8, 4.8), layout="constrained")
     solved = [(p.budget_bytes / 2**30, 1e9 / p.plan.predicted.tpot_ns) for p in points if p.plan]
     for name, line in _stock_lines(points).items():
         axes.plot(*zip(*line, strict=True), label=name, linewidth=1.2, linestyle="--")
@@ -150,10 +144,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {"Software": None})
-    with replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:], metadata=metadata, dpi=130)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _stock_lines(points: Sequence[Point]) -> dict[str, list[tuple[float, float]]]:

@@ -9,6 +9,8 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 from planner.inventory import Inventory
 from planner.sliding import sliding_layers
@@ -69,12 +71,17 @@ def layers_of(inventory: Inventory) -> Layers:
 
 def stems_by_layer(inventory: Inventory) -> Mapping[int, frozenset[str]]:
     """Tensor names of each block without `blk.N.` and without suffix."""
+    return _stems(tuple(tensor.name for tensor in inventory.tensors))
+
+
+@lru_cache(maxsize=64)
+def _stems(names: tuple[str, ...]) -> Mapping[int, frozenset[str]]:
     found: dict[int, set[str]] = defaultdict(set)
-    for tensor in inventory.tensors:
-        match = _STEM.fullmatch(tensor.name)
+    for name in names:
+        match = _STEM.fullmatch(name)
         if match:
             found[int(match[1])].add(match[2])
-    return {layer: frozenset(names) for layer, names in found.items()}
+    return MappingProxyType({layer: frozenset(stems) for layer, stems in found.items()})
 
 
 def _listed_recurrent(inventory: Inventory, n_main: int) -> tuple[bool, ...]:

@@ -66,6 +66,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         self.tensors = by_name(self.inventory)
+        self._parts = {name: part_of(tensor) for name, tensor in self.tensors.items()}
         self._layers = layers_of(self.inventory)
         self._slides = sliding_layers(self.inventory, self._layers.n_main)
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
@@ -161,7 +162,7 @@ class Prices:
         return self._lookup(timing.Case("RMS_NORM", "f32", (width,), batch), device, "")[0]
 
     def _tensor(self, unit: Unit, tensor: Tensor, device: str, buffer: str, batch: int) -> tuple[int, bool]:
-        part = part_of(tensor)
+        part = self._parts[tensor.name]
         if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP):
             return self._lookup(timing.Case("GET_ROWS", tensor.type, tensor.shape, batch), device, buffer)
         if part.role in _SMALL_ROLES or not _is_matrix(tensor):

@@ -76,7 +76,7 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOpti
     everything = price(model, profile, budgets, plan.workload, free)
     stock = baselines.candidates(everything, options.given)
     alone = host_only(model, profile, budgets, plan.workload, options)
-    priced = price(model, profile, budgets, plan.workload, options)
+    priced = everything if options == free else price(model, profile, budgets, plan.workload, options)
     devices = {use.name for use in plan.devices}
     if alone is not None and devices <= {d.device for d in alone[0].problem.devices}:
         priced = alone[0]  # no GPU is opened: its compute buffer is not there either

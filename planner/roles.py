@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from planner.inventory import Tensor
 
@@ -164,6 +165,7 @@ def _is_table(tensor: Tensor, stem: str) -> bool:
     return not known and len(tensor.shape) == 2 and tensor.shape[1] >= _TABLE_ROWS + tensor.shape[0]
 
 
+@lru_cache(maxsize=4096)
 def _role_in_layer(stem: str) -> Role:
     for role, pattern in _PATTERNS:
         if pattern.fullmatch(stem):
