@@ -318,9 +318,9 @@ def _config(name: str, data: Path) -> Config:
 
 
 BESIDE = """\
-Also here: `library.yaml` says which models are planned on which machines (`make plans`), `*.profile.yaml` are those
-machines as the plans saw them (all assumed, but for h200, which was measured), and `Qwen3-30B-A3B.heat.csv` is
-real routing of 75 773 decoded tokens (github.com/doramirdor/mbolt, MIT).
+Also here: `library.yaml` says which models are planned on which machines (`make plans`), `*.profile.yaml`
+are those machines as the plans saw them (all assumed, but for h200, which was measured), and
+`Qwen3-30B-A3B.heat.csv` is real routing of 75 773 decoded tokens (github.com/doramirdor/mbolt, MIT).
 """
 
 

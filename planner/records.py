@@ -78,6 +78,11 @@ def load(text: str, kind: type[R], path: str) -> R:
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         where = tuple(first["loc"])
+        if where == ("schema",) and first["type"] == "less_than_equal":
+            why = (
+                f"{first['input']} was written by a newer atsplan; this one reads up to {first['ctx']['le']}"
+            )
+            raise FieldProblem(path, _line_of(node, where), "schema", why) from None
         raise FieldProblem(path, _line_of(node, where), _spell(where), first["msg"].lower()) from None
     except yaml.MarkedYAMLError as problem:
         raise FieldProblem(path, _mark(problem), "", f"not YAML: {problem.problem}") from None

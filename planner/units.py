@@ -52,7 +52,7 @@ class Unit:
 
 
 def movable(unit: Unit) -> tuple[str, ...]:
-    """The tensors that leave the layer device when their unit does: of the head the matrix, never the norm."""
+    """The tensors that leave the layer device with their unit: of the head the matrix, never the norm."""
     if unit.kind is not Kind.OUTPUT:
         return unit.tensors
     return tuple(name for name in unit.tensors if name == "output.weight")

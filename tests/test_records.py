@@ -46,7 +46,8 @@ def test_text_is_canonical_both_ways() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "part"),
     [
-        ("schema: 1", "schema: 2", 1, "schema"),
+        ("schema: 1", "schema: 2", 1, "schema: 2 was written by a newer atsplan; this one reads up to 1"),
+        ("schema: 1", "schema: 0", 1, "schema"),
         ("schema: 1", "schema: '1'", 1, "schema"),
         ("block_count: 1", "block_count: 012", 6, "plain decimal"),
         ("block_count: 1", "block_count: 12:30", 6, "plain decimal"),
