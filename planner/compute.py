@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from planner.arch import Layers, layers_of
+from planner.ggml_types import row_bytes
 from planner.inventory import Inventory, Tensor, by_name
 from planner.kv import INDEXED, cells_of, head_widths, is_latent, kv_heads, state_widths
 from planner.sliding import sliding_layers
@@ -267,12 +268,19 @@ def _attention_values(
 
 
 def _cast_bytes(inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool) -> int:
-    """Flash attention reads an f32 cache as f16: copies of the layer's keys and values."""
-    if not workload.flash_attn or "f32" not in (workload.type_k, workload.type_v):
-        return 0
+    """Copies of the layer's cache that its attention works on.
+
+    Flash attention reads an f32 cache as f16. Without it a latent attention transposes its values, which
+    are a view of the keys.
+    """
     slides = _slides(inventory, shape)[layer]
     cells = cells_of(inventory, workload, swa_full=swa_full)
     rows = (cells.sliding if slides else cells.full) * cells.streams
+    if not workload.flash_attn:
+        value = head_widths(inventory, slides)[1] if is_latent(inventory) else 0
+        return rows * row_bytes(workload.type_k, value) if value else 0
+    if "f32" not in (workload.type_k, workload.type_v):
+        return 0
     return 2 * rows * sum(head_widths(inventory, slides)) * kv_heads(inventory, shape.n_all)[layer]
 
 

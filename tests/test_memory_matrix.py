@@ -123,6 +123,16 @@ def _rolled(path: Path, work: Workload) -> list[Bytes]:
     return measure([Load(path, work, rollback=depth) for depth in (0, 4)])
 
 
+@pytest.mark.parametrize("model", ["deepseek2", "kimi-linear"])
+def test_a_latent_attention_without_flash_copies_its_values(model: str, generated: Path) -> None:
+    path = generated / f"{model}.gguf"
+    small = {"n_ctx": 20000, "n_ubatch": 8, "flash_attn": False}
+    works = [Workload(**small), Workload(**small, n_seq=4, type_k="f32", type_v="f32")]
+    for work, said in zip(works, measure([Load(path, work) for work in works]), strict=True):
+        assert said.compute <= compute_bytes(read_model(path).inventory, work) * 1.01 + MIB
+        assert said.compute > 5 * MIB
+
+
 @pytest.mark.parametrize("model", ["qwen35moe-nextn", "glm4moe-nextn", "deepseek2-nextn"])
 def test_the_context_of_a_nextn_head(model: str, generated: Path) -> None:
     inventory = read_model(generated / f"{model}.gguf").inventory
