@@ -121,6 +121,19 @@ def _fits(device: Device, size: int, option: str) -> None:
         raise OptionProblem(option, f"{device.name}={size // 2**20}", f"the device has {has} MiB in all")
 
 
+def tight(device: Device, used_bytes: int) -> str:
+    """What to say when a plan leaves a GPU less than its headroom; "" when it leaves enough."""
+    there = device.free_bytes or device.memory_bytes
+    left = there - used_bytes
+    if device.kind == "cpu" or not there or left >= headroom(there):
+        return ""
+    wanted = headroom(there) // 2**20
+    return (
+        f"{device.name}: {max(left, 0) // 2**20} MiB stay free, {wanted} are usual: "
+        "graphs and pools grow for hours after loading"
+    )
+
+
 def headroom(available: int) -> int:
     """What to leave free where nobody set a budget: graphs and pools grow for hours after loading."""
     return max(512 * 2**20, available * 4 // 100)

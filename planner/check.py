@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date
 
+from planner.budget import tight
 from planner.difference import Change, difference
 from planner.errors import AtsplanError, FieldProblem
 from planner.findings import Finding, Severity
@@ -78,6 +79,7 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
         if inputs.profile is not None and not inputs.heat_missing(plan):
             _derived(plan, inputs.inventory, inputs.profile, inputs.known, options, report)
     if inputs.profile is not None:
+        _headroom(plan, inputs.profile, report)
         _stale(plan, inputs.profile, options, report)
     return sorted(report.findings, key=lambda f: (f.line, f.rule))
 
@@ -123,6 +125,14 @@ def _budgets(plan: Plan, report: _Report) -> None:
         over = use.used_bytes - use.budget_bytes
         if over > 0 and not (plan.constraints.page and use.kind == "cpu"):
             report.add("memory", f"{use.name} holds {over} bytes more than its budget", "devices", i)
+
+
+def _headroom(plan: Plan, profile: Profile, report: _Report) -> None:
+    """Room for what grows after loading: a note, as the budget is the user's own."""
+    devices = {device.name: device for device in profile.devices}
+    for i, use in enumerate(plan.devices):
+        if use.name in devices and (text := tight(devices[use.name], use.used_bytes)):
+            report.add("memory", text, "devices", i, severity=Severity.NOTE)
 
 
 def _overrides(plan: Plan, inventory: Inventory, report: _Report) -> None:

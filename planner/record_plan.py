@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from planner.baselines import Candidate
+from planner.budget import tight
 from planner.cost import OUTPUT, Model, Priced, decision_of
 from planner.evaluate import Evaluation
 from planner.gguf_header import one_line
-from planner.options import SolveOptions
 from planner.opaque import host_types
+from planner.options import SolveOptions
 from planner.overrides import overrides_of
 from planner.plan import (
     Baseline,
@@ -268,10 +269,15 @@ def _notes(
     if not any(r.name.startswith("projector") for r in options.reserves):
         found.append("no memory reserved for a vision projector (--mmproj)")
     found += _unrecognised(chosen.priced.model, profile)
+    found += [text for use in _uses(chosen, budgets, options) if (text := _tight(use, profile))]
     found += _ceilings(chosen)
     found += _paged(chosen, budgets, options)
     found += [f"profile: {warning}" for warning in profile.warnings]
     return tuple(found)
+
+
+def _tight(use: DeviceUse, profile: Profile) -> str:
+    return tight(profile.device(use.name), use.used_bytes)
 
 
 def _unrecognised(model: Model, profile: Profile) -> list[str]:
@@ -287,9 +293,10 @@ def _unrecognised(model: Model, profile: Profile) -> list[str]:
     if foreign:
         first = f"{len(foreign)} tensors ({one_line(foreign[0])} first)"
         found.append(f"{first} are not of the text model: stock llama.cpp may refuse the file")
-    for kind in host_types(model.inventory, profile):
-        found.append(f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere")
-    return found
+    opaque = host_types(model.inventory, profile)
+    return found + [
+        f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere" for kind in opaque
+    ]
 
 
 def _ceilings(chosen: Chosen) -> list[str]:

@@ -10,9 +10,12 @@ from planning_models import MIB, machine, moe, plan, real, sites
 from sparse_model import write_sparse
 
 from atsplan import main
+from planner.check import CheckOptions, Inputs, check_plan
+from planner.findings import Severity
 from planner.inventory import Inventory
 from planner.options import Pin, Reserve, SolveOptions
 from planner.plan import from_text as plan_text
+from planner.plan import to_text
 from planner.profile import OpTiming
 from planner.roles import Role, part_of
 from planner.room import room_of
@@ -94,6 +97,17 @@ def test_the_memory_of_a_draft_on_the_host_counts_in_a_plan_without_gpus() -> No
     assert {u.name for u in plan(moe(), "CUDA0=20000,CPU=40000", on=slow).devices} == {"CPU"}
     made = plan(moe(), "CUDA0=20000,CPU=40000", on=slow, options=SolveOptions(reserves=(held,)))
     assert "CUDA0" in {u.name for u in made.devices}
+
+
+def test_a_gpu_filled_to_the_brim_is_said_and_noted() -> None:
+    small = machine(CUDA0={"memory_bytes": 1600 * MIB, "free_bytes": 1500 * MIB})
+    full, roomy = (plan(moe(), "1450", on=on) for on in (small, machine()))
+    (note,) = [note for note in full.notes if "grow for hours" in note]
+    use = next(use for use in full.devices if use.name == "CUDA0")
+    assert note.startswith(f"CUDA0: {1500 - -(-use.used_bytes // MIB)} MiB stay free, 512 are usual")
+    assert not any("grow for hours" in note for note in roomy.notes)
+    found = check_plan(full, to_text(full), "plan.yaml", Inputs(moe(), small), CheckOptions(resolve=False))
+    assert [(f.severity, f.message) for f in found] == [(Severity.NOTE, note)]
 
 
 @pytest.mark.parametrize("tensor", ["blk.2.ffn_up_exps.weight", "blk.2.attn_q.weight", "output.weight"])
