@@ -9,7 +9,7 @@ from planner.errors import FileProblem
 from planner.gguf_header import Header, one_line
 from planner.inventory import Hparam
 
-MAX_LAYERS = 4096  # the engine stops at 512
+MAX_LAYERS = 512  # the engine's own limit
 MAX_COUNT = 2**32 - 1  # what the widest of the format's usual counts can say
 _BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
 

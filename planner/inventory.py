@@ -20,7 +20,7 @@ _COUNT = re.compile(
     r"|l_cache|_window|kpool|compress_ratios)"
 )
 _BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
-_MAX_LAYERS = 4096  # the engine stops at 512
+_MAX_LAYERS = 512  # the engine's own limit
 _MAX_COUNT = 2**32 - 1
 
 

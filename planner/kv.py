@@ -155,7 +155,7 @@ def state_widths(inventory: Inventory) -> tuple[int, int]:
         case "rwkv":
             return number("token_shift_count", 2) * width, width * number("wkv.head_size")
         case "shortconv":
-            return width * (number("shortconv.l_cache") - 1), 0
+            return width * max(number("shortconv.l_cache") - 1, 0), 0
         case "kda":
             head = number("kda.head_dim")
             return 3 * (kernel - 1 if kernel else 3) * heads * head, head * head * heads

@@ -68,7 +68,8 @@ def home(unit: Unit, layer_devices: Sequence[str]) -> str:
     """The device whose memory the engine gives a unit when nothing overrides it."""
     if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP, Kind.FOREIGN):
         return CPU  # input tables stay on the host however many layers are offloaded
-    return layer_devices[-1] if unit.layer is None else layer_devices[unit.layer]
+    last = len(layer_devices) - 1  # tensors of layers that the model does not count stay with the head
+    return layer_devices[last if unit.layer is None else min(unit.layer, last)]
 
 
 def buffer_of(site: str) -> str:

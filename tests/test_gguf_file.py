@@ -169,6 +169,7 @@ def test_hyperparameters_lose_their_prefix(tmp_path: Path) -> None:
     ("entry", "message"),
     [
         (kv("llama.block_count", U32, 2**32 - 1), "block_count is 4294967295"),
+        (kv("llama.block_count", U32, 513), "block_count is 513"),
         (kv("llama.block_count", STR, "four"), "block_count is four"),
         (kv("llama.attention.head_count", ARR, (I32, [4, -1])), "attention.head_count is -1"),
         (kv("llama.embedding_length", F32, 8.0), "embedding_length is 8.0"),

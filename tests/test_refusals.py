@@ -162,6 +162,14 @@ def test_a_file_that_hides_its_attention_is_planned_without_cache_and_says_so() 
     assert any("the KV cache is not counted" in note for note in plan(model, "20000").notes)
 
 
+def test_layers_beyond_the_stated_number_stay_with_the_head() -> None:
+    model = moe()
+    shorter = model.model_copy(update={"hparams": {**model.hparams, "block_count": 5}})
+    made = plan(shorter, "20000")
+    assert sites(made)["blk.7.nextn"] == "gpu:CUDA0"
+    assert any("blk.5.attn_norm.weight" in note and "more" in note for note in made.notes)
+
+
 def test_layers_without_tensors_are_said() -> None:
     model = moe()
     longer = model.model_copy(update={"hparams": {**model.hparams, "block_count": 10}})

@@ -184,6 +184,12 @@ def test_nextn_blocks_that_the_file_left_out_still_count() -> None:
     assert (layers_of(model).n_main, layers_of(model).n_nextn) == (1, 1)
 
 
+def test_a_convolution_of_no_width_keeps_no_state() -> None:
+    mixer = "\n".join(f"blk.0.shortconv.{n}.weight 64x64" for n in ("in_proj", "conv", "out_proj"))
+    model = table("lfm2", f"{ends()}\n{mixer}", block_count=1, shortconv__l_cache=0, embedding_length=64)
+    assert state_bytes(model, Workload()) == (0,)
+
+
 def test_a_layer_may_attend_and_be_recurrent() -> None:
     mixer = "\n".join(
         ["blk.0.ssm_in.weight 64x300", "blk.0.ssm_out.weight 128x64", "blk.0.ssm_conv1d.weight 4x160"]
