@@ -223,9 +223,13 @@ def _unknown_types(shards: tuple[ShardHeader, ...]) -> list[str]:
             if not is_known(name):
                 found[name] = found.get(name, 0) + 1
     return [
-        f"{count} tensors of unknown {name}: carried as opaque bytes, stock llama.cpp may not load them"
+        f"{_so_many(count)} of unknown {name}: carried as opaque bytes, stock llama.cpp may not load them"
         for name, count in sorted(found.items())
     ]
+
+
+def _so_many(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
 
 
 def _holes(shards: tuple[ShardHeader, ...]) -> list[str]:
@@ -239,8 +243,8 @@ def _holes(shards: tuple[ShardHeader, ...]) -> list[str]:
         return []
     first = one_line(longer[0])
     return [
-        f"{len(longer)} tensors are longer than type and shape say, {first} first: carried as they are, "
-        "stock llama.cpp will not load them"
+        f"{_so_many(len(longer))} longer than type and shape say, {first} first: carried as they are, "
+        "stock llama.cpp will not load the file"
     ]
 
 

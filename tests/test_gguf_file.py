@@ -55,7 +55,7 @@ def test_unknown_types_are_opaque_bytes_of_their_gap(tmp_path: Path, kind: int) 
     model = read_model(save(tmp_path, gguf([arch()], [W1, odd, W2])))
     tensor = model.inventory.tensor("odd.weight")
     assert (tensor.type, tensor.size_bytes) == (f"type{kind}", 288)
-    assert f"1 tensors of unknown type{kind}" in " ".join(model.notes)
+    assert f"1 tensor of unknown type{kind}" in " ".join(model.notes)
 
 
 def test_an_unknown_type_at_the_end_reaches_to_the_end_of_the_file(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_hole_behind_a_known_type_is_carried(tmp_path: Path) -> None:
     wide = T("wide.weight", (256, 2), 12, bytes(352))
     model = read_model(save(tmp_path, gguf([arch()], [wide, W2])))
     assert model.inventory.tensor("wide.weight").size_bytes == 352
-    assert "1 tensors are longer than type and shape say, wide.weight first" in model.notes[0]
+    assert "1 tensor longer than type and shape say, wide.weight first" in model.notes[0]
 
 
 def test_overlap_and_misalignment_are_damage(tmp_path: Path) -> None:
