@@ -95,7 +95,7 @@ def _arms(
     names = [name.strip() for name in against.split(",") if name.strip()]
     field = field_of(found, job.path, job.file.inventory, mine)
     # A stock rule runs with the engine's own count of threads, whatever suits the plan.
-    stock = replace(job.spec, threads=threads)
+    stock = replace(job.spec, threads=threads, op_offload=True)
     arms, missing = rivals(field, stock, tuple(name for name in names if name in RULES))
     for why in missing:
         say(f"no rival {why}")
@@ -193,6 +193,7 @@ def _report(job: Job, results: list[Result], comparisons: list[Comparison]) -> d
                 "name": r.arm.name,
                 "setting": r.arm.setting,
                 "threads": r.arm.spec.threads or usable_cores(),
+                "op_offload": r.arm.spec.op_offload,
                 "host_memory": "mmap" if r.arm.spec.use_mmap else "read",
                 "decode_ns": times(r.decode),
                 "prefill_ns": times(r.prefill),

@@ -109,7 +109,8 @@ class Chooser:
 
     def _host_times(self, unit: Unit, through: int) -> Times:
         cpu = self.devices[self.cpu].name
-        return self.prices.on_host(unit, cpu, self.devices[through].name if through >= 0 else None)
+        streamed = through >= 0 and self.options.op_offload
+        return self.prices.on_host(unit, cpu, self.devices[through].name if streamed else None)
 
     def _logits(self, device: Device) -> Times:
         """The copy of the logits to the host."""
@@ -134,6 +135,8 @@ class Chooser:
     def _cached(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
         """Experts on the host behind the engine's cache, which holds the same share of every layer."""
         device = self.devices[d]
+        if not self.options.op_offload:
+            return  # without it no operator of host weights reaches the device, the cache's neither
         if device.memory_pool and device.memory_pool == self.devices[self.cpu].memory_pool:
             return  # one memory: a cache would only copy within it
         for n, point in enumerate(self.options.cache):
@@ -191,7 +194,8 @@ class Chooser:
         )
 
     def _streams(self, device: int) -> bool:
-        return self.devices[device].kind == "gpu" and self.workload.n_ubatch >= OFFLOAD_BATCH
+        long = self.workload.n_ubatch >= OFFLOAD_BATCH
+        return self.options.op_offload and long and self.devices[device].kind == "gpu"
 
     def _there(self, d: int, unit: Unit) -> Times:
         """From the layer device to the CPU and, for experts, one more row per expert on the way back."""
@@ -211,7 +215,7 @@ class Chooser:
         prefill = sum(
             count * self.prices.hand_over(*names, width * batch)
             for batch, count in self.prices.batches
-            if batch < OFFLOAD_BATCH
+            if batch < OFFLOAD_BATCH or not self.options.op_offload
         )
         return Times(decode, prefill)
 

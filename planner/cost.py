@@ -80,6 +80,12 @@ class Priced:
     problem: Problem
     prices: Prices
     fixed: Mapping[str, Room]  # memory a device needs as soon as it is used
+    op_offload: bool = True  # long prompts of host weights are computed on a GPU
+
+    @property
+    def streams(self) -> bool:
+        """Whether prompts of this workload really are."""
+        return self.problem.host_leads
 
 
 def price(
@@ -123,10 +129,10 @@ def price(
         decode_weight=workload.gen,
         decode_ns=prices.calibration.token_ns,
         max_runs=options.max_runs,
-        host_leads=_streams(devices, workload),
+        host_leads=options.op_offload and _streams(devices, workload),
         contiguous=options.contiguous,
     )
-    return Priced(model, rounded(problem), prices, rooms)
+    return Priced(model, rounded(problem), prices, rooms, options.op_offload)
 
 
 def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:

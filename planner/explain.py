@@ -80,6 +80,11 @@ def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
         f"between {_ms(low)} and {_ms(high)}; a prompt of {plan.workload.prompt} tokens {_ms(p.prefill_ns)}."
     )
     yield from _time(plan)
+    if not plan.op_offload:
+        yield (
+            "Prompts are computed where the weights are (--no-op-offload): to copy host weights to a GPU for "
+            "each batch, as the engine does on its own, would take longer."
+        )
     yield from _limit(plan, larger)
     yield from _proof(plan)
     yield from (_against(plan, baseline) for baseline in plan.baselines)

@@ -34,6 +34,7 @@ class LoadSpec:
     use_extra_bufts: bool = True  # CPU_REPACK
     cache_bytes: int = 0
     threads: int = 0  # 0: all cores this process may use
+    op_offload: bool = True  # prompts of host weights are computed on a GPU
     swa_full: bool = False  # sliding-window layers keep the whole context
     notes: tuple[str, ...] = ()  # where the engine cannot be told the plan exactly
 
@@ -83,6 +84,7 @@ def load_spec(plan: Plan) -> LoadSpec:
             workload=plan.workload,
             cache_bytes=sum(use.cache_bytes for use in plan.devices),
             threads=plan.machine.threads,
+            op_offload=plan.op_offload,
             notes=notes,
         ),
         runs,

@@ -61,9 +61,50 @@ def make_plan(
     chosen = choose(constrained, everything, stock, alone, options, searched=refusal is None)
     if chosen is None:
         raise refusal or refuse(constrained, budgets, options)
+    if constrained.streams:
+        plain = price(model, profile, budgets, workload, replace(options, op_offload=False))
+        chosen = _better_on_host(chosen, constrained, plain, budgets, options)
     own = tuple(c for c in stock if c.name not in {g.name for g in options.given})
     made = record(chosen, (alone[1], *own) if alone else own, profile, budgets, workload, options)
     return made.model_copy(update={"notes": (*made.notes, *map(_told, stock[len(own) :]))})
+
+
+def _better_on_host(
+    streamed: Chosen, priced: Priced, plain: Priced, budgets: Mapping[str, int], options: SolveOptions
+) -> Chosen:
+    """The better of two: prompts of host weights computed on a GPU, or where these weights are.
+
+    The first is the engine's own way and wins when they cannot be told apart. The second is looked at
+    when the CPU computes the prompt of something faster than it is copied; only then does the bound
+    speak of it too.
+    """
+    if not _faster_on_host(priced, plain) or forced(plain, budgets, options) is not None:
+        return streamed
+    known = streamed.solution if streamed.priced is priced else None
+    start = _translate(plain, Candidate("", "", known, None), priced)
+    hint = start.solution if start is not None and start.feasible else None
+    solved = solve(plain.problem, hint, Limits(options.time_limit_s, 6 * options.time_limit_s))
+    if solved.solution is None and solved.status == "infeasible":
+        return streamed
+    best = streamed
+    if solved.solution is not None:
+        found = evaluate(plain.problem, solved.solution)
+        assert found.feasible, found.violations
+        own = streamed.evaluation.objective_ns
+        if found.objective_ns + own * indistinct_ppm(priced) // _PPM < own:
+            best = Chosen(plain, solved.solution, found, solved.bound_ns, solved.status, "")
+    bound = min(streamed.bound_ns, solved.bound_ns)
+    proven = best.status != "optimal" or bound >= best.evaluation.objective_ns
+    return replace(best, bound_ns=bound, status=best.status if proven else "feasible")
+
+
+def _faster_on_host(priced: Priced, plain: Priced) -> bool:
+    """Whether some placement's prompt takes less time without copies to a GPU."""
+    for decision, other in zip(priced.problem.decisions, plain.problem.decisions, strict=True):
+        streamed = {(o.entry, o.sites): o.prefill_ns for o in decision.options}
+        if any(o.prefill_ns < streamed.get((o.entry, o.sites), 0) for o in other.options):
+            return True
+    return False
 
 
 def _told(candidate: Candidate) -> str:
@@ -113,17 +154,24 @@ def choose(
     start = hint.solution if hint else None
     solved = solve(priced.problem, start, limits) if searched else Solved("infeasible", None, 0, 0)
     found = _pick(priced, solved, usable)
-    if host_only is None or options.no_cpu or options.pins:
+    unopened = found is not None and _on_host_alone(found)
+    if host_only is None or ((options.no_cpu or options.pins) and not unopened):
         return found
     alone, candidate = host_only
     if not candidate.feasible or candidate.evaluation is None or candidate.solution is None:
         return found
     own = candidate.evaluation.objective_ns
     margin = found.evaluation.objective_ns * indistinct_ppm(priced) // _PPM if found and not found.rule else 0
-    if found is None or own <= found.evaluation.objective_ns + margin:
+    if found is None or unopened or own <= found.evaluation.objective_ns + margin:
         bound = min(solved.bound_ns, own) if solved.solution else own
         return Chosen(alone, candidate.solution, candidate.evaluation, bound, "baseline", candidate.name)
     return found
+
+
+def _on_host_alone(chosen: Chosen) -> bool:
+    """Whether a placement takes nothing of any GPU: the problem without them says the same, to the digit."""
+    pairs = zip(chosen.evaluation.memory, chosen.priced.problem.devices, strict=True)
+    return all(device.host or not size for size, device in pairs)
 
 
 def _pick(priced: Priced, solved: Solved, usable: list[Candidate]) -> Chosen | None:

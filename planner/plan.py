@@ -149,6 +149,7 @@ class Plan(Record):
     constraints: Constraints
     devices: tuple[DeviceUse, ...]
     layers: tuple[LayerRange, ...]
+    op_offload: bool = True  # prompts of 32 tokens and more: host weights are copied to a GPU and computed there
     predicted: Prediction
     baselines: tuple[Baseline, ...]
     notes: tuple[str, ...] = ()

@@ -75,6 +75,7 @@ def record(
         constraints=constraints_of(budgets, options),
         devices=_uses(chosen, budgets, options),
         layers=ranges(devices),
+        op_offload=priced.op_offload,
         predicted=prediction(chosen, profile),
         baselines=tuple(map(_baseline, stock)),
         notes=_notes(chosen, profile, budgets, options),

@@ -76,9 +76,10 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOpti
     everything = price(model, profile, budgets, plan.workload, free)
     stock = baselines.candidates(everything, options.given)
     alone = host_only(model, profile, budgets, plan.workload, options)
-    priced = everything if options == free else price(model, profile, budgets, plan.workload, options)
+    decided = replace(options, op_offload=plan.op_offload)
+    priced = everything if decided == free else price(model, profile, budgets, plan.workload, decided)
     devices = {use.name for use in plan.devices}
-    if alone is not None and devices <= {d.device for d in alone[0].problem.devices}:
+    if plan.op_offload and alone is not None and devices <= {d.device for d in alone[0].problem.devices}:
         priced = alone[0]  # no GPU is opened: its compute buffer is not there either
     chosen = _chosen(plan, priced)
     made = record(chosen, (alone[1], *stock) if alone else stock, profile, budgets, plan.workload, options)

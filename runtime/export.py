@@ -41,8 +41,15 @@ def _preset(plan: Plan, placed: Stock, model: str) -> str:
 
 
 def _env(plan: Plan, placed: Stock, model: str) -> str:
-    lines = [f"{ENVIRONMENT[option]}={_env_value(option, value)}" for option, value in options(placed, model)]
+    lines = [f"{name}={value}" for name, value in _environment(placed, model).items()]
+    lacks = [option for option, _ in options(placed, model) if option not in ENVIRONMENT]
+    lines += [f"# no variable says this, add the option: {option}" for option in lacks]
     return _comment(plan, placed, "#") + "\n".join(lines) + "\n"
+
+
+def _environment(placed: Stock, model: str) -> dict[str, str]:
+    """The variables that stand for options; --no-op-offload has none."""
+    return {ENVIRONMENT[o]: _env_value(o, v) for o, v in options(placed, model) if o in ENVIRONMENT}
 
 
 def _json(plan: Plan, placed: Stock, model: str) -> str:
@@ -52,7 +59,7 @@ def _json(plan: Plan, placed: Stock, model: str) -> str:
         "exact": placed.exact,
         "notes": placed.notes,
         "arguments": arguments(placed, model),
-        "environment": {ENVIRONMENT[o]: _env_value(o, v) for o, v in options(placed, model)},
+        "environment": _environment(placed, model),
         "predicted_tpot_ns": plan.predicted.tpot_ns,
     }
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -142,6 +149,7 @@ def _python(plan: Plan, placed: Stock, model: str) -> str:
         "n_threads": spec.threads or None,
         "flash_attn": work.flash_attn,
         "swa_full": spec.swa_full,
+        "op_offload": None if spec.op_offload else False,
         "type_k": TYPE_NUMBERS[work.type_k],
         "type_v": TYPE_NUMBERS[work.type_v],
     }

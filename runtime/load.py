@@ -97,6 +97,7 @@ def context_params(engine: Engine, spec: LoadSpec, kept: Kept, observe: Any = No
     params.n_threads = params.n_threads_batch = spec.threads or usable_cores()
     params.flash_attn_type = _FA_ON if work.flash_attn else _FA_OFF
     params.swa_full = spec.swa_full
+    params.op_offload = spec.op_offload
     params.type_k = TYPE_NUMBERS[work.type_k]
     params.type_v = TYPE_NUMBERS[work.type_v]
     if spec.cache_bytes:

@@ -102,6 +102,8 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
         found.append(("--threads", str(spec.threads)))
     if not spec.use_extra_bufts:
         found.append(("--no-repack", ""))
+    if not spec.op_offload:
+        found.append(("--no-op-offload", ""))
     if spec.swa_full:
         found.append(("--swa-full", ""))
     return found

@@ -1,0 +1,169 @@
+"""Prompts of host weights: copied to a GPU for each batch, or computed where they are; the link decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_models import dense, machine, moe, plan
+from test_run import plan_for
+
+from atsplan import main
+from planner.check import CheckOptions, Inputs, check_plan
+from planner.explain import sentences
+from planner.findings import Finding
+from planner.inventory import Inventory
+from planner.loading import load_spec
+from planner.options import CachePoint, Pin, SolveOptions
+from planner.plan import Plan, to_text
+from planner.profile import Profile
+from planner.workload import Workload
+from runtime import dryrun
+from runtime.libllama import Engine
+
+GB = 10**9
+
+
+def linked(gb_per_s: float) -> Profile:
+    """A desktop whose copies between CPU and GPU are this fast."""
+    profile = machine("rtx4090-ddr5")
+    speed = {"bandwidth_bytes_per_s": int(gb_per_s * GB)}
+    return profile.model_copy(update={"links": tuple(li.model_copy(update=speed) for li in profile.links)})
+
+
+def asked(prompt: int) -> Workload:
+    return Workload(n_ctx=16384, prompt=prompt, gen=64)
+
+
+def findings(made: Plan, model: Inventory, profile: Profile) -> list[Finding]:
+    return check_plan(made, to_text(made), "plan.yaml", Inputs(model, profile), CheckOptions(time_limit_s=5))
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "prompt", "copied"), [(3, 34, False), (3, 8192, False), (50, 8192, True), (50, 8, True)]
+)
+def test_a_slow_link_keeps_prompts_on_the_cpu_and_a_fast_one_does_not(
+    gb_per_s: float, prompt: int, copied: bool
+) -> None:
+    model, profile = moe(), linked(gb_per_s)
+    made = plan(model, "1500", on=profile, workload=asked(prompt))
+    assert any(p.site == "cpu" and p.unit.endswith("experts") for p in made.units)
+    assert made.op_offload is copied
+    for stock in made.baselines:
+        if stock.feasible:
+            theirs = made.workload.gen * stock.tpot_ns + stock.prefill_ns
+            assert made.predicted.objective_ns <= theirs
+    assert findings(made, model, profile) == []
+
+
+def test_the_prompt_is_faster_and_no_room_is_left_for_copies() -> None:
+    model, profile = moe(), linked(3)
+    made = plan(model, "1500", on=profile, workload=asked(8192))
+    copying = made.model_copy(update={"op_offload": True})
+    found = {f.message.split(" is ")[0] for f in findings(copying, model, profile)}
+    assert "predicted.prefill_ns" in found  # priced again, it is another plan
+    stock = next(b for b in made.baselines if b.name == "n-cpu-moe")
+    assert made.predicted.prefill_ns * 2 < stock.prefill_ns
+    gpu = next(use for use in made.devices if use.name == "CUDA0")
+    fast = plan(model, "1500", on=linked(50), workload=asked(8192))
+    assert gpu.compute_bytes < next(u for u in fast.devices if u.name == "CUDA0").compute_bytes
+
+
+def test_a_changed_flag_is_drift() -> None:
+    model, profile = moe(), linked(50)
+    made = plan(model, "1500", on=profile, workload=asked(8192))
+    assert made.op_offload
+    changed = made.model_copy(update={"op_offload": False})
+    assert any("predicted.prefill_ns" in f.message for f in findings(changed, model, profile))
+
+
+@settings(derandomize=True, deadline=None, max_examples=8)
+@given(
+    gb_per_s=st.sampled_from([1, 6, 12, 25, 60]),
+    prompt=st.sampled_from([31, 32, 200, 4096]),
+    budget=st.sampled_from(["700", "1400", "2400"]),
+    sparse=st.booleans(),
+)
+def test_checks_solve_to_the_same_answer(gb_per_s: int, prompt: int, budget: str, sparse: bool) -> None:
+    model = moe(4) if sparse else dense([4096, 6144, 8192, 6144] * 2)
+    profile = linked(gb_per_s)
+    made = plan(model, budget, on=profile, workload=asked(prompt))
+    assert findings(made, model, profile) == []
+    assert made.predicted.bound_ns <= made.predicted.objective_ns
+    if prompt < 32:
+        assert made.op_offload  # nothing would be copied anyway
+
+
+@pytest.mark.parametrize(
+    ("batch", "pins"), [(16, ()), (16, (Pin("blk.*", "cpu"), Pin("output", "cpu"))), (512, ())]
+)
+def test_a_plan_that_opens_no_gpu_is_checked_without_one(batch: int, pins: tuple[Pin, ...]) -> None:
+    model, profile = dense([2048, 8192, 6144, 8192, 6144, 2048]), machine("rtx4090-epyc")
+    work = Workload(n_ctx=8192, prompt=batch, gen=16, n_ubatch=batch)
+    made = plan(model, "400", on=profile, workload=work, options=SolveOptions(pins=pins))
+    assert [use.name for use in made.devices] == ["CPU"]
+    assert findings(made, model, profile) == []
+
+
+def test_the_engine_s_cache_is_not_mixed_with_it() -> None:
+    cached = SolveOptions(cache=(CachePoint(500_000, 900_000),))
+    made = plan(moe(), "1500", on=linked(3), workload=asked(8192), options=cached)
+    assert made.op_offload or not any(p.site.startswith("cache:") for p in made.units)
+
+
+def test_explain_says_it_in_a_sentence() -> None:
+    made = plan(moe(), "1500", on=linked(3), workload=asked(8192))
+    assert sum("--no-op-offload" in line for line in sentences(made)) == 1
+    fast = plan(moe(), "1500", on=linked(50), workload=asked(8192))
+    assert not any("op-offload" in line for line in sentences(fast))
+
+
+def test_stock_tools_are_told(moe_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan_for(moe_model).model_copy(update={"op_offload": False})))
+    told = {
+        "llama-server": "--no-op-offload",
+        "preset": "no-op-offload = true",
+        "env": "# no variable says this, add the option: --no-op-offload",
+        "json": '"--no-op-offload"',
+        "llama-cpp-python": "op_offload=False",
+        "docker-compose": "--no-op-offload",
+    }
+    for form, words in told.items():
+        done = CliRunner().invoke(main, ["export", str(path), "--format", form])
+        assert done.exit_code == 0, done.output
+        assert words in done.stdout, form
+    path.write_text(to_text(plan_for(moe_model)))
+    assert "op-offload" not in CliRunner().invoke(main, ["export", str(path)]).stdout
+
+
+def test_the_engine_keeps_prompts_on_the_cpu_when_told(
+    moe_model: Path, node_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
+    made = plan_for(moe_model).model_copy(update={"workload": Workload(n_ctx=1024, n_ubatch=64, n_batch=64)})
+    renamed = to_text(made).replace("CUDA0", "Vulkan0")
+    from planner.plan import from_text
+
+    spec = load_spec(from_text(renamed, "plan"))
+    engine = Engine.find(str(node_engine))
+    copied, plain = (dryrun.measure(engine, moe_model, replace(spec, op_offload=on)) for on in (True, False))
+    assert plain.splits_prefill == plain.splits_decode < copied.splits_prefill
+    assert plain.devices["Vulkan0"].compute < copied.devices["Vulkan0"].compute
+
+
+def test_stock_rules_keep_the_engine_s_default(moe_model: Path, tmp_path: Path) -> None:
+    import json
+
+    made = plan_for(moe_model).model_copy(update={"op_offload": False})
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(made))
+    base = ["bench", str(moe_model), "--plan", str(path), "--device-map", "CUDA0=CPU", "--rounds", "1"]
+    done = CliRunner().invoke(main, [*base, "--against", "cpu", "--prompts", "4", "-n", "2", "--json"])
+    assert done.exit_code in (0, 1), done.output  # two tokens may call either faster
+    offload = {each["name"]: each["op_offload"] for each in json.loads(done.stdout)["contenders"]}
+    assert offload == {"plan": False, "cpu": True}
