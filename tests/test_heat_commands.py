@@ -25,6 +25,8 @@ from planner import plan as plans
 from planner import routing
 from planner.gguf_file import read_model
 from planner.heat import Heat, Part, Phase
+from planner.plan import LayerRange
+from planner.units import Kind
 from rewriter.make import RewriteOptions, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,9 +134,11 @@ def test_positions_of_a_permuted_model_are_original_ids(tmp_path: Path) -> None:
 
 def test_a_trace_loads_as_a_plan_says(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
-    plan.write_text(plans.to_text(hand_plan(read_model(MODEL))))
+    whole = hand_plan(read_model(MODEL), lambda unit: "cpu" if unit.kind is Kind.EMBEDDING else "gpu:CUDA0")
+    layers = (LayerRange(first=0, last=LAYERS, device="CUDA0"),)
+    plan.write_text(plans.to_text(whole.model_copy(update={"layers": layers})))
     args = ("heat", "trace", MODEL, "--text", "def f", "--no-cost", "-n", 3, "--plan", plan)
-    mapped = ("--device-map", "CUDA0=CPU", "--device-map", "CUDA1=CPU")
+    mapped = ("--device-map", "CUDA0=CPU", "--device-map", "CUDA1=CPU")  # each device of the plan
     heat = heats.from_text(run(*args, *mapped).stdout, "x")
     assert heat.sources == ("text-1",) and heat.layers == tuple(range(LAYERS))
     refused(*args, "--device", "CPU", why="the plan says which devices")

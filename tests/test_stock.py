@@ -194,6 +194,8 @@ def test_the_nearest_plan_is_legal_and_priced(tmp_path: Path) -> None:
         "rtx4060-8gb-ddr5",
         "--budget",
         "7000",
+        "--workload",
+        "prompt=16",  # longer prompts are streamed, and then no CPU layer stands after a GPU layer
         *pins,
         "-o",
         str(path),
