@@ -109,7 +109,7 @@ def price(
     wanted |= pinned(options.pins, units, [d.name for d in devices])
     decisions = tuple(_decision(chooser, model, name, units, options, wanted) for name, units in model.groups)
     reserved = {d.name: sum(r.size_bytes for r in options.reserves if r.device == d.name) for d in devices}
-    pools = _pools(devices, profile)
+    pools = _pools(devices, profile, reserved)
     problem = Problem(
         devices=tuple(
             Capacity(
@@ -160,14 +160,15 @@ def _shares(index: int, device: Device, room: Room) -> tuple[Share, ...]:
     )
 
 
-def _pools(devices: tuple[Device, ...], profile: Profile) -> tuple[Pool, ...]:
-    """Memory that several devices share counts once: the least that any of them reports, less a reserve."""
+def _pools(devices: tuple[Device, ...], profile: Profile, reserved: Mapping[str, int]) -> tuple[Pool, ...]:
+    """Memory that several devices share counts once: the least that any of them reports, less reserves."""
     names = dict.fromkeys(d.memory_pool for d in devices if d.memory_pool)
     found = []
     for name in names:
         known = [d.free_bytes or d.memory_bytes for d in profile.devices if d.memory_pool == name]
         size = min((k for k in known if k), default=0)
-        found.append(Pool(name, size - max(2**30, size * 4 // 100)))
+        others = sum(reserved[d.name] for d in devices if d.memory_pool == name)
+        found.append(Pool(name, max(size - max(2**30, size * 4 // 100) - others, 0)))
     return tuple(found)
 
 

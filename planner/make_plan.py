@@ -16,7 +16,7 @@ from planner.plan import Plan
 from planner.problem import Solution
 from planner.profile import Profile
 from planner.record_plan import Chosen, record
-from planner.refusal import forced, refuse
+from planner.refusal import crowded, forced, refuse
 from planner.reserve import PROJECTOR
 from planner.solve import Limits, Solved, solve
 from planner.workload import Workload
@@ -57,6 +57,8 @@ def make_plan(
     constrained = price(model, profile, budgets, workload, options)
     stock = baselines.candidates(everything, options.given)
     alone = host_only(model, profile, budgets, workload, options)
+    if full := crowded(constrained, budgets, options):
+        raise full
     refusal = forced(constrained, budgets, options)
     chosen = choose(constrained, everything, stock, alone, options, searched=refusal is None)
     if chosen is None:
@@ -123,9 +125,7 @@ def host_only(
     There is none where a projector or a draft model opens a GPU anyway.
     """
     hosts = {d.name for d in profile.devices if d.kind == "cpu"}
-    opened = any(
-        r.name.startswith(("projector", "draft")) and r.device not in hosts for r in options.reserves
-    )
+    opened = any(r.opens and r.device not in hosts for r in options.reserves)
     if not hosts & set(budgets) or opened:
         return None
     alone = {name: size for name, size in budgets.items() if name in hosts}

@@ -26,6 +26,11 @@ class Reserve:
     device: str
     size_bytes: int
 
+    @property
+    def opens(self) -> bool:
+        """Whether its device is in use on its account, even where no layer of the model is."""
+        return self.name.startswith(("projector", "draft"))
+
 
 @dataclass(frozen=True, slots=True)
 class Given:

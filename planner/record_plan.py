@@ -198,12 +198,13 @@ def _use(chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptio
     problem, model = chosen.priced.problem, chosen.priced.model
     device, total = problem.devices[d], chosen.evaluation.memory[d]
     kept = [decision.name for decision, option in _pairs(chosen) if option.entry == d]
-    if not total and not kept:
+    opened = any(r.opens and r.device == device.device for r in options.reserves)
+    if not total and not kept and not opened:
         return None
     kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
     asked = {s for _, option in _pairs(chosen) for s in option.shares}
     once = sum(s.size_bytes for i, s in enumerate(problem.shares) if i in asked and s.device == d)
-    context = chosen.priced.prices.profile.device(device.device).context_bytes if once else 0
+    context = chosen.priced.prices.profile.device(device.device).context_bytes if once or opened else 0
     cache = _cache_bytes(chosen, device.device)
     reserved = sum(r.size_bytes for r in options.reserves if r.device == device.device)
     return DeviceUse(
@@ -213,7 +214,7 @@ def _use(chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptio
         weights_bytes=total - kv - state - once - cache,
         kv_bytes=kv,
         state_bytes=state,
-        compute_bytes=once - context,
+        compute_bytes=max(once - context, 0),
         cache_bytes=cache,
         reserve_bytes=context + reserved,
     )

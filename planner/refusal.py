@@ -76,6 +76,22 @@ def forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) ->
     return Infeasible(short, hints(priced, options)) if short else None
 
 
+def crowded(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible | None:
+    """Devices that a projector or a draft model overfills by itself, layers or not."""
+    opened = dict.fromkeys(r.device for r in options.reserves if r.opens and r.device in budgets)
+    needs = []
+    for name in opened:
+        reserve = sum(r.size_bytes for r in options.reserves if r.device == name)
+        context = priced.prices.profile.device(name).context_bytes
+        needs.append(Need(name, budgets[name], 0, 0, context, reserve))
+    short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
+    draft = any(r.name.startswith("draft") for r in options.reserves)
+    helpful = tuple(
+        h for h in hints(priced, options) if h.startswith("no --" if not draft else ("no --", "--"))
+    )
+    return Infeasible(short, helpful) if short else None
+
+
 def refuse(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible:
     """The refusal after a search: all devices together against all that must be held."""
     problem = priced.problem

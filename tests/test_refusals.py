@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from atsplan import main
 from planner.check import CheckOptions, Inputs, check_plan
 from planner.findings import Severity
 from planner.inventory import Inventory
+from planner.loading import load_spec
 from planner.options import Pin, Reserve, SolveOptions
 from planner.plan import from_text as plan_text
 from planner.plan import to_text
 from planner.profile import OpTiming
+from planner.refusal import Infeasible
 from planner.roles import Role, part_of
 from planner.room import room_of
 from planner.tables import Row, inventory_of
@@ -89,6 +92,25 @@ def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
     assert made.exit_code == 0
     use = next(use for use in plan_text(target.read_text(), "plan").devices if use.name == "CUDA0")
     assert 1041 * MIB < use.reserve_bytes < 1500 * MIB
+
+
+def test_a_projector_that_overfills_its_gpu_is_refused_though_another_has_room() -> None:
+    pair, held = machine("2x-rtx4060ti-16gb"), Reserve("projector", "CUDA0", 1041 * MIB)
+    beside = SolveOptions(reserves=(held,))
+    with pytest.raises(Infeasible, match=r"CUDA0 needs 1361 MiB, budget 1300.*try no --mmproj") as refusal:
+        plan(moe(), "CUDA0=1300,CUDA1=8000", on=pair, options=beside)
+    assert "CUDA1" not in str(refusal.value) and "--kv-type" not in str(refusal.value)
+    made = plan(moe(), "CUDA0=1400,CUDA1=8000", on=pair, options=beside)
+    use = next(use for use in made.devices if use.name == "CUDA0")
+    assert (use.weights_bytes, use.compute_bytes, use.reserve_bytes) == (0, 0, 1361 * MIB)
+    assert "CUDA0" not in load_spec(made).devices
+
+
+def test_what_a_projector_takes_of_a_shared_memory_is_gone_for_all() -> None:
+    unified, held = machine("apu-unified"), Reserve("projector", "Vulkan0", 2048 * MIB)
+    notes = [plan(moe(), "5000", on=unified, options=SolveOptions(reserves=r)).notes for r in ((), (held,))]
+    most = [int(re.search(r"at most (\d+) MiB together", " ".join(n))[1]) for n in notes]  # type: ignore[index]
+    assert most[0] - most[1] == 2048
 
 
 def test_the_memory_of_a_draft_on_the_host_counts_in_a_plan_without_gpus() -> None:
