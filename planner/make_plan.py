@@ -15,7 +15,7 @@ from planner.options import SolveOptions
 from planner.plan import Plan
 from planner.problem import Solution
 from planner.profile import Profile
-from planner.record_plan import Chosen, record
+from planner.record_plan import Chosen, error_ppm, record
 from planner.refusal import crowded, forced, refuse
 from planner.reserve import PROJECTOR
 from planner.solve import Limits, Solved, solve
@@ -76,9 +76,8 @@ def _better_on_host(
 ) -> Chosen:
     """The better of two: prompts of host weights computed on a GPU, or where these weights are.
 
-    The first is the engine's own way and wins when they cannot be told apart. The second is looked at
-    when the CPU computes the prompt of something faster than it is copied; only then does the bound
-    speak of it too.
+    The first is the engine's own way. The second must be faster by more than the error of its prompt:
+    the speed of a link and that of a CPU do not share their errors, as two placements do.
     """
     if not _faster_on_host(priced, plain) or forced(plain, budgets, options) is not None:
         return streamed
@@ -86,18 +85,15 @@ def _better_on_host(
     start = _translate(plain, Candidate("", "", known, None), priced)
     hint = start.solution if start is not None and start.feasible else None
     solved = solve(plain.problem, hint, Limits(options.time_limit_s, 6 * options.time_limit_s))
-    if solved.solution is None and solved.status == "infeasible":
+    if solved.solution is None:
         return streamed
-    best = streamed
-    if solved.solution is not None:
-        found = evaluate(plain.problem, solved.solution)
-        assert found.feasible, found.violations
-        own = streamed.evaluation.objective_ns
-        if found.objective_ns + own * indistinct_ppm(priced) // _PPM < own:
-            best = Chosen(plain, solved.solution, found, solved.bound_ns, solved.status, "")
-    bound = min(streamed.bound_ns, solved.bound_ns)
-    proven = best.status != "optimal" or bound >= best.evaluation.objective_ns
-    return replace(best, bound_ns=bound, status=best.status if proven else "feasible")
+    found = evaluate(plain.problem, solved.solution)
+    assert found.feasible, found.violations
+    own = streamed.evaluation.objective_ns
+    margin = own * indistinct_ppm(priced) + found.prefill_ns * error_ppm(plain.prices)
+    if found.objective_ns + margin // _PPM >= own:
+        return streamed
+    return Chosen(plain, solved.solution, found, solved.bound_ns, solved.status, "")
 
 
 def _faster_on_host(priced: Priced, plain: Priced) -> bool:

@@ -91,7 +91,7 @@ class Prediction(Record):
     error_ppm: int = Field(ge=0)  # relative half-width of the interval
     splits: int = Field(ge=0)
     objective_ns: int = Field(ge=0)
-    bound_ns: int = Field(ge=0)  # no placement under this budget has a lower objective
+    bound_ns: int = Field(ge=0)  # no placement under this budget, with this op_offload, has a lower objective
     gap_ppm: int = Field(ge=0)
     status: str  # optimal, feasible (time limit), baseline
 
@@ -149,7 +149,7 @@ class Plan(Record):
     constraints: Constraints
     devices: tuple[DeviceUse, ...]
     layers: tuple[LayerRange, ...]
-    op_offload: bool = True  # prompts of 32 tokens and more: host weights are copied to a GPU and computed there
+    op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
     predicted: Prediction
     baselines: tuple[Baseline, ...]
     notes: tuple[str, ...] = ()

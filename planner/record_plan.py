@@ -27,6 +27,7 @@ from planner.plan import (
     Prediction,
     Reserved,
 )
+from planner.price import Prices
 from planner.problem import Decision, Option, Solution
 from planner.profile import Profile, to_text
 from planner.reasons import reason
@@ -76,7 +77,7 @@ def record(
         devices=_uses(chosen, budgets, options),
         layers=ranges(devices),
         op_offload=priced.op_offload,
-        predicted=prediction(chosen, profile),
+        predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),
         notes=_notes(chosen, profile, budgets, options),
         units=placements,
@@ -153,16 +154,20 @@ def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bo
     return "CPU" in devices or any(p.site == "cpu" and p.time_ns for p in placements)
 
 
-def prediction(chosen: Chosen, profile: Profile) -> Prediction:
+def error_ppm(prices: Prices) -> int:
+    """Relative half-width of the interval around a predicted time."""
+    return prices.calibration.residual_ppm or _ERROR_PPM[prices.profile.measured]
+
+
+def prediction(chosen: Chosen) -> Prediction:
     """Predicted times, their error bar, and how close to the optimum they are proven to be."""
-    found, calibration = chosen.evaluation, chosen.priced.prices.calibration
-    error = calibration.residual_ppm or _ERROR_PPM[profile.measured]
+    found = chosen.evaluation
     bound = min(chosen.bound_ns, found.objective_ns)
     gap = (found.objective_ns - bound) * _PPM // max(found.objective_ns, 1)
     return Prediction(
         tpot_ns=found.decode_ns,
         prefill_ns=found.prefill_ns,
-        error_ppm=error,
+        error_ppm=error_ppm(chosen.priced.prices),
         splits=found.splits,
         objective_ns=found.objective_ns,
         bound_ns=bound,
