@@ -1,0 +1,81 @@
+"""The plans in git still hold, cover what they should, and the script that makes them agrees."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from atsplan import main
+from planner.inventory import from_text as inventory_from
+from planner.plan import Plan, from_text
+
+PLANS = Path(__file__).resolve().parent.parent / "plans"
+FILES = sorted(PLANS.glob("*--*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    return {path.name: from_text(path.read_text(), str(path)) for path in FILES}
+
+
+def test_every_plan_is_what_its_inputs_give() -> None:
+    result = CliRunner().invoke(main, ["check", "--no-resolve", "--json", str(PLANS)])
+    report = json.loads(result.stdout)
+    found = [f["message"] for file in report["files"] for f in file["findings"]]
+    assert (result.exit_code, found) == (0, [])
+    assert len(report["files"]) == len(FILES) >= 50
+
+
+def test_twelve_models_on_four_machines_or_more(plans: dict[str, Plan]) -> None:
+    machines: dict[str, set[str]] = defaultdict(set)
+    for plan in plans.values():
+        machines[plan.model.name].add(plan.machine.name)
+    assert sum(len(found) >= 4 for found in machines.values()) >= 12
+    everywhere = set().union(*machines.values())
+    assert {"rtx4060-8gb-ddr5", "rtx3060-12gb-ddr4", "rtx4060ti-16gb-ddr5", "rtx4090-ddr5"} <= everywhere
+    assert {"rtx3090-rtx3060-ddr4", "rtx4090-rpc"} <= everywhere
+
+
+def test_assumed_machines_are_said_to_be_assumed(plans: dict[str, Plan]) -> None:
+    for name, plan in plans.items():
+        assert plan.machine.measured or any("assumed, not measured" in note for note in plan.notes), name
+
+
+def test_no_plan_is_priced_above_a_stock_rule(plans: dict[str, Plan]) -> None:
+    """The best stock rule by the plan's own objective; plans not told apart from it are it."""
+    for name, plan in plans.items():
+        stock = [
+            plan.workload.gen * b.tpot_ns + b.prefill_ns
+            for b in plan.baselines
+            if b.feasible and b.name != "fit"
+        ]
+        assert plan.predicted.objective_ns <= min(stock), name
+
+
+def test_some_plans_stripe_hot_experts_in_the_order_of_their_heat(plans: dict[str, Plan]) -> None:
+    striped = [p for p in plans.values() if any(u.site.startswith("stripe:") for u in p.units)]
+    assert striped
+    for plan in striped:
+        layers = {int(u.unit.split(".")[1]) for u in plan.units if u.site.startswith("stripe:")}
+        assert {e.layer for e in plan.experts} == layers
+        assert all(sorted(e.order) == list(range(len(e.order))) for e in plan.experts)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b-MXFP4--rtx4090-ddr5", "Nemotron-3-Nano-30B-A3B-Q4_K_M--rtx3060-12gb-ddr4"]
+)
+def test_making_a_plan_again_gives_the_same_bytes(name: str) -> None:
+    made = runpy.run_path(str(PLANS / "regenerate.py"))
+    task = next(t for t in made["tasks"]() if t.path.stem == name)
+    path = PLANS / "inputs" / f"{task.model.model}.inventory.yaml"
+    assert made["plan_text"](task, inventory_from(path.read_text(), str(path))) == task.path.read_text()
+
+
+def test_every_plan_belongs_to_the_library() -> None:
+    wanted = {task.path.name for task in runpy.run_path(str(PLANS / "regenerate.py"))["tasks"]()}
+    assert {path.name for path in FILES} <= wanted
