@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.workload import Workload
 
 
-_FILES = {"multiple": True, "type": click.Path(path_type=Path)}
+_FILES: dict[str, Any] = {"multiple": True, "type": click.Path(path_type=Path)}
 
 
 def input_options(function: Callable[..., Any]) -> Callable[..., Any]:
