@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+import click
 
 from benchmarks import gpu_models, gpu_plan, gpu_report
 from planner.plan import Plan
@@ -19,6 +20,9 @@ from planner.profile import from_text
 from planner.workload import Workload
 
 
+@click.command()
+@click.argument("results", type=click.Path(exists=True, path_type=Path))
+@click.argument("profile_path", metavar="PROFILE", type=click.Path(exists=True, path_type=Path))
 def main(results: Path, profile_path: Path) -> None:
     """Print a Markdown table: milliseconds predicted, measured, and the error."""
     profile = from_text(profile_path.read_text(), str(profile_path))
@@ -79,4 +83,4 @@ def write_routing(path: Path, traced: dict[str, dict[str, list[int]]]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

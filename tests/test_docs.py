@@ -123,6 +123,23 @@ def test_the_readme_shows_the_whole_way() -> None:
         assert f"atsplan {name}" in shown
 
 
+BENCHMARKS = sorted(
+    {
+        match[0]
+        for path in DOCUMENTS
+        for match in re.findall(r"`python ((-m )?benchmarks[./]\w+(\.py)?)", path.read_text(encoding="utf-8"))
+    }
+)
+
+
+@pytest.mark.parametrize("command", BENCHMARKS)
+def test_benchmarks_named_in_the_documents_start(command: str, tmp_path: Path) -> None:
+    """They need models, hours or a GPU; that they are there and take their options is seen here."""
+    done = run(Example(0, f"cd {ROOT} && {sys.executable} {command} --help", 0, ()), tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "usage:" in done.stdout.lower()
+
+
 def test_examples_are_read_and_compared() -> None:
     block = "$ atsplan a \\\n    --b  # exit 1\nsize 12 606 MiB, … here\n\n$ c\n"
     text = f"x\n```console\n{block}```\n```\n$ d\n```\n"
