@@ -37,7 +37,7 @@ class Walk:
     note: str = ""
 
 
-GEMMA = Walk("Gemma 3, 270M, Q4_K_M", REAL_MODEL, 690, (), "The capital of France is")
+GEMMA = Walk("Gemma 3, 270M, Q4_K_M", REAL_MODEL, 40, (), "The capital of France is")
 MOE = Walk(
     "a small mixture of experts, generated",
     "moe.gguf",
