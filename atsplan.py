@@ -70,6 +70,12 @@ class LazyGroup(click.Group):
                 raise
             click.echo(f"atsplan: {problem}", err=True)
             sys.exit(problem.exit_code)
+        except click.UsageError as problem:
+            path = problem.ctx.command_path if problem.ctx else "atsplan"
+            if type(problem).__name__ == "NoArgsIsHelpError":  # a group alone shows its help
+                raise
+            click.echo(f"{path}: {' '.join(problem.format_message().split())} ({path} --help)", err=True)
+            sys.exit(2)
         except (KeyboardInterrupt, click.Abort):
             click.echo("atsplan: interrupted", err=True)
             sys.exit(130)
