@@ -19,7 +19,7 @@ from atsplan import main
     ],
 )
 def test_a_wrong_command_line_is_one_line(arguments: list[str], part: str) -> None:
-    result = CliRunner().invoke(main, arguments)
+    result = CliRunner().invoke(main, arguments, prog_name="atsplan")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(part)
     assert result.stderr.count("\n") == 1
