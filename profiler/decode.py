@@ -8,35 +8,19 @@ the same experts, and every placement computes the same ones.
 from __future__ import annotations
 
 import ctypes as c
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from time import perf_counter_ns
-from typing import Any
 
 from planner.errors import AtsplanError, EngineProblem
-from profiler import host
+from profiler.answers import Line, answer_request
 from runtime.dryrun import from_json
 from runtime.libllama import Batch, Engine
 from runtime.session import Session
 
-Line = dict[str, Any]
 WARM_TOKENS = 4  # decoded before those that count: the graph is new, clocks are low
-
-
-def main() -> int:
-    """Answer one request; the exit code of atsplan for what went wrong, in words on stderr."""
-    host.die_with_parent()
-    request = json.load(sys.stdin)
-    try:
-        for line in runs(request):
-            print(json.dumps(line), flush=True)
-    except AtsplanError as problem:
-        print(problem, file=sys.stderr)
-        return problem.exit_code
-    return 0
 
 
 def runs(request: Line) -> Iterator[Line]:
@@ -88,4 +72,4 @@ def _timed(session: Session, tokens: Sequence[int], start: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_request(runs))

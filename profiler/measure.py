@@ -6,37 +6,22 @@ nothing but the case that failed. Requests: {"ask": "figures"} and {"ask": "case
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any
 
 from planner.errors import AtsplanError
 from planner.timing import Case
 from profiler import figures, host, links
+from profiler.answers import Line, answer_request
 from profiler.arena import MiB
 from profiler.bench import Bench
 from profiler.cases import Place, job_of
 from runtime.ggml import Device, Ggml
 from runtime.libllama import Engine
 
-Line = dict[str, Any]
 GPU_ARENA = 1024 * MiB
-
-
-def main() -> int:
-    """Answer one request; the exit code of atsplan for what went wrong, in words on stderr."""
-    host.die_with_parent()
-    request = json.load(sys.stdin)
-    try:
-        for line in answer(request):
-            print(json.dumps(line), flush=True)
-    except AtsplanError as problem:
-        print(problem, file=sys.stderr)
-        return problem.exit_code
-    return 0
 
 
 def answer(request: Line) -> Iterator[Line]:
@@ -190,4 +175,4 @@ def _max_alloc(ggml: Ggml, place: Place) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_request(answer))
