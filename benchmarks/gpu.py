@@ -12,6 +12,7 @@ import json
 import platform
 import subprocess
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ import click
 
 from benchmarks import gpu_contenders as contenders
 from benchmarks import gpu_models, gpu_plan, gpu_predict, gpu_report
+from benchmarks.gpu_link import busy
 from planner.errors import AtsplanError
 from planner.gguf_file import read_model
 from planner.inventory import Inventory
@@ -52,6 +54,7 @@ class Bench:
     header: Json = field(default_factory=dict)
     routing: Json = field(default_factory=dict)  # traced choices by layer
     profile: Profile | None = None
+    ours: tuple[str, ...] = gpu_report.OURS
 
     def run(self, cell: Json, model: Path, one: contenders.Contender, **changes: Any) -> Json | None:
         """Measure one contender; None when it failed, which is recorded too."""
@@ -107,6 +110,8 @@ class Bench:
 @click.option(
     "--profile", type=click.Path(exists=True, path_type=Path), help="Of this machine: adds the solver."
 )
+@click.option("--ours", default=",".join(gpu_report.OURS), show_default=True, help="Which of our own.")
+@click.option("--busy-link", is_flag=True, help="Other copies use the bus all the time.")
 @click.option("--keep", is_flag=True, help="Leave the models in --folder.")
 @click.option("--minutes", default=60.0, show_default=True, help="Start nothing new after this.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
@@ -122,6 +127,8 @@ def main(
     gen: int,
     rules: str,
     profile: Path | None,
+    ours: str,
+    busy_link: bool,
     keep: bool,
     minutes: float,
     out: Path,
@@ -138,15 +145,26 @@ def main(
         gen,
     )
     bench.header = machine(engine)
+    bench.ours = tuple(ours.split(","))
     bench.profile = from_text(profile.read_text(), str(profile)) if profile else None
-    for name in models.split(","):
-        model = gpu_models.make(name, folder)
-        for level in routing.split(","):
-            gpu_models.set_routing(model, level)
-            one_routing(bench, name, model, level, _numbers(residency), rules.split(","))
-        if not keep:
-            model.unlink()
+    bench.header["busy_link"] = busy_link
+    with busy(str(engine), contenders.GPU) if busy_link else nullcontext():
+        for name in models.split(","):
+            one_model(bench, name, folder, routing.split(","), _numbers(residency), rules.split(","))
+            if not keep:
+                gpu_models.path(name, folder).unlink()
     click.echo(gpu_report.table(bench.results))
+
+
+def one_model(
+    bench: Bench, name: str, folder: Path, levels: list[str], residency: list[int], rules: list[str]
+) -> None:
+    """All routings of one model; a dense one has none."""
+    model = gpu_models.make(name, folder)
+    dense = not gpu_models.MODELS[name].n_expert
+    for level in ["no"] if dense else levels:
+        gpu_models.set_routing(model, level)
+        one_routing(bench, name, model, level, residency, rules)
 
 
 def one_routing(
@@ -160,10 +178,11 @@ def one_routing(
     whole = contenders.whole(shape, work)
     cell: Json = {"model": name, "routing": level, "residency": 100}
     full = bench.run(cell, model, whole)
-    traced = bench.run(cell, model, whole, coverage=2048)
+    traced = {"choices": {}} if shape.dense else bench.run(cell, model, whole, coverage=2048)
     if full is None or traced is None:
         return
-    bench.routing[f"{name} {level}"] = traced["choices"]
+    if traced["choices"]:
+        bench.routing[f"{name} {level}"] = traced["choices"]
     for percent in residency:
         if bench.over:
             click.echo("time is over", err=True)
@@ -189,14 +208,16 @@ def own(
     choices: dict[str, list[int]],
 ) -> None:
     """Stripes of one width, and with a profile the solver's plans; logits are compared with whole VRAM's."""
-    entries: list[tuple[contenders.Contender, Plan | None]] = [
-        (contenders.stripes(contenders.shape_of(inventory), work, cell["residency"] / 100), None)
-    ]
+    entries: list[tuple[contenders.Contender, Plan | None]] = []
+    if "stripes" in bench.ours:
+        one_width = contenders.stripes(contenders.shape_of(inventory), work, cell["residency"] / 100)
+        entries.append((one_width, None))
     if bench.profile is not None:
-        budget = cell["budget_bytes"]
+        sizes = cell["budget_bytes"], full["vram_bytes"]
         entries += [
-            gpu_plan.solve(inventory, bench.profile, budget, work, choices, allowed)
-            for allowed in (True, False)
+            gpu_plan.solve(inventory, bench.profile, *sizes, work, choices, allowed)
+            for allowed, name in ((True, "plan"), (False, "plan without stripes"))
+            if name in bench.ours
         ]
     for one, plan in entries:
         found = bench.run(cell, model, one)
@@ -234,7 +255,12 @@ def stock(
 
 
 def coverage(choices: dict[str, list[int]], share: float) -> float:
-    """Share of traced choices that fall on the first `share` of the experts, over all layers."""
+    """Share of traced choices that fall on the first `share` of the experts, over all layers.
+
+    A dense model, with no choices, uses every row.
+    """
+    if not choices:
+        return share
     hot = sum(sum(row[: int(share * len(row) + 1e-9)]) for row in choices.values())
     return round(hot / sum(sum(row) for row in choices.values()), 4)
 

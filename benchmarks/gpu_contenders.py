@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from planner.workload import Workload
 from runtime.stripe_range import rounded
 
 GPU = "CUDA0"
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
+_FFN = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down|gate_up)(?:_exps)?)\.weight")
+DENSE_SLICES = 128  # a dense FFN is divided as if it had this many experts: rows of each tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model that rules work with."""
+    """The sizes of a model that rules work with. Dense FFNs count as experts: slices of rows, all hot."""
 
     n_layers: int  # all blocks
     moe_layers: tuple[int, ...]
@@ -28,6 +29,8 @@ class Shape:
     expert_bytes: int  # of all layers
     layer_bytes: tuple[int, ...]
     slabs: tuple[int, ...]  # bytes of one expert in each expert tensor of a layer
+    rows: Mapping[str, int]  # entries of the last dimension in one expert, by tensor kind
+    dense: bool
 
     def hot_bytes(self, k: int) -> int:
         """VRAM of one layer's k hottest experts."""
@@ -46,23 +49,29 @@ class Contender:
 def shape_of(inventory: Inventory) -> Shape:
     """Sizes from the tensor table."""
     n_layers = inventory.number("block_count")
+    dense = not any(t.name.endswith("_exps.weight") for t in inventory.tensors)
+    n_experts = DENSE_SLICES if dense else inventory.number("expert_count")
     layers = [0] * n_layers
     routed: set[int] = set()
-    experts, slabs = 0, dict[str, int]()
+    experts, slabs, rows = 0, dict[str, int](), dict[str, int]()
     for tensor in inventory.tensors:
         if found := re.match(r"blk\.(\d+)\.", tensor.name):
             layers[int(found[1])] += tensor.size_bytes
-        if found := _EXPERTS.fullmatch(tensor.name):
+        found = _FFN.fullmatch(tensor.name)
+        if found and (dense or found[2].endswith("_exps")):
             routed.add(int(found[1]))
-            slabs[tensor.name.split(".", 2)[2]] = tensor.size_bytes // tensor.shape[2]
+            slabs[found[2]] = tensor.size_bytes // n_experts
+            rows[found[2]] = tensor.shape[-1] // n_experts
             experts += tensor.size_bytes
     return Shape(
         n_layers=n_layers,
         moe_layers=tuple(sorted(routed)),
-        n_experts=inventory.number("expert_count"),
+        n_experts=n_experts,
         expert_bytes=experts,
         layer_bytes=tuple(layers),
         slabs=tuple(slabs.values()),
+        rows=rows,
+        dense=dense,
     )
 
 
@@ -74,11 +83,11 @@ def whole(shape: Shape, work: Workload) -> Contender:
 def n_cpu_moe(shape: Shape, work: Workload, share: float) -> Contender:
     """Experts of the first layers on the CPU, as few as a `share` of all expert bytes in VRAM leaves."""
     on_cpu = len(shape.moe_layers) - int(share * len(shape.moe_layers) + 1e-9)
-    overrides = tuple(
-        (rf"^blk\.{layer}\.ffn_(gate|up|down|gate_up)_exps\.", "CPU") for layer in shape.moe_layers[:on_cpu]
-    )
+    kinds = "|".join(shape.rows)
+    overrides = tuple((rf"^blk\.{layer}\.({kinds})\.", "CPU") for layer in shape.moe_layers[:on_cpu])
     spec = _spec(shape, work, shape.n_layers + 1, overrides)
-    return Contender("n-cpu-moe", f"--n-cpu-moe {on_cpu} --no-mmap", spec)
+    rule = f"-ot FFN of the first {on_cpu}=CPU" if shape.dense else f"--n-cpu-moe {on_cpu}"
+    return Contender("n-cpu-moe", f"{rule} --no-mmap", spec)
 
 
 def n_gpu_layers(shape: Shape, work: Workload, budget_bytes: int, fixed_bytes: int) -> Contender:
@@ -123,8 +132,9 @@ def stripes(shape: Shape, work: Workload, share: float) -> Contender:
 def striped(shape: Shape, work: Workload, widths: dict[int, int]) -> LoadSpec:
     """A spec with a width for each striped layer."""
     overrides = [
-        (rf"^blk\.{layer}\.ffn_(gate|up|down|gate_up)_exps\.weight$", f"stripe:{GPU}:{k}")
+        (rf"^blk\.{layer}\.{kind}\.weight$", f"stripe:{GPU}:{k * rows}")
         for layer, k in sorted(widths.items())
+        for kind, rows in shape.rows.items()
     ]
     return _spec(shape, work, shape.n_layers + 1, overrides, mmap=True)
 

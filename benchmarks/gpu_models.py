@@ -72,13 +72,32 @@ MODELS: Mapping[str, SynthSpec] = {
         types={"experts": "mxfp4"},
         skew=1.0,
     ),
+    "dense": SynthSpec(
+        arch="llama",
+        name="dense-32b-64l",
+        n_layers=64,
+        n_embd=5120,
+        n_head=64,
+        n_head_kv=8,
+        head_dim=128,
+        n_ff=25600,
+        n_vocab=151936,
+        n_ctx_train=32768,
+        type="q4_K",
+        types={"output": "q6_K"},
+    ),
 }
 
 
 def make(name: str, folder: Path) -> Path:
     """The model file of that name, written once."""
-    path = folder / f"{name}.gguf"
-    return path if path.exists() else write(path, MODELS[name])
+    found = path(name, folder)
+    return found if found.exists() else write(found, MODELS[name])
+
+
+def path(name: str, folder: Path) -> Path:
+    """Where the model of that name lies."""
+    return folder / f"{name}.gguf"
 
 
 def inventory(name: str) -> Inventory:
@@ -113,9 +132,9 @@ def set_routing(path: Path, level: str) -> None:
     """Rewrite the routers in place: hot experts first, skewed by `level`.
 
     Element 0 of the residual stream is constant in a generated model, so column 0 of a router is a
-    constant logit for each expert.
+    constant logit for each expert. A dense model has no router and stays as it is.
     """
-    factor = ROUTING[level]
+    factor = ROUTING.get(level, 0.0)
     for router in _routers(path):
         n_expert = router.shape[0]
         rank = (np.arange(n_expert) + 0.5) / n_expert

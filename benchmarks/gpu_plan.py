@@ -22,14 +22,19 @@ def solve(
     inventory: Inventory,
     profile: Profile,
     budget_bytes: int,
+    whole_bytes: int,
     work: Workload,
     choices: Mapping[str, Sequence[int]],
     stripes: bool,
 ) -> tuple[Contender, Plan]:
-    """The best placement for decode and prefill of `work`; experts already lie hot first in the file."""
+    """The best placement for decode and prefill of `work`; experts already lie hot first in the file.
+
+    `budget_bytes` counts as VRAM was measured, `whole_bytes` what the model wholly in VRAM took then: a
+    plan counts more (the driver's context) and estimates the rest, so that it is given the same difference.
+    """
     options = options_for(inventory, choices, work, stripes)
-    # Measured VRAM begins where the driver's context is already there; a budget covers everything.
-    everything = budget_bytes + profile.device(GPU).context_bytes
+    free = make_plan(inventory, profile, budgets_for(profile, {}), work, replace(options, stripes=False))
+    everything = next(use for use in free.devices if use.name == GPU).used_bytes + budget_bytes - whole_bytes
     plan = make_plan(inventory, profile, budgets_for(profile, {GPU: everything}), work, options)
     sites = [unit.site.rsplit(":", 1)[0] for unit in plan.units if unit.unit.endswith("experts")]
     counts = ", ".join(f"{sites.count(site)} {site}" for site in dict.fromkeys(sites))
@@ -41,7 +46,9 @@ def solve(
 def options_for(
     inventory: Inventory, choices: Mapping[str, Sequence[int]], work: Workload, stripes: bool
 ) -> SolveOptions:
-    """Curves of the file's own order of experts on the trace."""
+    """Curves of the file's own order of experts on the trace; none for a dense model."""
+    if not choices:
+        return SolveOptions(time_limit_s=10.0)
     counts = {int(layer): tuple(row) for layer, row in choices.items()}
     n_expert, n_used = inventory.number("expert_count"), inventory.number("expert_used_count")
     counts = {layer: row + (0,) * (n_expert - len(row)) for layer, row in counts.items()}

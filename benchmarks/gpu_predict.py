@@ -29,13 +29,15 @@ def main(results: Path, profile_path: Path) -> None:
     routing = read_routing(results.with_suffix(".routing.csv"))
     print("| model | routing | in VRAM | contender | decode | | | prefill 512 | | |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for (model, level, percent), runs in gpu_report.cells(json.loads(results.read_text())["runs"]).items():
+    rows = json.loads(results.read_text())["runs"]
+    for (model, level, percent), runs in gpu_report.cells(rows).items():
         inventory = gpu_models.inventory(model)
-        layers = range(inventory.number("block_count"))
-        choices = dict.fromkeys(map(str, layers), routing[model, level])
+        layers, traced = range(inventory.number("block_count")), routing[model, level]
+        choices = dict.fromkeys(map(str, layers), traced) if traced else {}
         work = Workload(n_ctx=1280, prompt=512, depth=0)
         budget = next(r["budget_bytes"] for r in runs if gpu_report.decode_ns(r, 0))
-        _, plan = gpu_plan.solve(inventory, profile, budget, work, choices, stripes=True)
+        whole = next(r["vram_bytes"] for r in rows if (r["model"], r["residency"]) == (model, 100))
+        _, plan = gpu_plan.solve(inventory, profile, budget, whole, work, choices, stripes=True)
         for name, predicted in predictions(plan).items():
             measured = [r for r in runs if r["contender"] == name and gpu_report.decode_ns(r, 0)]
             if measured:
