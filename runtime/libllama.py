@@ -187,7 +187,11 @@ class Engine:
     @property
     def has_moe_cache(self) -> bool:
         """Whether contexts take a MoE cache size (b11548 and later)."""
-        return any(name == "moe_cache_size" for name, _ in self._context.type._fields_)
+        return self.takes("moe_cache_size")
+
+    def takes(self, field: str) -> bool:
+        """Whether this build's parameter structs have a field; ctypes would set any other name silently."""
+        return any(hasattr(layout.type, field) for layout in (self._model, self._context))
 
     @property
     def max_devices(self) -> int:

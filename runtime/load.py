@@ -57,6 +57,8 @@ def check(engine: Engine, spec: LoadSpec) -> None:
         )
     if spec.cache_bytes and not engine.has_moe_cache:
         raise EngineProblem(engine.label, "has no MoE cache (moe_cache_size came with b11548)")
+    if work.mtp and not engine.takes("load_mtp"):
+        raise EngineProblem(engine.label, "cannot be asked for NextN blocks (it has no load_mtp: use a newer one)")
     if len(spec.devices) > engine.max_devices:
         raise EngineProblem(engine.label, f"takes at most {engine.max_devices} devices")
     if spec.threads > _MAX_THREADS:
@@ -80,9 +82,14 @@ def model_params(
     params.n_gpu_layers = spec.n_gpu_layers
     params.main_gpu = spec.main_gpu
     params.tensor_buft_overrides = _address(kept(_override_array(engine, spec, own or {}, no_alloc)))
-    params.load_mode = _MMAP if spec.use_mmap and not no_alloc else _READ
+    mapped = spec.use_mmap and not no_alloc
+    if engine.takes("load_mode"):
+        params.load_mode = _MMAP if mapped else _READ
+    else:
+        params.use_mmap, params.use_direct_io = mapped, False
     params.use_extra_bufts = spec.use_extra_bufts
-    params.load_mtp = spec.workload.mtp
+    if engine.takes("load_mtp"):
+        params.load_mtp = spec.workload.mtp
     params.no_alloc = no_alloc
     return params
 

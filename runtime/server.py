@@ -87,11 +87,11 @@ def serving(
     """
     chosen = port or free_port(host)
     process = subprocess.Popen(
-        [str(program), *arguments, "--host", host, "--port", str(chosen)],
+        [str(program), *_spelt(program, arguments), "--host", host, "--port", str(chosen)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**child.environment(), "LD_LIBRARY_PATH": _library_path(program)},
+        env=_environment(program),
         start_new_session=True,
         preexec_fn=child.die_with_parent,
     )
@@ -137,6 +137,28 @@ def _read(server: Server, on_line: Callable[[str], None]) -> None:
         on_line(line)
 
 
-def _library_path(program: Path) -> str:
+def _spelt(program: Path, arguments: Sequence[str]) -> list[str]:
+    """The arguments as this build takes them: before --load-mode there was a switch for mapping the file."""
+    words = list(arguments)
+    if "--load-mode" not in words or "--load-mode" in _help(program):
+        return words
+    at = words.index("--load-mode")
+    return [*words[:at], "--no-mmap" if words[at + 1] == "none" else "--mmap", *words[at + 2 :]]
+
+
+def _help(program: Path) -> str:
+    shown = subprocess.run(
+        [str(program), "--help"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=_environment(program),
+        timeout=60,
+        check=False,
+    )
+    return (shown.stdout + shown.stderr).decode(errors="replace")
+
+
+def _environment(program: Path) -> dict[str, str]:
     # Builds without a run path find their libraries beside the program.
-    return os.pathsep.join(filter(None, [str(program.parent), os.environ.get("LD_LIBRARY_PATH", "")]))
+    path = os.pathsep.join(filter(None, [str(program.parent), os.environ.get("LD_LIBRARY_PATH", "")]))
+    return {**child.environment(), "LD_LIBRARY_PATH": path}

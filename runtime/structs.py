@@ -41,14 +41,35 @@ _MODEL_TAIL: Fields = (
     ("no_alloc", "b"),
     ("load_mtp", "b"),
 )
-_CONTEXT_HEAD: Fields = (
+# Until load_mode came, three switches said how a file is read, and load_mtp did not exist.
+_MODEL_SWITCHES: Fields = (
+    ("devices", "p"),
+    ("tensor_buft_overrides", "p"),
+    ("n_gpu_layers", "i"),
+    ("split_mode", "i"),
+    ("main_gpu", "i"),
+    ("tensor_split", "p"),
+    ("progress_callback", "p"),
+    ("progress_callback_user_data", "p"),
+    ("kv_overrides", "p"),
+    ("vocab_only", "b"),
+    ("use_mmap", "b"),
+    ("use_direct_io", "b"),
+    ("use_mlock", "b"),
+    ("check_tensors", "b"),
+    ("use_extra_bufts", "b"),
+    ("no_host", "b"),
+    ("no_alloc", "b"),
+)
+_CONTEXT_SIZES: Fields = (
     ("n_ctx", "I"),
     ("n_batch", "I"),
     ("n_ubatch", "I"),
     ("n_seq_max", "I"),
     ("n_rs_seq", "I"),
     ("n_outputs_max", "I"),
-    ("n_outputs_max_per_seq", "I"),
+)
+_CONTEXT_MIDDLE: Fields = (
     ("n_threads", "i"),
     ("n_threads_batch", "i"),
     ("ctx_type", "i"),
@@ -83,12 +104,16 @@ _CONTEXT_TAIL: Fields = (
     ("ctx_other", "p"),
 )
 
-# Struct, size in bytes -> fields. Seen in: b10434 (72, 160); b11434 and v0.5.0 (80, 160); b11549 (80, 168).
-TABLES: Mapping[tuple[str, int], Fields] = {
-    (MODEL, 72): _MODEL_HEAD + _MODEL_TAIL,
-    (MODEL, 80): (*_MODEL_HEAD, ("lazy_mode", "i"), *_MODEL_TAIL),
-    (CONTEXT, 160): _CONTEXT_HEAD + _CONTEXT_TAIL,
-    (CONTEXT, 168): (*_CONTEXT_HEAD, ("moe_cache_size", "z"), *_CONTEXT_TAIL),
+_CONTEXT_HEAD: Fields = (*_CONTEXT_SIZES, ("n_outputs_max_per_seq", "I"), *_CONTEXT_MIDDLE)
+
+# Struct, size in bytes -> the layouts seen of that size; default values and holes tell which one it is.
+# b10068 (72 with switches, 160 without n_outputs_max_per_seq); b10434 (72, 160); b11434 and v0.5.0 (80, 160);
+# b11549 (80, 168).
+TABLES: Mapping[tuple[str, int], tuple[Fields, ...]] = {
+    (MODEL, 72): (_MODEL_HEAD + _MODEL_TAIL, _MODEL_SWITCHES),
+    (MODEL, 80): ((*_MODEL_HEAD, ("lazy_mode", "i"), *_MODEL_TAIL),),
+    (CONTEXT, 160): (_CONTEXT_HEAD + _CONTEXT_TAIL, _CONTEXT_SIZES + _CONTEXT_MIDDLE + _CONTEXT_TAIL),
+    (CONTEXT, 168): ((*_CONTEXT_HEAD, ("moe_cache_size", "z"), *_CONTEXT_TAIL),),
 }
 
 # What llama.cpp has written for years; a field that moved shows another number.
@@ -100,6 +125,8 @@ DEFAULTS: Mapping[str, Mapping[str, int | float]] = {
         "lazy_mode": 1,
         "main_gpu": 0,
         "vocab_only": 0,
+        "use_mmap": 1,
+        "use_mlock": 0,
         "check_tensors": 0,
         "use_extra_bufts": 1,
         "no_host": 0,
@@ -158,17 +185,21 @@ def layout_of(struct: str, default_params: Any, engine: str, header: str = "") -
     Raises EngineProblem for a layout that is not understood.
     """
     size, holes, raw = probe(default_params)
-    fields = parse_header(header, struct, engine) if header else TABLES.get((struct, size), ())
-    if not fields:
+    known = (parse_header(header, struct, engine),) if header else TABLES.get((struct, size), ())
+    if not known:
         raise EngineProblem(engine, _unknown(struct, f"it has {size} bytes"))
-    made = structure(struct, fields)
-    if c.sizeof(made) != size:
-        raise EngineProblem(
-            engine, f"{struct} has {size} bytes in the library but {c.sizeof(made)} in the given llama.h"
-        )
-    layout = Layout(struct, size, holes, made)
-    _check_defaults(layout, raw, engine)
-    return layout, raw
+    faults = []
+    for fields in known:
+        layout = Layout(struct, size, holes, structure(struct, fields))
+        if c.sizeof(layout.type) != size:
+            given = (
+                f"{struct} has {size} bytes in the library but {c.sizeof(layout.type)} in the given llama.h"
+            )
+            raise EngineProblem(engine, given)
+        if not (fault := _fault(layout, raw)):
+            return layout, raw
+        faults.append(fault)
+    raise EngineProblem(engine, _unknown(struct, faults[0]))
 
 
 def structure(name: str, fields: Sequence[tuple[str, str]]) -> Any:
@@ -215,13 +246,18 @@ def _fill(call: Any, value: int) -> bytes:
     return buffer.raw
 
 
-def _check_defaults(layout: Layout, raw: bytes, engine: str) -> None:
+def _fault(layout: Layout, raw: bytes) -> str:
+    """Why a layout cannot be the library's; "" when all fields are written and the known defaults stand."""
+    for name, _ in layout.type._fields_:
+        place = getattr(layout.type, name)
+        if not layout.holes.isdisjoint(range(place.offset, place.offset + place.size)):
+            return f"it never writes the bytes of {name}"
     values = layout.defaults(raw)
     for name, want in DEFAULTS[layout.struct].items():
         have = getattr(values, name, want)
         if have != want:
-            why = f"its default {name} reads {have}, expected {want}"
-            raise EngineProblem(engine, _unknown(layout.struct, why))
+            return f"its default {name} reads {have}, expected {want}"
+    return ""
 
 
 def _unknown(struct: str, found: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import computing_server, node_engine, server_engine, vulkan_engine
+from engines import computing_server, node_engine, portable_engine, server_engine, vulkan_engine
 
 from profiler.synth import SynthSpec, write
 
-__all__ = ["computing_server", "node_engine", "server_engine", "vulkan_engine"]
+__all__ = ["computing_server", "node_engine", "portable_engine", "server_engine", "vulkan_engine"]
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("ATSPLAN_TEST_CACHE", ROOT / ".cache"))
 SERVER_BUILD = CACHE / "engine-vulkan" / "bin"
+PORTABLE_BUILD = CACHE / "engine-portable" / "bin"
 NODE_BUILD = CACHE / "engine-node" / "bins" / "linux-x64-vulkan"
 # A child process of its own for every question to an engine: they abort where others return an error.
 ENVIRONMENT = {**os.environ, "GGML_NO_BACKTRACE": "1", "GGML_VK_VISIBLE_DEVICES": "0"}
@@ -71,12 +72,28 @@ def _with_vulkan(folder: Path) -> Path:
     return folder
 
 
+def _that_computes() -> Path:
+    """The newer build with a server where this processor has all its instructions, else the portable one."""
+    for folder in (SERVER_BUILD, PORTABLE_BUILD):
+        if not os.access(folder / "llama-server", os.X_OK):
+            missing(f"no llama-server in {folder}")
+        if computes(str(folder)):
+            return folder
+    missing(f"neither {SERVER_BUILD} nor {PORTABLE_BUILD} computes on this processor")
+
+
 @pytest.fixture(scope="session")
 def vulkan_engine() -> Path:
     """Folder of a llama.cpp build that shows Vulkan0 here (in software when there is no GPU) and computes."""
-    if SERVER_BUILD.is_dir() and computes(str(SERVER_BUILD)):
-        return _with_vulkan(SERVER_BUILD)
-    return _with_vulkan(NODE_BUILD)
+    return _with_vulkan(_that_computes())
+
+
+@pytest.fixture(scope="session")
+def portable_engine() -> Path:
+    """Folder of the oldest build here, with a struct layout of its own."""
+    if not PORTABLE_BUILD.is_dir():
+        missing(f"no engine in {PORTABLE_BUILD}")
+    return PORTABLE_BUILD
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +106,7 @@ def node_engine() -> Path:
 def server_engine() -> Path:
     """The folder of a runnable llama-server and ggml-rpc-server.
 
-    They start, list devices and parse arguments everywhere; that they compute is `computing_server`.
+    They start, list devices and parse arguments everywhere; one that computes is `computing_server`.
     """
     for program in ("llama-server", "ggml-rpc-server"):
         if not os.access(SERVER_BUILD / program, os.X_OK):
@@ -98,8 +115,6 @@ def server_engine() -> Path:
 
 
 @pytest.fixture(scope="session")
-def computing_server(server_engine: Path) -> Path:
-    """A llama-server whose CPU backend this processor can run."""
-    if not computes(str(server_engine)):
-        pytest.skip(f"this processor lacks instructions that {server_engine} uses")
-    return server_engine
+def computing_server() -> Path:
+    """The folder of a llama-server and ggml-rpc-server whose CPU backend this processor can run."""
+    return _that_computes()

