@@ -6,14 +6,16 @@ Runs in the measuring child process.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from planner.timing import Case, bytes_read, operations
 from profiler.arena import MiB, arena
 from profiler.bench import Bench
 from profiler.cases import Place
-from runtime.ggml import Device, Ggml
+from runtime.ggml import Device, Ggml, Handle
+from runtime.stripe import Stripes
+from runtime.stripe_layout import StripesRefused
 
 # Large enough to be far from any fixed cost; q4_K is the commonest type of the files people run.
 PRODUCT = Case("MUL_MAT", "q4_K", (4096, 4096), 1)
@@ -45,13 +47,28 @@ def bench(
     ggml: Ggml, device: Device, place: Place, threads: int, size_bytes: int, cache_bytes: int
 ) -> Iterator[Bench]:
     """A device ready to measure with weights of one kind of buffer."""
-    bufts = ggml.all_buffer_types()
-    plain = ggml.lib.ggml_backend_cpu_buffer_type() if place.kind == "repack" else bufts[place.buffer]
-    with ggml.backend(device, threads) as backend, arena(ggml, plain, size_bytes) as made:
+    with (
+        ggml.backend(device, threads) as backend,
+        Stripes(ggml) as stripes,
+        arena(ggml, _memory(ggml, place, stripes), size_bytes) as made,
+    ):
         ready = Bench(ggml, device, backend, made, cache_bytes)
-        ready.convert = bufts[place.buffer] if place.kind == "repack" else 0
+        ready.convert = ggml.all_buffer_types()[place.buffer] if place.kind == "repack" else 0
         ready.launch_ns = _launch_ns(ready)
         yield ready
+
+
+def _memory(ggml: Ggml, place: Place, stripes: Stripes) -> Handle:
+    """The buffer type of an arena; zero-copy reads are timed on the granules that stripes use.
+
+    Kernels read memory pinned in small pages up to a third slower.
+    """
+    if place.kind == "repack":
+        return int(ggml.lib.ggml_backend_cpu_buffer_type())
+    if place.kind == "zero-copy":
+        with suppress(StripesRefused):
+            return stripes.host_type(place.device)
+    return ggml.all_buffer_types()[place.buffer]
 
 
 def measure(at: Bench, limit_s: float) -> Figures:

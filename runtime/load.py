@@ -58,7 +58,9 @@ def check(engine: Engine, spec: LoadSpec) -> None:
     if spec.cache_bytes and not engine.has_moe_cache:
         raise EngineProblem(engine.label, "has no MoE cache (moe_cache_size came with b11548)")
     if work.mtp and not engine.takes("load_mtp"):
-        raise EngineProblem(engine.label, "cannot be asked for NextN blocks (it has no load_mtp: use a newer one)")
+        raise EngineProblem(
+            engine.label, "cannot be asked for NextN blocks (it has no load_mtp: use a newer one)"
+        )
     if len(spec.devices) > engine.max_devices:
         raise EngineProblem(engine.label, f"takes at most {engine.max_devices} devices")
     if spec.threads > _MAX_THREADS:

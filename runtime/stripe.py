@@ -113,6 +113,16 @@ class Stripes:
             self._kinds[name] = _Kind(self, name, gpu, found, int(experts))
         return self._kinds[name].handle
 
+    def host_type(self, device: str) -> Handle:
+        """A buffer type of the device with all its memory in host granules, as cold experts lie.
+
+        For measuring: tensors may be laid over one another in it. Raises StripesRefused.
+        """
+        name = f"zero-copy:{device}"
+        if name not in self._kinds:
+            self._kinds[name] = _Kind(self, name, *self._gpu(device), None)
+        return self._kinds[name].handle
+
     def held(self) -> tuple[Striped, ...]:
         """What is loaded now, a line a buffer."""
         return tuple(kind.describe(buffer) for kind in self._kinds.values() for buffer in kind.live.values())
@@ -158,7 +168,8 @@ class Stripes:
 class _Kind:
     """One buffer type: the C struct, its callbacks, and the buffers made of it."""
 
-    def __init__(self, owner: Stripes, name: str, gpu: Gpu, found: Layout, experts: int) -> None:
+    def __init__(self, owner: Stripes, name: str, gpu: Gpu, found: Layout, experts: int | None) -> None:
+        # Without a number of experts the whole buffer is host memory from the start.
         self.owner, self.gpu, self.layout, self.experts = owner, gpu, found, experts
         self.live: dict[Handle, _Buffer] = {}
         lib = owner.ggml.lib
@@ -182,7 +193,7 @@ class _Kind:
         parts = buffer.range.parts.values()
         return Striped(
             device=self.gpu.name,
-            experts=self.experts,
+            experts=self.experts or 0,
             tensors=len(parts),
             device_bytes=sum(part.hot_bytes for part in parts),
             host_bytes=sum(part.host_bytes for part in parts),
@@ -211,6 +222,8 @@ class _Kind:
 
     def _alloc(self, buft: Handle, size: int) -> Handle | None:
         memory = StripeRange(self.owner.driver, self.gpu, size, self.owner.pinning)
+        if self.experts is None:
+            memory.place(memory.base, size, size, 0)
         buffer = self._alloc_real(buft, _TINY)
         if not buffer:
             memory.close()
@@ -226,7 +239,7 @@ class _Kind:
 
     def _init(self, buffer: Handle, tensor: Handle) -> int:
         record = Tensor.from_address(tensor)
-        if record.view_src:
+        if record.view_src or self.experts is None:
             return 0
         lib, memory = self.owner.ggml.lib, self.live[buffer].range
         data, padded = lib.ggml_nbytes(tensor), lib.ggml_backend_buft_get_alloc_size(self.handle, tensor)
@@ -241,7 +254,7 @@ class _Kind:
         start, hot = self._hot(buffer, tensor, offset, size)
         if hot:
             _MOVE(self._real[layout.SET_TENSOR])(buffer, tensor, data, offset, hot)
-        self.live[buffer].range.part(start)
+        self.live[buffer].range.part(self._key(buffer, start))
         if self.gpu.host_access:
             copy_in_pieces(self.owner.copying, start + offset + hot, data + hot, size - hot)
         elif hot < size:
@@ -260,7 +273,11 @@ class _Kind:
     def _hot(self, buffer: Handle, tensor: Handle, offset: int, size: int) -> tuple[int, int]:
         """Address of a tensor, and how many of `size` bytes from `offset` lie on the device."""
         start: int = Tensor.from_address(tensor).data
-        return start, max(0, min(size, self.live[buffer].range.parts[start].hot_bytes - offset))
+        part = self.live[buffer].range.parts[self._key(buffer, start)]
+        return start, max(0, min(size, part.hot_bytes - offset))
+
+    def _key(self, buffer: Handle, start: int) -> int:
+        return self.live[buffer].range.base if self.experts is None else start
 
     def _free(self, buffer: Handle) -> None:
         held = self.live.pop(buffer)
