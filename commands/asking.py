@@ -6,7 +6,7 @@ import functools
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ _OPTIONS = (
     click.option(
         "--stripes/--no-stripes", default=True, help="Hot experts of a layer on the GPU [with --heat]."
     ),
+    click.option("--fit", "engine", help="Compare with --fit of this engine too: library, folder, or auto."),
     click.option(
         "--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True, help="Seconds."
     ),
@@ -77,6 +78,7 @@ class Asked:
     draft: Path | None
     heat: Path | None
     stripes: bool
+    engine: str | None
     time_limit: float
 
 
@@ -104,12 +106,14 @@ class Inputs:
     workload: Workload
     options: SolveOptions
     lowest_ctx: int  # 0: the context is fixed
+    model: Path
+    fit_engine: str = ""  # whose --fit to ask; "": none
 
     def plan(self) -> Plan:
         """The plan; with a context that may shrink, the largest that fits."""
         from planner.make_plan import make_plan
 
-        workload = self.workload
+        workload, options = self.workload, self.options
         if self.lowest_ctx:
             from planner.context import largest_context
 
@@ -118,7 +122,11 @@ class Inputs:
             )
             say(f"context {largest}: the largest with {keep.value}")
             workload = workload.model_copy(update={"n_ctx": largest})
-        return make_plan(self.inventory, self.profile, self.budgets, workload, self.options)
+        if self.fit_engine:
+            from commands.fitting import engine_fit
+
+            options = replace(options, fit=engine_fit(self, workload))
+        return make_plan(self.inventory, self.profile, self.budgets, workload, options)
 
 
 def inputs_of(asked: Asked) -> Inputs:
@@ -138,7 +146,9 @@ def inputs_of(asked: Asked) -> Inputs:
     if lowest > workload.n_ctx:
         raise OptionProblem("--ctx-min", str(lowest), f"is above the context of {workload.n_ctx}")
     options = _options(asked, inventory, workload, budgets, profile)
-    return Inputs(inventory, profile, budgets, workload, options, lowest)
+    if asked.engine and asked.model.suffix in (".yaml", ".yml"):
+        raise OptionProblem("--fit", asked.engine, "needs the model file itself, not its inventory")
+    return Inputs(inventory, profile, budgets, workload, options, lowest, asked.model, asked.engine or "")
 
 
 def workload_of(asked: Asked, inventory: Inventory) -> Workload:

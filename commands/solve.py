@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.asking import Asked, Inputs, asking, inputs_of
+from commands.asking import Asked, asking, inputs_of
 from commands.console import mib, ms, out, out_json, out_table, say, table, write_text
 from planner.errors import OptionProblem
 
@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 @click.option(
     "--tensor-types", type=click.Path(path_type=Path), help="Write --quant as a llama-quantize map."
 )
-@click.option("--fit", "engine", help="Compare with --fit of this engine too: library, folder, or auto.")
 @click.option("--json", "as_json", is_flag=True, help="The plan as JSON.")
 def command(
     asked: Asked,
     output: Path | None,
     quants: tuple[str, ...],
     tensor_types: Path | None,
-    engine: str | None,
     as_json: bool,
 ) -> None:
     """Place every tensor of MODEL (a GGUF file or an inventory.yaml) under a memory budget."""
@@ -42,8 +40,6 @@ def command(
     if tensor_types is not None and not quants:
         raise OptionProblem("--tensor-types", str(tensor_types), "needs --quant")
     inputs = inputs_of(asked)
-    if engine is not None:
-        inputs = _with_fit(asked, inputs, engine)
     plan = inputs.plan()
     if quants:
         plan = _what_if(asked, inputs.inventory, plan, quants, tensor_types)
@@ -56,28 +52,6 @@ def command(
         show(plan)
 
 
-def _with_fit(asked: Asked, inputs: Inputs, engine: str) -> Inputs:
-    """The placement of the engine's own --fit among the candidates."""
-    from planner.given import given_of
-    from planner.loading import LoadSpec
-    from runtime.fit import fit
-    from runtime.libllama import Engine
-
-    if asked.model.suffix in (".yaml", ".yml"):
-        raise OptionProblem("--fit", engine, "needs the model file itself, not its inventory")
-    gpus = tuple(d.name for d in inputs.profile.devices if d.kind != "cpu" and d.name in inputs.budgets)
-    library = Engine.find(None if engine == "auto" else engine)
-    here = {device.name for device in library.ggml.devices()}
-    if not gpus or not set(gpus) <= here:
-        missing = ", ".join(sorted(set(gpus) - here)) or "GPU"
-        raise OptionProblem("--fit", engine, f"the engine has no {missing} here")
-    spec = LoadSpec(gpus, (1,) * len(gpus), -1, (), inputs.workload)
-    budgets = {n: max(inputs.budgets[n] - inputs.profile.device(n).context_bytes, 0) for n in gpus}
-    found = fit(str(library.path), asked.model, spec, budgets)
-    given = given_of(inputs.inventory, found, "fit")
-    return replace(inputs, options=replace(inputs.options, given=(given,)))
-
-
 def _what_if(
     asked: Asked, inventory: Inventory, today: Plan, quants: tuple[str, ...], tensor_types: Path | None
 ) -> Plan:
@@ -87,7 +61,7 @@ def _what_if(
 
     rules = [parse_rule(text) for text in quants]
     after = requantised(inventory, rules)
-    plan = replace(inputs_of(asked), inventory=after).plan()
+    plan = replace(inputs_of(asked), inventory=after, fit_engine="").plan()  # --fit reads the file as it is
     before_ns, after_ns = today.predicted.tpot_ns, plan.predicted.tpot_ns
     say(
         f"with {', '.join(quants)}: {mib(inventory.size_bytes)} -> {mib(after.size_bytes)}, "

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from planner.cost import OUTPUT, Model, Priced
 from planner.evaluate import Evaluation, evaluate
-from planner.options import Given
+from planner.given import NAME as FIT
+from planner.given import readings
+from planner.plan import EngineFit
 from planner.problem import Decision, Solution
 from planner.units import Kind, Unit
 
@@ -44,21 +46,23 @@ class Candidate:
         return self.evaluation is not None and self.evaluation.feasible
 
 
-def candidates(priced: Priced, given: Sequence[Given] = ()) -> tuple[Candidate, ...]:
+def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate, ...]:
     """The best feasible setting of each stock rule, in order of simplicity.
 
-    A rule without a feasible setting appears once, infeasible. Placements given from outside (the
-    engine's own `--fit`) come last.
+    A rule without a feasible setting appears once, infeasible. The engine's own `--fit` comes last.
     """
     found: list[Candidate] = []
     for name, rules in itertools.groupby(_rules(priced.model, priced), key=lambda rule: rule.name):
         found.append(_best(priced, name, list(rules)))
-    for each in given:
-        n_all = priced.model.layers.n_all
-        head = each.layer_devices[-1]
-        devices = (*each.layer_devices[:-1], *(head,) * n_all)[:n_all]
-        found.append(_best(priced, each.name, [Rule(each.name, each.setting, (*devices, head), each.sites)]))
+    if fit is not None:
+        found.append(_fitted(priced, fit))
     return tuple(found)
+
+
+def _fitted(priced: Priced, fit: EngineFit) -> Candidate:
+    read = readings(priced.model.inventory, fit, priced.prices.workload)
+    rules = [Rule(FIT, each.setting, each.layer_devices, each.sites) for each in read]
+    return _best(priced, FIT, rules) if rules else Candidate(FIT, "finds no placement", None, None)
 
 
 def _best(priced: Priced, name: str, rules: Sequence[Rule]) -> Candidate:

@@ -55,7 +55,7 @@ def make_plan(
         model, profile, budgets, workload, replace(options, pins=(), contiguous=False, no_cpu=False)
     )
     constrained = price(model, profile, budgets, workload, options)
-    stock = baselines.candidates(everything, options.given)
+    stock = baselines.candidates(everything, options.fit)
     alone = host_only(model, profile, budgets, workload, options)
     if full := crowded(constrained, budgets, options):
         raise full
@@ -66,9 +66,7 @@ def make_plan(
     if constrained.streams:
         plain = price(model, profile, budgets, workload, replace(options, op_offload=False))
         chosen = _better_on_host(chosen, constrained, plain, budgets, options)
-    own = tuple(c for c in stock if c.name not in {g.name for g in options.given})
-    made = record(chosen, (alone[1], *own) if alone else own, profile, budgets, workload, options)
-    return made.model_copy(update={"notes": (*made.notes, *map(_told, stock[len(own) :]))})
+    return record(chosen, rows(alone, stock), profile, budgets, workload, options)
 
 
 def _better_on_host(
@@ -105,14 +103,6 @@ def _faster_on_host(priced: Priced, plain: Priced) -> bool:
     return False
 
 
-def _told(candidate: Candidate) -> str:
-    """A placement given from outside, which no check can derive again: it is only said."""
-    found = candidate.evaluation
-    if found is None or not candidate.feasible:
-        return f"{candidate.name} ({candidate.setting}): does not fit as this plan counts memory"
-    return f"{candidate.name} ({candidate.setting}): {found.decode_ns / 1e6:.2f} ms a token predicted"
-
-
 def host_only(
     model: Model, profile: Profile, budgets: Mapping[str, int], workload: Workload, options: SolveOptions
 ) -> tuple[Priced, Candidate] | None:
@@ -129,6 +119,11 @@ def host_only(
     free = replace(options, pins=(), contiguous=False, no_cpu=False, reserves=kept)
     priced = price(model, profile, alone, workload, free)
     return priced, baselines.candidates(priced)[0]
+
+
+def rows(alone: tuple[Priced, Candidate] | None, stock: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The baselines as recorded: the CPU alone first, and once."""
+    return (alone[1], *(c for c in stock if c.name != alone[1].name)) if alone else stock
 
 
 def choose(

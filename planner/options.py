@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.plan import ExpertOrder
+from planner.plan import EngineFit, ExpertOrder
 
 MAX_ENGINE_DEVICES = 16  # llama_max_devices: entries of the device list, repeats included
 
@@ -33,16 +33,6 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A placement made elsewhere (llama.cpp's own `--fit`), priced beside the baselines."""
-
-    name: str
-    setting: str
-    layer_devices: tuple[str, ...]  # one a main layer, the output head last
-    sites: Mapping[str, str]  # movable units that do not live on their layer device
-
-
-@dataclass(frozen=True, slots=True)
 class CachePoint:
     """One point of a MoE cache's hit curve."""
 
@@ -66,7 +56,7 @@ class SolveOptions:
     distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
     cache: tuple[CachePoint, ...] = ()  # the engine has a MoE cache; concave hit curve
     reserves: tuple[Reserve, ...] = ()
-    given: tuple[Given, ...] = ()
+    fit: EngineFit | None = None  # what the engine's own --fit chose: one more stock rule
     max_runs: int = MAX_ENGINE_DEVICES
     time_limit_s: float = 20.0
     heat_digest: str = ""  # of the heat file behind curves and orders

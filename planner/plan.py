@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from planner.records import Record, dump, load
 from planner.workload import Workload
@@ -107,6 +107,30 @@ class Baseline(Record):
     vram_bytes: int = Field(ge=0)
 
 
+class FitOverride(Record):
+    """One tensor override of --fit: tensors that match, and where they go."""
+
+    pattern: str
+    buffer: str = Field(min_length=1)
+
+
+class EngineFit(Record):
+    """What llama.cpp's own --fit chose for these devices and budgets; the baseline `fit` follows from it."""
+
+    engine: str  # library and build
+    n_ctx: int = Field(gt=0)
+    n_gpu_layers: int | None = Field(None, ge=0)  # absent: it found no placement
+    devices: tuple[str, ...] = ()
+    tensor_split: tuple[Annotated[int, Field(ge=0)], ...] = ()  # layers a device, the head counted as one
+    overrides: tuple[FitOverride, ...] = ()
+
+    @model_validator(mode="after")
+    def _layers_add_up(self) -> EngineFit:
+        if len(self.tensor_split) != len(self.devices) or sum(self.tensor_split) != (self.n_gpu_layers or 0):
+            raise ValueError("expected in tensor_split the layers of each device, n_gpu_layers in all")
+        return self
+
+
 class ExpertOrder(Record):
     """The order in which the rewriter lays the experts of one layer: original ids, hot first."""
 
@@ -152,6 +176,7 @@ class Plan(Record):
     op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
     predicted: Prediction
     baselines: tuple[Baseline, ...]
+    fit: EngineFit | None = None  # asked of an engine with solve --fit
     notes: tuple[str, ...] = ()
     units: tuple[Placement, ...]
     overrides: tuple[Override, ...]

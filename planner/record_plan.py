@@ -11,6 +11,7 @@ from planner.budget import tight
 from planner.cost import OUTPUT, Model, Priced, decision_of
 from planner.evaluate import Evaluation
 from planner.gguf_header import one_line
+from planner.given import NAME as FIT
 from planner.opaque import host_types
 from planner.options import SolveOptions
 from planner.overrides import overrides_of
@@ -67,6 +68,7 @@ def record(
     sites = sites_of(chosen, devices)
     units = priced.model.units
     placements = tuple(_placement(chosen, unit, sites[unit.name]) for unit in units)
+    notes = (*_notes(chosen, profile, budgets, options), *map(_overfull, stock))
     return Plan(
         command=options.command,
         version=version("atsplan"),
@@ -79,7 +81,8 @@ def record(
         op_offload=priced.op_offload,
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),
-        notes=_notes(chosen, profile, budgets, options),
+        fit=options.fit,
+        notes=tuple(filter(None, notes)),
         units=placements,
         overrides=overrides_of(priced.model.inventory, units, [sites[u.name] for u in units], devices),
         experts=_orders(sites, units, options),
@@ -281,6 +284,14 @@ def _notes(
     found += _paged(chosen, budgets, options)
     found += [f"profile: {warning}" for warning in profile.warnings]
     return tuple(found)
+
+
+def _overfull(candidate: Candidate) -> str:
+    """--fit goes by the engine's own count of memory; the one here is a little above it, and decides."""
+    found = candidate.evaluation
+    if candidate.name != FIT or found is None or not found.violations:
+        return ""
+    return f"{FIT} ({candidate.setting}) does not fit as memory is counted here: {found.violations[0]}"
 
 
 def _tight(use: DeviceUse, profile: Profile) -> str:

@@ -10,7 +10,7 @@ from planner.cost import OUTPUT, Priced, model_of, price
 from planner.errors import AnswerIsNo
 from planner.evaluate import evaluate
 from planner.inventory import Inventory
-from planner.make_plan import host_only
+from planner.make_plan import host_only, rows
 from planner.options import Reserve, SolveOptions
 from planner.pins import parse_pin
 from planner.plan import Plan
@@ -60,6 +60,7 @@ def asked(plan: Plan, known: SolveOptions) -> SolveOptions:
         reserves=tuple(Reserve(r.name, r.device, r.size_bytes) for r in constraints.reserves),
         heat_digest=constraints.heat_digest,
         stripes=constraints.stripes,
+        fit=plan.fit if plan.fit and plan.fit.n_ctx == plan.workload.n_ctx else None,
         command=plan.command,
     )
 
@@ -74,7 +75,7 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOpti
     model = model_of(inventory, plan.workload)
     free = replace(options, pins=(), contiguous=False, no_cpu=False)
     everything = price(model, profile, budgets, plan.workload, free)
-    stock = baselines.candidates(everything, options.given)
+    stock = baselines.candidates(everything, options.fit)
     alone = host_only(model, profile, budgets, plan.workload, options)
     decided = replace(options, op_offload=plan.op_offload)
     priced = everything if decided == free else price(model, profile, budgets, plan.workload, decided)
@@ -82,7 +83,7 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOpti
     if plan.op_offload and alone is not None and devices <= {d.device for d in alone[0].problem.devices}:
         priced = alone[0]  # no GPU is opened: its compute buffer is not there either
     chosen = _chosen(plan, priced)
-    made = record(chosen, (alone[1], *stock) if alone else stock, profile, budgets, plan.workload, options)
+    made = record(chosen, rows(alone, stock), profile, budgets, plan.workload, options)
     return Repriced(made.model_copy(update={"notes": plan.notes}), chosen.evaluation.violations)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from planner.arch import layers_of
 from planner.errors import EngineProblem
+from planner.given import dealt
 from planner.inventory import Inventory
 from planner.loading import CPU, LoadSpec
 from planner.overrides import collate
@@ -99,7 +100,7 @@ def best_fit(field: Field, base: LoadSpec) -> Arm:
     """What the engine's own --fit chooses."""
     total = _all_layers(field)
     bare = _stock(field, base, total, ())
-    spec = fit.fit(str(field.engine.path), field.model, bare, field.budgets)
+    spec = dealt(field.inventory, fit.fit(str(field.engine.path), field.model, bare, field.budgets))
     spec = replace(spec, n_gpu_layers=min(spec.n_gpu_layers, total))
     return _arm(field, "fit", spec, f"--fit on ({spec.n_gpu_layers} layers, {len(spec.overrides)} overrides)")
 

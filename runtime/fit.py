@@ -15,22 +15,29 @@ from typing import Any
 from planner.errors import EngineProblem
 from planner.loading import LoadSpec
 from runtime import child, dryrun, load
+from runtime.child import Relayed
 from runtime.libllama import Engine, Override
+from runtime.remote import connect
 
 _ROOM = 4096  # entries that the engine asks for
 _ERRORS_ONLY = 4
 _CONTEXT_LEAST = 256
 _ALL_LAYERS = 10_000
+_NO_FIT = 1  # of the three answers of common_fit_params: 0 success, 1 no fit, 2 error
 # Two signatures: newer builds take one more pointer, a second model to fit.
 _HEAD = "_Z17common_fit_paramsPKcP18llama_model_paramsP20llama_context_params"
 _LONG = f"{_HEAD}PfP32llama_model_tensor_buft_overridePmjPK22common_fit_extra_model14ggml_log_level"
 _SHORT = f"{_HEAD}PfP32llama_model_tensor_buft_overridePmj14ggml_log_level"
 
 
+class NoPlacement(Relayed):
+    """The engine's --fit finds nothing within the memory it may use."""
+
+
 def fit(engine: str, model: Path, spec: LoadSpec, budgets: Mapping[str, int]) -> LoadSpec:
     """The spec that --fit arrives at for the workload and devices of `spec`, at most `budgets` bytes each.
 
-    Raises EngineProblem when the build has no fit, finds no placement, or dies.
+    Raises NoPlacement when it finds none, EngineProblem when the build has no fit or dies.
     """
     request = {
         "engine": engine,
@@ -39,6 +46,8 @@ def fit(engine: str, model: Path, spec: LoadSpec, budgets: Mapping[str, int]) ->
         "budgets": dict(budgets),
     }
     answer = child.ask("runtime.fit", request, engine)
+    if "none" in answer:
+        raise NoPlacement(engine, answer["none"])
     return replace(
         spec,
         tensor_split=tuple(answer["tensor_split"]),
@@ -59,7 +68,10 @@ def supported(engine: Engine) -> bool:
 
 def _fit_here(request: Mapping[str, Any]) -> dict[str, Any]:
     engine = Engine.find(request["engine"])
-    spec = dryrun.from_json(request["spec"])
+    asked = dryrun.from_json(request["spec"])
+    spec, renamed = connect(engine, asked)
+    budgets = {renamed.get(name, name): size for name, size in request["budgets"].items()}
+    planned = {there: name for name, there in renamed.items()}
     function, extra = _function(engine)
     kept = load.Kept()
     bare = replace(spec, overrides=(), tensor_split=(), n_gpu_layers=-1)
@@ -67,26 +79,33 @@ def _fit_here(request: Mapping[str, Any]) -> dict[str, Any]:
     model.tensor_split = model.tensor_buft_overrides = None  # untouched: these are for fit to set
     context = load.context_params(engine, spec, kept)
     split, overrides = (c.c_float * engine.max_devices)(), (Override * _ROOM)()
-    margins = (c.c_size_t * engine.max_devices)(*_margins(engine, spec, request["budgets"]))
+    margins = (c.c_size_t * engine.max_devices)(*_margins(engine, spec, budgets))
     status = function(
         request["model"].encode(),
         *(c.byref(model), c.byref(context), split, overrides, margins, _CONTEXT_LEAST, *extra, _ERRORS_ONLY),
     )
+    if status == _NO_FIT:
+        return {"none": f"engine {engine.label}: --fit found no placement within the budget"}
     if status:
-        why = "found no placement within the budget" if status == 1 else "failed"
-        raise EngineProblem(engine.label, f"--fit {why}")
+        raise EngineProblem(engine.label, "--fit failed")
     count = len(spec.devices)
     shares = [float(value) for value in split[:count]]
     return {
         # Left at -1 where everything fits.
         "n_gpu_layers": model.n_gpu_layers if model.n_gpu_layers >= 0 else _ALL_LAYERS,
-        "tensor_split": [round(s) for s in shares] if count > 1 and any(shares) else [1] * count,
+        "tensor_split": [round(s) for s in shares] if any(shares) else _default_split(engine, spec),
         "overrides": [
-            [entry.pattern.decode(), engine.ggml.buft_device(entry.buft)]
+            [entry.pattern.decode(), planned.get(device, device)]
             for entry in overrides
-            if entry.pattern
+            if entry.pattern and (device := engine.ggml.buft_device(entry.buft))
         ],
     }
+
+
+def _default_split(engine: Engine, spec: LoadSpec) -> list[int]:
+    """Untouched, layers are dealt by free memory."""
+    free = {d.name: d.free_bytes >> 20 for d in engine.ggml.devices()}
+    return [max(free[name], 1) for name in spec.devices]
 
 
 def _margins(engine: Engine, spec: LoadSpec, budgets: Mapping[str, int]) -> list[int]:

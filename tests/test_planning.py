@@ -9,9 +9,7 @@ from planner.baselines import layer_devices
 from planner.budget import budgets_for, parse_budget, parse_reserve
 from planner.context import Keep, largest_context
 from planner.errors import OptionProblem
-from planner.given import given_of
-from planner.loading import LoadSpec
-from planner.options import CachePoint, Given, Pin, Reserve, SolveOptions
+from planner.options import CachePoint, Pin, Reserve, SolveOptions
 from planner.plan import Plan, to_text
 from planner.predict import predict
 from planner.refusal import Infeasible
@@ -385,27 +383,6 @@ def test_other_types_of_the_same_tensors() -> None:
 
 def test_the_same_inputs_give_the_same_bytes() -> None:
     assert to_text(plan(moe(), "2000")) == to_text(plan(moe(), "2000"))
-
-
-# Placements from elsewhere.
-
-
-def test_a_load_in_the_solver_s_terms() -> None:
-    down = r"blk\.2\.ffn_down_exps\.weight"
-    spec = LoadSpec(("CUDA0",), (1,), 9, ((r"blk\.[01]\.ffn_.*_exps", "CPU"), (down, "CPU")), Workload())
-    found = given_of(moe(), spec, "fit")
-    assert found.layer_devices == ("CUDA0",) * 9 and found.setting == "-ngl 9, 2 overrides"
-    assert found.sites == {"blk.0.experts": "cpu", "blk.1.experts": "cpu"}  # of layer 2 a third moves
-
-
-def test_a_placement_given_from_elsewhere_is_a_candidate() -> None:
-    best = plan(moe(), "2000")
-    moved = {unit: "cpu" for unit, site in sites(best, ".experts").items() if site == "cpu"}
-    given = Given("fit", "-ngl 9", ("CUDA0",) * 9, moved)
-    made = plan(moe(), "2000", options=SolveOptions(given=(given,)))
-    assert made.predicted.objective_ns <= best.predicted.objective_ns
-    assert any(note.startswith("fit (-ngl 9): ") for note in made.notes)
-    assert all(b.name != "fit" for b in made.baselines)
 
 
 # Stock rules, counted as the engine counts.
