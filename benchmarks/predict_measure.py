@@ -104,7 +104,13 @@ def _profile(options: argparse.Namespace, tables: list[Inventory]) -> int:
         name="",
         command="benchmarks/predict_measure.py",
     )
-    watch = session.Watcher(say, lambda total, known: say(f"{total} cases, {known} known"), lambda line: None)
+    watch = session.Watcher(
+        stage=say,
+        begin=lambda total, known: say(f"{total} cases, {known} known"),
+        case=lambda line: None,
+        run=say,
+        note=say,
+    )
     cases = [c for table in tables for c in cases_of(table, min(options.prompt, 512), max_depth=4096)]
     measured = session.measure(request, lambda _: cases, watch)
     measured.journal.finish()

@@ -10,13 +10,10 @@ import click
 from commands import console
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from planner.inventory import Inventory
     from planner.profile import Profile
     from planner.timing import Case
-    from profiler.cases import Place
-    from profiler.session import Choose, Measured, Request
+    from profiler.session import Measured, Request
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
@@ -28,7 +25,7 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_n
 @click.option("--device", "devices", multiple=True, help="Measure this device beside the CPU; repeatable.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [default: find the best].")
 @click.option(
-    "--seconds", type=click.FloatRange(1), default=60.0, show_default=True, help="Aim for the cases."
+    "--seconds", type=click.FloatRange(1), default=75.0, show_default=True, help="Aim for all of it."
 )
 @click.option("--ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt batch.")
 @click.option("--depth", type=click.IntRange(0), default=65536, show_default=True, help="Deepest attention.")
@@ -73,11 +70,8 @@ def command(
     )
     inventory = _inventory(model)
     cases = _cases_of(inventory, ubatch, depth, kv)
-    if no_calibration:
-        measured = _measure(request, lambda _: cases)
-        profile = measured.profile
-    else:
-        measured, profile = _calibrated(request, cases, model, inventory)
+    here = (model, inventory) if model and inventory and not _is_table(model) else None
+    measured, profile = _measure(request, cases, here, not no_calibration)
     measured.journal.finish()
     _report(measured, profile, as_json)
     if out is not None:
@@ -114,8 +108,11 @@ def _command(model: Path | None, devices: tuple[str, ...], ubatch: int) -> str:
     return " ".join([*words, *([f"--ubatch {ubatch}"] if ubatch != 512 else [])])
 
 
-def _measure(request: Request, cases: Choose) -> Measured:
+def _measure(
+    request: Request, cases: list[Case], model: tuple[Path, Inventory] | None, calibrate: bool
+) -> tuple[Measured, Profile]:
     from profiler import session
+    from profiler.complete import complete
 
     with console.progress() as bar:
         task = bar.add_task("devices and links", total=None, rate="")
@@ -129,46 +126,21 @@ def _measure(request: Request, cases: Choose) -> Measured:
             if line["kind"] == "case":
                 bar.update(task, advance=1, rate=line["key"])
 
-        watch = session.Watcher(lambda text: bar.update(task, description=text), begin, case)
+        watch = session.Watcher(
+            stage=lambda text: bar.update(task, description=text, rate=""),
+            begin=begin,
+            case=case,
+            run=lambda text: bar.update(task, rate=text),
+            note=console.say,
+        )
         try:
-            return session.measure(request, cases, watch)
+            if calibrate:
+                return complete(request, cases, model, watch)
+            measured = session.measure(request, lambda _: cases, watch)
+            return measured, measured.profile
         except KeyboardInterrupt:
             console.say("what was measured is kept: give the same command again to continue")
             raise
-
-
-def _calibrated(
-    request: Request, cases: list[Case], model: Path | None, inventory: Inventory | None
-) -> tuple[Measured, Profile]:
-    """Operators, then whole-model runs: of a generated model, and of the model itself when it is here."""
-    import tempfile
-
-    from planner.gguf_file import read_model
-    from profiler import whole
-
-    with tempfile.TemporaryDirectory(prefix="atsplan-") as folder:
-        tables: list[Inventory] = []
-
-        def choose(places: Sequence[Place]) -> list[Case]:
-            if not whole.has_gpu(places):
-                return cases
-            tables.append(read_model(whole.generated(Path(folder))).inventory)
-            return [*cases, *whole.generated_cases(tables[0])]
-
-        measured = _measure(request, choose)
-        profile = measured.profile
-        with console.progress() as bar:
-            task = bar.add_task("generated model", total=None, rate="")
-
-            def say(text: str) -> None:
-                bar.update(task, rate=text)
-
-            for table in tables:
-                profile = whole.machine(profile, whole.path_in(Path(folder)), table, request.engine, say)
-            if model is not None and inventory is not None and not _is_table(model):
-                bar.update(task, description=model.name)
-                profile = whole.model(profile, model, inventory, request.engine, say)
-    return measured, whole.with_doubts(profile)
 
 
 def _report(measured: Measured, profile: Profile, as_json: bool) -> None:

@@ -12,11 +12,11 @@ from planner.errors import EngineProblem
 from planner.timing import Case
 from profiler import graphs
 from profiler.arena import Arena, MiB, sane_bytes
-from profiler.samples import Sample, reduce, repeat
+from profiler.samples import MIN_PASSES, WARM_PASSES, Sample, reduce, repeat
 from runtime.ggml import Device, Ggml, Handle
 
 MAX_NODES = 1024
-PASS_S = 0.08  # aim of one pass: long against the clock and the launch, short enough for several
+PASS_S = 0.08  # longest aim of one pass: long against the clock and the launch, short enough for several
 SLOW_PASSES = 3  # a case that takes this many times its time limit is measured once: a software GPU
 CONVERTED_BYTES = 64 * MiB  # repacked weights are made for every case, so there are few of them
 
@@ -54,13 +54,13 @@ class Bench:
             once_ns = perf_counter_ns() - start
         if once_ns > SLOW_PASSES * limit_s * 1e9:
             return _times(reduce([once_ns], 1, self.launch_ns), factor)
-        nodes = max(min(self._most_nodes(fitted), int(PASS_S * 1e9 / once_ns)), 1)
-        return _times(self.measure_nodes(fitted, nodes, limit_s), factor)
+        return _times(self.measure_nodes(fitted, self._nodes(fitted, once_ns, limit_s), limit_s), factor)
 
     def measure_nodes(self, case: Case, nodes: int, limit_s: float) -> Sample:
         """Time of one of `nodes` operators in one graph; the device must support it."""
         with ExitStack() as stack:
-            sweep = stack.enter_context(self._sweep()) if self._needs_sweep(case, nodes) else None
+            # What a small pass leaves in the cache, the next would find there.
+            sweep = stack.enter_context(self._sweep()) if nodes < self._leaving_cache(case) else None
             graph = stack.enter_context(self._graph(case, nodes))
             assert graph is not None
             before = (lambda: self._run(sweep)) if sweep is not None else None
@@ -83,25 +83,32 @@ class Bench:
             case = replace(case, shape=halved, batch=max(case.batch // 2, 1))
         return case, factor
 
+    def _nodes(self, case: Case, once_ns: int, limit_s: float) -> int:
+        """Operators of one pass: as many as there is time for, or as leave the cache if that takes few."""
+        aim_s = min(PASS_S, limit_s / (WARM_PASSES + MIN_PASSES))
+        leaving = self._leaving_cache(case)
+        nodes = int(aim_s * 1e9 / once_ns)
+        nodes = leaving if nodes < leaving <= PASS_S * 1e9 / once_ns else nodes
+        return max(min(self._most_nodes(case), nodes), 1)
+
+    def _leaving_cache(self, case: Case) -> int:
+        """The operators that read twice as much as the cache holds; 0 where none have to."""
+        if self.device.kind != "cpu" or case.op == "RMS_NORM":
+            return 0
+        each = _weight_bytes(self.ggml, case) * graphs.weights_per_node(case) / graphs.windows(case)
+        return int(2 * self.cache_bytes / max(each, 1)) + 1
+
     def _most_nodes(self, case: Case) -> int:
         size = _weight_bytes(self.ggml, case) * graphs.weights_per_node(case)
         room = CONVERTED_BYTES if self.convert else self.arena.size_bytes * 15 // 16
         return min(max(room // max(size, 1), 1) * graphs.windows(case), MAX_NODES)
 
-    def _needs_sweep(self, case: Case, nodes: int) -> bool:
-        """Whether a pass leaves so little behind that the next would find it in the cache."""
-        if self.device.kind != "cpu" or case.op == "RMS_NORM":
-            return False
-        touched = (
-            _weight_bytes(self.ggml, case) * -(-nodes // graphs.windows(case)) * graphs.weights_per_node(case)
-        )
-        return touched < 2 * self.cache_bytes
-
     @contextmanager
     def _sweep(self) -> Iterator[Handle]:
-        """A graph that copies the whole arena over itself: what was in the cache is out."""
+        """A graph of copies all over the arena, twice what the cache holds: what was in it is out."""
         case = Case("CONT", "f32", (MiB, 2), 1)
-        with self._graph(case, max(self.arena.size_bytes // (16 * MiB), 1), plain=True) as graph:
+        copied = min(2 * self.cache_bytes, self.arena.size_bytes)
+        with self._graph(case, max(copied // (16 * MiB), 1), plain=True) as graph:
             assert graph is not None
             yield graph
 

@@ -98,9 +98,9 @@ def best_threads(at: Bench, candidates: tuple[int, ...], limit_s: float) -> tupl
 
 
 def thread_candidates(cores: int, logical: int) -> tuple[int, ...]:
-    """Powers of two, all but one core, all cores, and all hardware threads."""
-    counts = {2**n for n in range(10) if 2**n <= cores} | {max(cores - 1, 1), cores, logical}
-    return tuple(sorted(counts))
+    """Powers of two and those between them, all but one core, all cores, and all hardware threads."""
+    counts = {n for power in range(10) for n in (2**power, 3 * 2**power) if n <= cores}
+    return tuple(sorted(counts | {max(cores - 1, 1), cores, logical}))
 
 
 def stream_rate(at: Bench, limit_s: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import datetime
 import os
 import platform
 import re
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from planner.profile import Fingerprint
+from runtime import locate
 
 _CPU = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
+_PCI = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,20 +194,24 @@ def _read(path: Path) -> str:
         return ""
 
 
-def differences(known: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
-    """Why timings of one fingerprint do not hold for another; () when they do.
+def gpus() -> str:
+    """Display controllers by PCI address, vendor and device: `0000:01:00.0 10de:2684`; "" without any."""
+    found = []
+    for device in sorted(_PCI.glob("*")):
+        if _read(device / "class").startswith("0x03"):
+            vendor, kind = (_read(device / name).removeprefix("0x") for name in ("vendor", "device"))
+            found.append(f"{device.name} {vendor}:{kind}")
+    return ", ".join(found)
 
-    The kernel's patch level does not count, the NUMA policy does: it decides which memory is read.
-    """
-    fields = {
-        "cpu": "processor",
-        "cores": "cores",
-        "engine": "engine",
-        "driver": "driver",
-        "numa": "NUMA policy",
-    }
-    return tuple(
-        f"{label} was {getattr(known, name) or 'none'}, is {getattr(now, name) or 'none'}"
-        for name, label in fields.items()
-        if getattr(known, name) != getattr(now, name)
-    )
+
+def library_state(engine: str | None) -> str:
+    """An engine by its files, without loading it: where it is, how large, and when it last changed."""
+    place = locate.find(engine)
+    if not place.path.is_absolute():
+        return place.label
+    files = [f.stat() for f in place.path.parent.glob("*.so*") if f.is_file()]
+    if not files:
+        return place.label
+    changed = datetime.datetime.fromtimestamp(max(f.st_mtime for f in files), datetime.UTC)
+    size = sum(f.st_size for f in files)
+    return f"{place.label}, {size} bytes of {changed:%Y-%m-%d %H:%M:%S}"

@@ -32,6 +32,11 @@ class Journal:
         except OSError:
             return
 
+    def forget(self) -> None:
+        """Begin anew: what is known belongs to something else."""
+        self.finish()
+        self.lines = []
+
     def finish(self) -> None:
         """The profile is complete: forget."""
         self.path.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from profiler.answers import Line, answer_request
 from profiler.arena import MiB
 from profiler.bench import Bench
 from profiler.cases import Place, job_of
+from profiler.pace import Pace
 from runtime.ggml import Device, Ggml
 from runtime.libllama import Engine
 
@@ -132,14 +133,16 @@ def _links(ggml: Ggml, devices: list[Device]) -> Iterator[Line]:
 def _cases(ggml: Ggml, request: Line) -> Iterator[Line]:
     """One line a job: its key and its time, or why there is none."""
     jobs = [job_of(data) for data in request["jobs"]]
-    limit_s = request["limit_s"]
+    pace = Pace(request["until_s"], len(jobs))
     cache = host.caches().last_bytes
     for place, group in groupby(jobs, key=lambda job: job.place):
         device = ggml.device(place.device)
         with figures.bench(ggml, device, place, request["threads"], arena_bytes(device, cache), cache) as at:
             for job in group:
                 yield {"kind": "start", "key": job.key}
-                yield {"kind": "case", "key": job.key, **_time(at, job.case, limit_s)}
+                with pace.case() as limit_s:
+                    time = _time(at, job.case, limit_s)
+                yield {"kind": "case", "key": job.key, **time}
             if place.kind == "own":  # the machine may have been busier when the stream was first measured
                 rate = figures.stream_rate(at, limit_s)
                 yield {"kind": "stream", "device": place.device, "bytes_per_s": rate}

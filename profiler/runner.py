@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,26 @@ class Length:
     repeats: int = 3
 
 
+@dataclass(slots=True)
+class Stop:
+    """When whole-model runs end: none begins that would end after `until_s` once there are `least` of them,
+    and all are cut off at `last_s`; times of `time.monotonic`.
+    """
+
+    until_s: float = math.inf
+    least: int = 0
+    last_s: float = math.inf
+    _begin_s: float = field(default_factory=time.monotonic)
+    _longest_s: float = 0.0
+
+    def now(self, runs: int) -> bool:
+        """Whether to stop after a run that just ended, the `runs`-th."""
+        now = time.monotonic()
+        self._longest_s = max(self._longest_s, now - self._begin_s)
+        self._begin_s = now
+        return runs >= self.least and now + self._longest_s > self.until_s
+
+
 SILENCE_S = 180.0  # no case takes as long; a child that says nothing hangs
 
 
@@ -54,11 +76,14 @@ def cases(
     jobs: Sequence[Job],
     engine: str | None,
     threads: int,
-    limit_s: float,
+    until_s: float,
     journal: Journal,
     on_line: Callable[[Line], None],
 ) -> None:
-    """Measure every job that the journal does not know; `on_line` sees each result as it comes."""
+    """Measure every job that the journal does not know; `on_line` sees each result as it comes.
+
+    All end about when `time.monotonic` says `until_s`, but none is hurried beyond sense.
+    """
 
     def keep(line: Line) -> None:
         journal.add(line)
@@ -67,7 +92,7 @@ def cases(
     known = {line["key"] for line in journal.lines if line["kind"] == "case"}
     left = [job for job in jobs if job.key not in known]
     while left:
-        request: Line = {"ask": "cases", "engine": engine, "threads": threads, "limit_s": limit_s}
+        request: Line = {"ask": "cases", "engine": engine, "threads": threads, "until_s": until_s}
         done = _until_it_ends({**request, "jobs": [asdict(job) for job in left]}, keep)
         left = [job for job in left if job.key not in done]
 
@@ -78,19 +103,28 @@ def whole_model(
     engine: str | None,
     length: Length,
     on_line: Callable[[Line], None] = lambda line: None,
+    stop: Stop | None = None,
 ) -> dict[str, Line]:
-    """Decode and prefill times of a model under each spec, by key; a crash costs the run it happened in."""
+    """Decode and prefill times of a model under each spec, by key; a crash costs the run it happened in.
+
+    Specs that `stop` leaves no time for are not in the result.
+    """
     found: dict[str, Line] = {}
+    stop = stop or Stop()
     while left := [key for key in specs if key not in found]:
         runs = [{"key": key, "spec": dryrun.to_json(specs[key])} for key in left]
         request: Line = {"engine": engine, "model": str(model.resolve()), "seed": 1, "runs": runs}
         started = left[0]
-        with Child("profiler.decode", request | asdict(length)) as child:
+        with Child("profiler.decode", request | asdict(length), stop.last_s) as child:
             for line in child.lines():
                 started = line["key"]
                 if line["kind"] == "run":
                     found[started] = line
                     on_line(line)
+                    if stop.now(len(found)):
+                        return found
+        if child.late:
+            break
         if child.failure:
             lost = started if started not in found else next((k for k in left if k not in found), "")
             if not lost:  # it failed after its last run
@@ -123,7 +157,7 @@ def _until_it_ends(request: Line, keep: Callable[[Line], None]) -> set[str]:
 class Child:
     """A Python child process that answers a request with JSON lines; killed when the block ends early."""
 
-    def __init__(self, module: str, request: Line) -> None:
+    def __init__(self, module: str, request: Line, last_s: float = math.inf) -> None:
         environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -137,6 +171,7 @@ class Child:
         self._said: deque[str] = deque(maxlen=20)
         self._reader = threading.Thread(target=self._drain, daemon=True)
         self._request = request
+        self._last_s = last_s
 
     def __enter__(self) -> Child:
         self._reader.start()
@@ -157,7 +192,7 @@ class Child:
     def lines(self) -> Iterator[Line]:
         """Lines as they appear, to the end of the child; one that falls silent is killed."""
         assert self._process.stdout is not None
-        watch = _Watch(self._process)
+        watch = _Watch(self._process, self._last_s)
         try:
             for text in self._process.stdout:
                 watch.reset()
@@ -167,6 +202,11 @@ class Child:
             watch.stop()
         self._process.wait()
         self._reader.join(timeout=5)
+
+    @property
+    def late(self) -> bool:
+        """Whether the child was cut off because its time was up."""
+        return bool(self._process.returncode) and time.monotonic() >= self._last_s
 
     @property
     def failure(self) -> str:
@@ -189,10 +229,10 @@ class Child:
 
 
 class _Watch:
-    """Kills a process after a silence."""
+    """Kills a process after a silence, and when its time is up."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[str], last_s: float) -> None:
+        self._process, self._last_s = process, last_s
         self._timer = self._start()
 
     def reset(self) -> None:
@@ -203,7 +243,8 @@ class _Watch:
         self._timer.cancel()
 
     def _start(self) -> threading.Timer:
-        timer = threading.Timer(SILENCE_S, self._process.kill)
+        left_s = max(self._last_s - time.monotonic(), 0.0)
+        timer = threading.Timer(min(SILENCE_S, left_s), self._process.kill)
         timer.daemon = True
         timer.start()
         return timer

@@ -26,14 +26,15 @@ class Sample:
 def repeat(run: Callable[[], None], limit_s: float, before: Callable[[], None] | None = None) -> list[int]:
     """Nanoseconds of each pass after the warm-up; `before` runs untimed ahead of every pass."""
     times: list[int] = []
+    warm = 1 if before else WARM_PASSES  # what runs before is warm-up enough
     end = perf_counter_ns() + int(limit_s * 1e9)
-    for index in range(WARM_PASSES + MAX_PASSES):
+    for index in range(warm + MAX_PASSES):
         if before:
             before()
         start = perf_counter_ns()
         run()
         now = perf_counter_ns()
-        if index >= WARM_PASSES:
+        if index >= warm:
             times.append(now - start)
         if now > end and len(times) >= MIN_PASSES:
             break

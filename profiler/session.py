@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from planner.profile import Device, Fingerprint, Profile
+from planner.same_machine import differences, host_facts
 from planner.timing import Case
 from profiler import host, runner, summarise
 from profiler.cases import Place, jobs_of
@@ -26,10 +28,35 @@ class Request:
     engine: str | None  # as for Engine.find
     devices: tuple[str, ...]  # names; () = all
     threads: int  # 0: find the best
-    seconds: float  # for the cases together
+    seconds: float  # for all of it
     strict: bool
     name: str
     command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A machine looked at: what it has, and what an interrupted profile left."""
+
+    journal: Journal
+    fingerprint: Fingerprint
+    figures: tuple[Line, ...]
+    until_s: float  # when all should be done, of `time.monotonic`
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where weights may lie."""
+        return summarise.places(self.figures)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices, measured."""
+        return summarise.devices(self.figures)
+
+    @property
+    def threads(self) -> int:
+        """The CPU's best count."""
+        return next((d.threads for d in self.devices if d.name == "CPU"), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +76,11 @@ class Watcher:
     stage: Callable[[str], None]
     begin: Callable[[int, int], None]  # cases in all, cases known from an interrupted run
     case: Callable[[Line], None]
+    run: Callable[[str], None]  # a whole-model run has ended
+    note: Callable[[str], None]
 
 
-MIN_LIMIT_S = 0.04
-MAX_LIMIT_S = 0.25
-MAX_FIGURE_S = 0.15
+MAX_FIGURE_S = 0.25
 
 
 def measure(request: Request, cases: Choose, watch: Watcher) -> Measured:
@@ -61,52 +88,68 @@ def measure(request: Request, cases: Choose, watch: Watcher) -> Measured:
 
     Raises EngineProblem, and Contended when the request is strict and the machine is not quiet.
     """
-    load = host.load()
+    found = look(request, watch)
+    return operators(request, found, cases(found.places), watch)
+
+
+def look(request: Request, watch: Watcher) -> Found:
+    """The devices and links of this machine, or what an interrupted profile knows of them."""
+    until_s = time.monotonic() + request.seconds
     fingerprint = host.fingerprint("")
-    journal = Journal(*map(str, (fingerprint, request.engine, request.devices, request.threads)))
+    journal = Journal(*map(str, (request.engine, request.devices, request.threads)))
+    forget_another(journal, _facts(request, fingerprint), watch.note)
     if not any(line["kind"] == "link-end" for line in journal.lines):
+        load = host.load()
         _refuse_if_busy(request, load)
         watch.stage("devices and links")
         figure_s = min(request.seconds / 50, MAX_FIGURE_S)
         figures = list(runner.figures(request.engine, request.devices, request.threads, figure_s))
         for line in (*figures, {"kind": "link-end", "load": load}):
             journal.add(line)
-    return _with_cases(request, cases, journal, fingerprint, watch)
+    found = tuple(line for line in journal.lines if line["kind"] not in ("case", "run"))
+    return Found(journal, fingerprint, found, until_s)
 
 
-def _with_cases(
-    request: Request,
-    cases: Choose,
-    journal: Journal,
-    fingerprint: Fingerprint,
-    watch: Watcher,
-) -> Measured:
-    figures = [line for line in journal.lines if line["kind"] != "case"]
-    load = next(line["load"] for line in figures if line["kind"] == "link-end")
-    places = summarise.places(figures)
-    jobs = jobs_of(dict.fromkeys(cases(places)), places)
-    known = sum(line["kind"] == "case" for line in journal.lines)
-    watch.begin(len(jobs), min(known, len(jobs)))
-    limit_s = min(max(request.seconds / max(len(jobs), 1) / 2, MIN_LIMIT_S), MAX_LIMIT_S)
-    threads = next((d["threads"] for d in figures if d["kind"] == "device" and d["name"] == "CPU"), 0)
-    runner.cases(jobs, request.engine, threads, limit_s, journal, watch.case)
-    streams = summarise.streams(journal.lines)
-    verdicts = summarise.verdicts(jobs, journal.lines, streams)
-    engine = next(line["text"] for line in figures if line["kind"] == "engine")
-    fingerprint = fingerprint.model_copy(update={"engine": engine})
+def _facts(request: Request, fingerprint: Fingerprint) -> dict[str, str]:
+    """What an interrupted profile belongs to; the engine by its files, since it is not loaded yet."""
+    return host_facts(fingerprint) | {"engine": host.library_state(request.engine), "GPUs": host.gpus()}
+
+
+def forget_another(journal: Journal, here: dict[str, str], note: Callable[[str], None]) -> None:
+    """Begin anew, and say why, where an interrupted profile is one of another machine, engine or policy."""
+    known = next((line["facts"] for line in journal.lines if line["kind"] == "machine"), None)
+    if known == here:
+        return
+    if known is not None:
+        note(f"an interrupted profile is not continued: {'; '.join(differences(known, here))}")
+    journal.forget()
+    journal.add({"kind": "machine", "facts": here})
+
+
+def operators(request: Request, found: Found, cases: Iterable[Case], watch: Watcher) -> Measured:
+    """Time every case at every place, and make a profile of it all."""
+    load = next(line["load"] for line in found.figures if line["kind"] == "link-end")
+    jobs = jobs_of(dict.fromkeys(cases), found.places)
+    done = {line["key"] for line in found.journal.lines if line["kind"] == "case"}
+    watch.begin(len(jobs), sum(job.key in done for job in jobs))
+    runner.cases(jobs, request.engine, found.threads, found.until_s, found.journal, watch.case)
+    streams = summarise.streams(found.journal.lines)
+    verdicts = summarise.verdicts(jobs, found.journal.lines, streams)
+    engine = next(line["text"] for line in found.figures if line["kind"] == "engine")
+    fingerprint = found.fingerprint.model_copy(update={"engine": engine})
     notes = summarise.warnings(verdicts, streams, load, fingerprint)
     if request.strict and any(note.startswith(("contended", "unsteady")) for note in notes):
         raise Contended(notes)
     made = summarise.profile(
-        request.name or default_name(summarise.devices(figures)),
+        request.name or default_name(found.devices),
         request.command,
         datetime.date.today().isoformat(),
         fingerprint,
-        figures,
+        found.figures,
         verdicts,
         notes,
     )
-    return Measured(made, verdicts, streams, journal)
+    return Measured(made, verdicts, streams, found.journal)
 
 
 def _refuse_if_busy(request: Request, load: float) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.inventory import Inventory
-from planner.profile import Profile
+from planner.profile import Device, Profile
 from planner.timing import Case
 from planner.units import Kind, units_of
 from planner.workload import Workload
 from profiler import calibrate, host, runner, synth
-from profiler.calibrate import Run
-from profiler.cases import Place, cases_of
+from profiler.calibrate import ENOUGH, Run
+from profiler.cases import cases_of
 from profiler.placements import Placement, calibrating, spec_of
-from profiler.runner import Length
+from profiler.runner import Length, Stop
+from profiler.session import Found, Request, Watcher
 
 GiB = 2**30
 FULL_SHARE = 0.85  # of free device memory that a calibrating run may fill with weights
 LENGTH = Length(prompt=64, gen=16, repeats=2)
 RUNS = 3  # of a real model
+LEAST_RUNS = 2  # of them, however long they take
+CASES_SHARE = 0.4  # of the time, left for the operators
+PATIENCE = 4  # times all the time, after which runs of a real model are cut off: it may come from a slow disk
 DOUBTFUL_PPM = 100_000
 
 # As many layers as real models have, since the fixed costs go by layers; experts so small that loading
@@ -31,22 +36,21 @@ GENERATED = synth.SynthSpec(
     n_ff_exp=512, n_vocab=8192, type="q4_K", types={"output": "q6_K"}, seed=7, name="calibration",
 )  # fmt: skip
 
-Say = Callable[[str], None]
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model file to be run in several placements."""
+
+    path: Path
+    inventory: Inventory
+    placements: tuple[Placement, ...]
+    least: int  # runs, whatever time they take
+    own: bool  # a real model: its calibration holds for it alone
 
 
 def generated(folder: Path) -> Path:
     """The generated model that calibrates machines with a GPU, written into a folder; 0.7 GB."""
-    return synth.write(path_in(folder), GENERATED)
-
-
-def path_in(folder: Path) -> Path:
-    """Where `generated` writes."""
-    return folder / "calibration.gguf"
-
-
-def has_gpu(places: Sequence[Place]) -> bool:
-    """Whether there is anything to divide a model between."""
-    return any(place.device != "CPU" for place in places)
+    return synth.write(folder / "calibration.gguf", GENERATED)
 
 
 def generated_cases(inventory: Inventory) -> tuple[Case, ...]:
@@ -54,32 +58,71 @@ def generated_cases(inventory: Inventory) -> tuple[Case, ...]:
     return tuple(c for c in cases_of(inventory, max_depth=4096) if c.batch == 1)
 
 
-def machine(profile: Profile, path: Path, inventory: Inventory, engine: str | None, say: Say) -> Profile:
-    """The profile with the machine's own calibration. Raises EngineProblem when no run succeeds."""
-    gpus = tuple(d.name for d in profile.devices if d.kind in ("gpu", "igpu"))
-    placements = [p for p in calibrating(inventory, gpus, brief=False) if not gpus or _touches_gpu(p)]
-    runs = _measure(profile, path, inventory, engine, placements, say)
-    return calibrate.machine(inventory, workload(), profile, runs) if runs else profile
+def gpus_of(found: Found) -> tuple[str, ...]:
+    """What a model can be divided between beside the CPU."""
+    return tuple(d.name for d in found.devices if d.kind in ("gpu", "igpu"))
 
 
-def model(profile: Profile, path: Path, inventory: Inventory, engine: str | None, say: Say) -> Profile:
-    """The profile with a calibration of one model, from up to three runs that fit into memory."""
-    gpus = tuple(d.name for d in profile.devices if d.kind in ("gpu", "igpu"))
+def of_machine(found: Found, path: Path, inventory: Inventory) -> Model:
+    """The generated model and the placements that tell the machine's own parameters apart."""
+    placements = tuple(filter(_touches_gpu, calibrating(inventory, gpus_of(found), brief=False)))
+    return Model(path, inventory, placements, ENOUGH, own=False)
+
+
+def of_model(found: Found, path: Path, inventory: Inventory) -> Model:
+    """A real model and up to three placements of it that fit into memory."""
+    gpus = gpus_of(found)
     placements = [p for p in calibrating(inventory, gpus[:1], brief=False) if not gpus or _touches_gpu(p)]
-    fitting = [p for p in placements if _fits(profile, inventory, p)][:RUNS]
-    runs = _measure(profile, path, inventory, engine, fitting, say)
-    return calibrate.model(inventory, workload(), profile, runs) if runs else profile
+    fitting = [p for p in placements if _fits(found.devices, inventory, p)]
+    return Model(path, inventory, tuple(fitting[:RUNS]), LEAST_RUNS, own=True)
 
 
-def with_doubts(profile: Profile) -> Profile:
-    """The profile with a warning for every calibration that does not explain its own runs."""
+def measured(found: Found, model: Model, request: Request, watch: Watcher) -> list[Run]:
+    """Run a model in its placements, as many as the time for whole models allows; known runs are kept."""
+    load = workload()
+    specs = {p.name: spec_of(model.inventory, p, load, found.threads) for p in model.placements}
+    if not gpus_of(found):  # nothing is copied to a device: map the file, as a later run will
+        specs = {name: replace(spec, use_mmap=True) for name, spec in specs.items()}
+    digest = model.inventory.table_digest()
+    known = {x["key"]: x for x in found.journal.lines if x["kind"] == "run" and x["model"] == digest}
+
+    def keep(line: runner.Line) -> None:
+        found.journal.add({**line, "model": digest})
+        watch.run(f"{line['key']}{': ' + line['skipped'] if 'skipped' in line else ''}")
+
+    left = {name: spec for name, spec in specs.items() if name not in known}
+    stop = _stop(found, model, request.seconds, len(known))
+    lines = known | (runner.whole_model(model.path, left, request.engine, LENGTH, keep, stop) if left else {})
+    return [
+        Run(p, round(statistics.median(lines[p.name]["decode_ns"])))
+        for p in model.placements
+        if "decode_ns" in lines.get(p.name, {})
+    ]
+
+
+def _stop(found: Found, model: Model, seconds: float, known: int) -> Stop:
+    """Enough time is left for the operators; a software GPU, which would take hours, is given up."""
+    now = time.monotonic()
+    last_s = now + PATIENCE * seconds if model.own else max(found.until_s, now + seconds / 2)
+    return Stop(until_s=found.until_s - CASES_SHARE * seconds, least=model.least - known, last_s=last_s)
+
+
+def calibrated(profile: Profile, measured: Sequence[tuple[Model, Sequence[Run]]]) -> Profile:
+    """The profile with what the runs of each model tell, and warnings where that is nothing or doubtful."""
+    missing = []
+    for model, runs in measured:
+        if not runs:
+            missing.append(f"no whole-model run of {model.path.name} ended: its predictions are uncalibrated")
+            continue
+        fit = calibrate.model if model.own else calibrate.machine
+        profile = fit(model.inventory, workload(), profile, runs)
     doubts = tuple(
         f"calibration of {c.model[:19] or 'the generated model'}: one of {c.runs} runs is off by "
         f"{c.residual_ppm / 1e4:.0f} %: the machine was not steady, or something else costs time"
         for c in profile.calibrations
         if c.residual_ppm > DOUBTFUL_PPM
     )
-    return profile.model_copy(update={"warnings": (*profile.warnings, *doubts)})
+    return profile.model_copy(update={"warnings": (*profile.warnings, *missing, *doubts)})
 
 
 def workload() -> Workload:
@@ -93,32 +136,7 @@ def _touches_gpu(placement: Placement) -> bool:
     return set(placement.layer_devices) != {"CPU"}
 
 
-def _measure(
-    profile: Profile,
-    path: Path,
-    inventory: Inventory,
-    engine: str | None,
-    placements: Sequence[Placement],
-    say: Say,
-) -> list[Run]:
-    threads = profile.device("CPU").threads
-    load = workload()
-    specs = {p.name: spec_of(inventory, p, load, threads) for p in placements}
-    if len(profile.devices) == 1:  # nothing is copied to a device: map the file, as a later run will
-        specs = {name: replace(spec, use_mmap=True) for name, spec in specs.items()}
-
-    def tell(line: runner.Line) -> None:
-        say(f"{line['key']}{': ' + line['skipped'] if 'skipped' in line else ''}")
-
-    lines = runner.whole_model(path, specs, engine, LENGTH, tell)
-    return [
-        Run(p, round(statistics.median(lines[p.name]["decode_ns"])))
-        for p in placements
-        if "decode_ns" in lines[p.name]
-    ]
-
-
-def _fits(profile: Profile, inventory: Inventory, placement: Placement) -> bool:
+def _fits(devices: Sequence[Device], inventory: Inventory, placement: Placement) -> bool:
     """Whether weights and some room for caches fit: into the device, and the rest into main memory."""
     on_device, on_host = 0, 0
     for unit in units_of(inventory).units:
@@ -128,7 +146,7 @@ def _fits(profile: Profile, inventory: Inventory, placement: Placement) -> bool:
         away = unit.kind in (Kind.EMBEDDING, Kind.LOOKUP) or unit.name in placement.moved or device == "CPU"
         on_host += unit.size_bytes if away else 0
         on_device += 0 if away else unit.size_bytes + unit.tied_bytes
-    free = [d.free_bytes for d in profile.devices if d.kind in ("gpu", "igpu")]
+    free = [d.free_bytes for d in devices if d.kind in ("gpu", "igpu")]
     if free and on_device > FULL_SHARE * free[0] - GiB // 2:
         return False
     return on_host < FULL_SHARE * host.memory_bytes()[1]

@@ -14,7 +14,7 @@ from planner import profile as profiles
 from planner.inventory import Inventory
 from planner.profile import Calibration
 from planner.workload import Workload
-from profiler import calibrate
+from profiler import calibrate, whole
 from profiler.calibrate import Parameter, Run, solve
 from profiler.placements import Placement, Predictor, calibrating, sensible, shuffled, spec_of
 
@@ -129,3 +129,13 @@ def test_every_placement_is_told_to_the_engine_and_known_to_the_planner(table: I
 def test_all_on_the_cpu_needs_no_device(table: Inventory) -> None:
     spec = spec_of(table, Placement("cpu", ("CPU",) * 25), WORK, threads=4)
     assert (spec.devices, spec.tensor_split, spec.n_gpu_layers, spec.overrides) == ((), (), 0, ())
+
+
+def test_a_model_that_no_run_of_ended_is_named_and_the_others_are_kept(table: Inventory) -> None:
+    full = Placement("all on the GPU", ("CUDA0",) * 25)
+    none = whole.Model(Path("slow.gguf"), table, (full,), 2, own=True)
+    made = whole.Model(Path("made.gguf"), table, (full,), 1, own=False)
+    run = Run(full, Predictor(table, whole.workload()).evaluate(BASE, full).decode_ns)
+    found = whole.calibrated(BASE, [(made, [run]), (none, [])])
+    assert [c.model for c in found.calibrations] == [""]
+    assert any("no whole-model run of slow.gguf" in w for w in found.warnings)

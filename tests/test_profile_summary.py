@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from planner.profile import Fingerprint
+from planner.same_machine import differences, host_facts
 from planner.timing import Case
-from profiler import host, summarise
+from profiler import host, session, summarise
 from profiler.cases import Job, Place
 from profiler.journal import MAX_AGE_S, Journal
+from profiler.pace import LONGEST_S, SHORTEST_S, Pace
+from profiler.runner import Stop
 from profiler.samples import possible, reduce, repeat
 
 CPU = Place("CPU", "CPU", "own")
@@ -107,9 +110,10 @@ def test_an_interrupted_profile_continues_from_whole_lines(tmp_path: Path) -> No
 
 
 def test_a_profile_of_another_numa_policy_or_engine_is_recognised() -> None:
-    assert host.differences(HERE, HERE.model_copy(update={"os": "linux 7"})) == ()
+    known = host_facts(HERE)
+    assert differences(known, host_facts(HERE.model_copy(update={"os": "linux 7"}))) == ()
     other = HERE.model_copy(update={"numa": "0:0-7 1:8-15 interleave:0-1", "engine": "f"})
-    assert host.differences(HERE, other) == (
+    assert differences(known, host_facts(other)) == (
         "engine was e, is f",
         "NUMA policy was 0:0-7 1:8-15 default, is 0:0-7 1:8-15 interleave:0-1",
     )
@@ -129,3 +133,39 @@ def test_a_kept_timing_carries_its_case(case: Case) -> None:
     timing = judged(case, 10_000_000).timing
     assert timing is not None
     assert {name: getattr(timing, name) for name in asdict(case)} == asdict(case)
+
+
+def test_every_case_gets_its_share_of_the_time_and_none_less_than_makes_sense() -> None:
+    plenty = Pace(time.monotonic() + 1000, 2)
+    with plenty.case() as limit_s:
+        assert limit_s == LONGEST_S
+    late = Pace(time.monotonic() - 1, 2)
+    with late.case() as limit_s:
+        assert limit_s == SHORTEST_S
+    some = Pace(time.monotonic() + 20.0, 100)
+    with some.case() as limit_s:
+        assert SHORTEST_S < limit_s < 0.2
+
+
+def test_whole_model_runs_stop_when_another_would_end_too_late() -> None:
+    now = time.monotonic()
+    assert not Stop().now(1)
+    assert not Stop(until_s=now - 1, least=2).now(1)
+    assert Stop(until_s=now - 1, least=2).now(2)
+    assert not Stop(until_s=now + 1000, least=0).now(2)
+
+
+def test_an_interrupted_profile_of_another_machine_is_named_and_forgotten(tmp_path: Path) -> None:
+    said: list[str] = []
+    here = {**host_facts(HERE), "GPUs": "0000:01:00.0 10de:2684"}
+    journal = Journal("m", folder=tmp_path)
+    session.forget_another(journal, here, said.append)
+    journal.add({"kind": "case", "key": "a"})
+    session.forget_another(again := Journal("m", folder=tmp_path), here, said.append)
+    assert [line["kind"] for line in again.lines] == ["machine", "case"]
+    assert said == []
+    changed = {**here, "driver": "nvidia 595.1", "GPUs": "0000:01:00.0 10de:2b85"}
+    session.forget_another(other := Journal("m", folder=tmp_path), changed, said.append)
+    assert [line["kind"] for line in other.lines] == ["machine"]
+    assert "driver was none, is nvidia 595.1; GPUs was 0000:01:00.0 10de:2684" in said[0]
+    assert [line["kind"] for line in Journal("m", folder=tmp_path).lines] == ["machine"]
