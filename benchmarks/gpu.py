@@ -35,7 +35,7 @@ from runtime.load import usable_cores
 
 TOLERANCE = 1.005  # measured VRAM may exceed the budget by this: granules, compute buffers
 CHILD_S = 240
-IDLE_THREADS = 4  # where the CPU computes nothing, more of them only disturb
+IDLE_THREADS = (4, 1)  # where the CPU computes nothing, more of them only disturb
 Json = dict[str, Any]
 
 
@@ -63,7 +63,7 @@ class Bench:
             "engine": str(self.engine),
             "model": str(model),
             "spec": to_json(one.spec),
-            "threads": self.threads if cpu else [IDLE_THREADS],
+            "threads": self.threads if cpu else list(IDLE_THREADS),
             "prompts": self.prompts,
             "depths": self.depths,
             "gen": self.gen,
