@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.console import out, progress, read_text, say, write_text
+from commands.engines import device_map_option, engine_options
 from commands.fmt import plan_files
 from commands.inputs import InputLibrary, input_options
 from planner.errors import FileProblem
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 _FEW = 8  # plans that are not worth a second process
 
 
-@click.command("check", epilog="Exit codes: 0 all plans hold, 1 drift, 2 a file cannot be judged.")
+@click.command(
+    "check", epilog="Exit codes: 0 all plans hold, 1 drift, 2 a file cannot be judged, 3 the engine failed."
+)
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @input_options
 @click.option("--no-resolve", is_flag=True, help="Do not solve again to look for a better placement.")
@@ -39,6 +42,9 @@ _FEW = 8  # plans that are not worth a second process
     show_default=True,
     help="Days before a profile is called old.",
 )
+@click.option("--smoke", is_flag=True, help="Also load each plan with its --model and decode a few tokens.")
+@device_map_option
+@engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write a JUnit XML report here.")
 @click.option("--sarif", type=click.Path(path_type=Path), help="Write a SARIF report here.")
@@ -48,11 +54,19 @@ def command(
     no_resolve: bool,
     time_limit: float,
     max_age: int,
+    smoke: bool,
+    device_maps: tuple[str, ...],
+    engine: str | None,
+    llama_h: Path | None,
     as_json: bool,
     junit: Path | None,
     sarif: Path | None,
 ) -> None:
-    """Check plan files, or all plans of a folder, against the inputs they were made from."""
+    """Check plan files, or all plans of a folder, against the inputs they were made from.
+
+    With --smoke the engine then loads each in a child process, short and long prompts are decoded, and a
+    failure is the engine's: exit code 3, the build named, the plan kept.
+    """
     from planner import findings
     from planner.check import CheckOptions
 
@@ -72,6 +86,24 @@ def command(
     code = findings.exit_code(found)
     if code:
         raise SystemExit(code)
+    for path in files if smoke else ():
+        _smoke(path, library, device_maps, engine, llama_h)
+
+
+def _smoke(
+    path: Path,
+    library: InputLibrary,
+    device_maps: tuple[str, ...],
+    engine: str | None,
+    llama_h: Path | None,
+) -> None:
+    from commands.engines import open_job
+    from commands.models import load_plan
+    from commands.smoke import smoke
+
+    model = library.model_file(load_plan(path))
+    say(f"{path}: smoke test")
+    smoke(open_job(model, path, device_maps, 0), path, engine, llama_h)
 
 
 def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) -> list[Finding]:

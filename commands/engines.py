@@ -14,6 +14,7 @@ from commands.models import load_plan
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
+    from planner.engines import Demands
     from planner.gguf_file import ModelFile
     from planner.loading import LoadSpec
     from planner.plan import Plan
@@ -46,7 +47,25 @@ class Job:
         inventory = self.file.inventory
         shared = sorted(set(shared_kv(inventory, layers_of(inventory)).values()))
         plan = None if self.mapped else self.plan
-        return Checks(plan, expected_devices(inventory, self.spec), tuple(shared))
+        placed = expected_devices(inventory, self.spec)
+        return Checks(plan, placed, tuple(shared), self._demands(placed))
+
+    def _demands(self, placed: Mapping[str, str]) -> Demands:
+        """What the placement asks of a build; the plan's own range counts on its own devices only."""
+        from planner.engines import Demands, computing_devices
+
+        devices = computing_devices(self.file.inventory, placed)
+        architecture = self.file.inventory.architecture
+        if self.mapped:
+            return Demands(architecture, devices)
+        engines = self.plan.engines
+        return Demands(
+            architecture,
+            devices,
+            self.plan.machine.engine,
+            engines.least if engines else 0,
+            engines.most if engines else 0,
+        )
 
 
 def engine_options(function: F) -> F:
@@ -71,15 +90,19 @@ def plan_options(function: F) -> F:
     function = click.option(
         "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the plan's]."
     )(function)
-    function = click.option(
+    return click.option(
+        "--plan", "plan_path", required=True, type=click.Path(path_type=Path), help="The plan to load by."
+    )(device_map_option(function))
+
+
+def device_map_option(function: F) -> F:
+    """--device-map."""
+    return click.option(
         "--device-map",
         "device_maps",
         multiple=True,
         metavar="CUDA0=CPU",
         help="Use a device of this machine in place of the plan's; repeatable.",
-    )(function)
-    return click.option(
-        "--plan", "plan_path", required=True, type=click.Path(path_type=Path), help="The plan to load by."
     )(function)
 
 

@@ -52,6 +52,7 @@ class InputLibrary:
         self._inventories: dict[str, Inventory] = {}
         self._profiles: dict[str, Profile] = {}
         self._seen: set[Path] = set()
+        self._files: dict[Path, str] = {}  # models with weights, to the digest of their tensor tables
         self._models, self._given_profiles = models, profiles
         for path in models:
             self._add_model(path)
@@ -68,6 +69,13 @@ class InputLibrary:
             raise FileProblem(str(path), f"is a plan for another model than {given}: {plan.model.name}")
         inventory = self._inventories.get(plan.model.table_digest)
         return Inputs(inventory, self._profile(plan), self._known(plan, path.parent / "inputs", inventory))
+
+    def model_file(self, plan: Plan) -> Path:
+        """The GGUF file of a plan's model among those given by --model; FileProblem when there is none."""
+        for path, digest in self._files.items():
+            if digest == plan.model.table_digest:
+                return path
+        raise FileProblem(plan.model.name, "no GGUF file of this model: give it with --model")
 
     def _known(self, plan: Plan, folder: Path, inventory: Inventory | None) -> SolveOptions:
         """What the solver knew beside the profile: coverage from the heat file with the plan's digest."""
@@ -105,7 +113,10 @@ class InputLibrary:
         from commands.models import load_inventory
 
         inventory = load_inventory(path)
-        self._inventories[inventory.table_digest()] = inventory
+        digest = inventory.table_digest()
+        self._inventories[digest] = inventory
+        if path.suffix not in {".yaml", ".yml"}:
+            self._files[path] = digest
 
     def _add_profile(self, path: Path) -> None:
         from planner.profile import from_text

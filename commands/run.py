@@ -10,13 +10,12 @@ import click
 
 from commands.console import ms, out, out_json, say
 from commands.engines import Job, engine_options, open_job, plan_options
+from commands.smoke import smoke as prove
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
     from runtime.session import Timings
     from runtime.worker import Outcome
-
-_OFFLOAD_BATCH = 32  # tokens from which the engine computes host weights on a GPU
 
 
 @click.command()
@@ -68,7 +67,7 @@ def command(
         raise OptionProblem("--temp", str(temp), "is no number")
     job = open_job(model, plan_path, device_maps, threads, no_mmap)
     if smoke:
-        _smoke(job, engine, llama_h)
+        prove(job, plan_path, engine, llama_h)
         return
     heard: list[str] = []
     ask = Ask(
@@ -94,20 +93,6 @@ def command(
     else:
         out("")
     _say_speed(job, outcome.timings[0])
-
-
-def _smoke(job: Job, engine: str | None, llama_h: Path | None) -> None:
-    """Decode after a short prompt, one past the engine's offload threshold, and one of two ubatches."""
-    from runtime.prompts import text
-    from runtime.worker import Ask, work
-
-    work_ = job.spec.workload
-    room = work_.n_ctx - 3
-    lengths = sorted({min(n, room) for n in (4, _OFFLOAD_BATCH + 8, work_.n_ubatch + 88)})
-    asks = [Ask(text(n), 3, ignore_end=True, silent=True, cut=n) for n in lengths]
-    outcome = work(engine, llama_h, job.path, job.spec, asks, job.checks(), on_note=say)
-    for timings in outcome.timings:
-        out(f"prompt of {timings.prompt_tokens} tokens and {len(timings.tokens)} more: decoded")
 
 
 def _prompt(given: str | None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planner import baselines
 from planner.baselines import Candidate
 from planner.cost import Model, Priced, model_of, price
+from planner.engines import Fault, mixing_fault, sentence
 from planner.errors import InputError
 from planner.evaluate import evaluate
 from planner.inventory import Inventory
@@ -16,7 +17,7 @@ from planner.plan import Plan
 from planner.problem import Solution
 from planner.profile import Profile
 from planner.record_plan import Chosen, error_ppm, record
-from planner.refusal import crowded, forced, refuse
+from planner.refusal import Infeasible, crowded, forced, refuse
 from planner.reserve import PROJECTOR
 from planner.solve import Limits, Solved, solve
 from planner.workload import Workload
@@ -51,22 +52,35 @@ def make_plan(
     model = model_of(inventory, workload)
     if not model.layers.n_main:
         raise NothingToPlace(inventory.name, inventory.architecture)
+    fault = mixing_fault(inventory.architecture, profile.fingerprint.engine, budgets)
+    whole = replace(options, no_cpu=True) if fault else options
     everything = price(
         model, profile, budgets, workload, replace(options, pins=(), contiguous=False, no_cpu=False)
     )
-    constrained = price(model, profile, budgets, workload, options)
+    constrained = price(model, profile, budgets, workload, whole)
     stock = baselines.candidates(everything, options.fit)
     alone = host_only(model, profile, budgets, workload, options)
     if full := crowded(constrained, budgets, options):
         raise full
-    refusal = forced(constrained, budgets, options)
+    refusal = forced(constrained, budgets, whole)
     chosen = choose(constrained, everything, stock, alone, options, searched=refusal is None)
     if chosen is None:
-        raise refusal or refuse(constrained, budgets, options)
-    if constrained.streams:
+        raise _because(fault, refusal or refuse(constrained, budgets, whole))
+    if constrained.streams and not fault:
         plain = price(model, profile, budgets, workload, replace(options, op_offload=False))
         chosen = _better_on_host(chosen, constrained, plain, budgets, options)
-    return record(chosen, rows(alone, stock), profile, budgets, workload, options)
+    made = record(chosen, rows(alone, stock), profile, budgets, workload, options)
+    left_out = [f"nothing partly on the CPU: {sentence(fault)}"] if fault else []
+    return made.model_copy(update={"notes": (*made.notes, *left_out)})
+
+
+def _because(fault: Fault | None, refusal: Infeasible) -> Infeasible:
+    """A refusal that says which fault of the engine left the CPU out, if one did."""
+    if fault is None:
+        return refusal
+    why = "; ".join(filter(None, (f"wholly on the GPUs, since {sentence(fault)}", refusal.why)))
+    hints = (*(h for h in refusal.hints if h != "allowing the CPU"), "another build of the engine")
+    return Infeasible(refusal.needs, hints, why)
 
 
 def _better_on_host(

@@ -31,6 +31,13 @@ class MachineRef(Record):
     threads: int = Field(0, ge=0, le=512)  # of the CPU at decode; 0: all cores
 
 
+class EngineRange(Record):
+    """Builds of llama.cpp by number; 0: no limit."""
+
+    least: int = Field(0, ge=0)
+    most: int = Field(0, ge=0)
+
+
 class DeviceUse(Record):
     """What fills a device, in bytes; the parts add up to at most the budget."""
 
@@ -169,6 +176,7 @@ class Plan(Record):
     version: str
     model: ModelRef
     machine: MachineRef
+    engines: EngineRange | None = None  # builds that can load it; absent: nothing is known against any
     workload: Workload
     constraints: Constraints
     devices: tuple[DeviceUse, ...]

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from planner.baselines import Candidate
 from planner.budget import tight
 from planner.cost import OUTPUT, Model, Priced, decision_of
+from planner.engines import computing_devices, device_of, range_of
 from planner.evaluate import Evaluation
 from planner.gguf_header import one_line
 from planner.given import NAME as FIT
@@ -19,6 +20,7 @@ from planner.plan import (
     Baseline,
     Constraints,
     DeviceUse,
+    EngineRange,
     ExpertOrder,
     LayerRange,
     MachineRef,
@@ -74,6 +76,7 @@ def record(
         version=version("atsplan"),
         model=_model_ref(priced),
         machine=machine_ref(profile, _cpu_computes(devices, placements)),
+        engines=_engines(priced.model, sites, workload),
         workload=workload,
         constraints=constraints_of(budgets, options),
         devices=_uses(chosen, budgets, options),
@@ -150,6 +153,14 @@ def machine_ref(profile: Profile, cpu_computes: bool = True) -> MachineRef:
         engine=profile.fingerprint.engine,
         threads=best if cpu_computes else few,
     )
+
+
+def _engines(model: Model, sites: Mapping[str, str], workload: Workload) -> EngineRange | None:
+    """The builds that can load these sites, as far as is known."""
+    placed = {t: device_of(sites[unit.name]) for unit in model.units for t in unit.tensors}
+    devices = computing_devices(model.inventory, placed)
+    cached = any(site.startswith("cache:") for site in sites.values())
+    return range_of(model.inventory.architecture, devices, cache=cached, nextn=workload.mtp)
 
 
 def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bool:

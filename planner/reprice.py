@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner import baselines
 from planner.cost import OUTPUT, Priced, model_of, price
+from planner.engines import mixing_fault
 from planner.errors import AnswerIsNo
 from planner.evaluate import evaluate
 from planner.inventory import Inventory
@@ -77,7 +78,8 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOpti
     everything = price(model, profile, budgets, plan.workload, free)
     stock = baselines.candidates(everything, options.fit)
     alone = host_only(model, profile, budgets, plan.workload, options)
-    decided = replace(options, op_offload=plan.op_offload)
+    fault = mixing_fault(inventory.architecture, profile.fingerprint.engine, budgets)
+    decided = replace(options, op_offload=plan.op_offload, no_cpu=options.no_cpu or fault is not None)
     priced = everything if decided == free else price(model, profile, budgets, plan.workload, decided)
     devices = {use.name for use in plan.devices}
     if plan.op_offload and alone is not None and devices <= {d.device for d in alone[0].problem.devices}:

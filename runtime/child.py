@@ -43,9 +43,16 @@ def ask(
 ) -> Answer:
     """Run `python -m module` on a request, give its events to `on_event`, return its answer.
 
+    An event {"engine": name} says which build the child has loaded: problems from then on name it.
     Raises EngineProblem with the engine's last message when the child dies or gives no answer in
     time, InputError or EngineProblem when the child answers with one. No child outlives the call.
     """
+    name = [engine]
+
+    def hear(event: Answer) -> None:
+        name[0] = event.get("engine", name[0])
+        on_event(event)
+
     process = _start([sys.executable, "-m", module])
     log: deque[str] = deque(maxlen=_LINES)
     reader = threading.Thread(target=_drain, args=(process.stderr, log), daemon=True)
@@ -54,7 +61,7 @@ def ask(
     try:
         reader.start()
         timer.start()
-        answer = _converse(process, request, on_event)
+        answer = _converse(process, request, hear)
         process.wait()
     finally:
         timer.cancel()
@@ -62,11 +69,11 @@ def ask(
         reader.join(5)
         _close(process)
     if late.is_set():
-        raise EngineProblem(engine, f"no answer within {timeout_s:.0f} s")
+        raise EngineProblem(name[0], f"no answer within {timeout_s:.0f} s")
     if answer is None:
-        raise EngineProblem(engine, _death(process.returncode, cause(list(log))))
+        raise EngineProblem(name[0], _death(process.returncode, cause(list(log))))
     if "problem" in answer:
-        raise _problem(answer, engine)
+        raise _problem(answer, name[0])
     return answer
 
 

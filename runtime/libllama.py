@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.engines import build_number
 from planner.errors import EngineProblem, FileProblem
 from runtime import locate, structs
 from runtime.ggml import Ggml
@@ -134,16 +135,19 @@ class Build:
 
     @property
     def text(self) -> str:
-        """One line for profiles and plans."""
-        commit = f" ({self.commit})" if self.commit not in ("", "unknown") else ""
-        return f"{self.label}{commit}"
+        """One line for profiles, plans and messages: the build's number and commit where they are known."""
+        commit = "" if self.commit == "unknown" else self.commit
+        number = build_number(f"{self.label} {commit}")
+        told = "" if not number or str(number) in self.label else f"b{number}"
+        more = ", ".join(filter(None, (told, commit)))
+        return f"{self.label} ({more})" if more else self.label
 
 
 class Engine:
     """One loaded llama.cpp: `lib` (C functions with types), `ggml`, and the parameter layouts."""
 
     def __init__(self, place: locate.Place, header: str = "") -> None:
-        self.label = place.label
+        self.name = self.label = place.label
         self.path = place.path
         library = load_library(place.path, place.label)
         self.lib: Any = library
@@ -156,6 +160,7 @@ class Engine:
         self.lib.llama_backend_init()
         self.ggml = Ggml(library, place.label)
         self._load_backends()
+        self.label = self.build.text  # what goes wrong from here on is this build's doing
 
     @classmethod
     def find(cls, path: str | None = None, llama_h: Path | None = None) -> Engine:
@@ -176,7 +181,7 @@ class Engine:
     def build(self) -> Build:
         """Name, version and struct sizes of the library."""
         return Build(
-            label=self.label,
+            label=self.name,
             path=str(self.path),
             version=_text(self.lib.llama_version()) if hasattr(self.lib, "llama_version") else "",
             commit="" if "ggml_commit" in self.ggml.missing else _text(self.lib.ggml_commit()),

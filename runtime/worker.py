@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.engines import Demands
 from planner.errors import EngineProblem
 from planner.loading import LoadSpec
 from planner.plan import Plan, from_text, to_text
@@ -34,6 +35,7 @@ class Checks:
     plan: Plan | None  # its budgets are compared with the dry run; None for another machine's plan
     devices: Mapping[str, str]  # tensor to the device it must be on
     shared: tuple[int, ...] = ()  # layers whose KV cache other layers read too
+    demands: Demands | None = None  # what the placement asks of a build
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,9 @@ def work(
 def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
     llama_h = Path(request["llama_h"]) if request["llama_h"] else None
     engine = Engine.find(request["engine"], llama_h)
+    emit({"engine": engine.label})
+    if request["checks"]:
+        _check_build(engine, request["checks"]["demands"], emit)
     spec, renamed = connect(engine, dryrun.from_json(request["spec"]))
     path = Path(request["model"])
     for name in spec.devices:
@@ -135,6 +140,17 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
         "loaded": asdict(Loaded(engine.build.text, took, memory, (*notes, *last_words))),
         "timings": [asdict(t) for t in timings],
     }
+
+
+def _check_build(engine: Engine, demands: Mapping[str, Any] | None, emit: child.Emit) -> None:
+    """The plan's demands on a build: EngineProblem for one known to fail, a note for another one."""
+    if demands is None:
+        return
+    asked = Demands(**{**demands, "devices": tuple(demands["devices"])})
+    if why := asked.refusal(engine.label):
+        raise EngineProblem(engine.label, why)
+    if difference := asked.difference(engine.label):
+        emit({"note": f"note: {difference}"})
 
 
 def _review(
@@ -188,6 +204,7 @@ def _checks_to_json(checks: Checks) -> dict[str, Any]:
         "plan": to_text(checks.plan) if checks.plan else None,
         "devices": dict(checks.devices),
         "shared": checks.shared,
+        "demands": asdict(checks.demands) if checks.demands else None,
     }
 
 

@@ -143,7 +143,13 @@ def test_a_temperature_that_is_no_number(plan: Plan, moe_model: Path, tmp_path: 
 
 # What each field of a plan does for a load: named here, so that a new field cannot be forgotten.
 TOLD = {"workload", "layers", "overrides", "devices", "op_offload"}  # becomes a parameter of the engine
-COMPARED = {"model", "units", "experts", "devices"}  # the load is refused when the file or engine disagrees
+COMPARED = {
+    "model",
+    "units",
+    "experts",
+    "devices",
+    "engines",
+}  # the load is refused when the file or engine disagrees
 SPOKEN = {"machine", "predicted", "command"}  # said beside what is measured, or in what is exported
 PAST = {"schema_", "version", "constraints", "baselines", "notes"}  # how the decision came about
 

@@ -1,0 +1,48 @@
+"""A plan proven on its engine: loaded in a child process, decoded after prompts of three lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.console import out, say
+from planner.errors import MachineError
+
+if TYPE_CHECKING:
+    from commands.engines import Job
+
+_SHORT = 4  # tokens
+_OFFLOAD_BATCH = 32  # tokens from which the engine computes host weights on a GPU
+_MADE = 3  # tokens decoded after each prompt: the second and third each read a cache that was written to
+
+
+@dataclass(eq=False)
+class SmokeFailed(MachineError):
+    """A plan that its engine cannot run."""
+
+    plan: str
+    why: str  # names the engine and its build
+
+    def message(self) -> str:
+        return f"{self.plan}: {self.why}; the plan is kept as it is: try another build with --engine"
+
+
+def smoke(job: Job, plan_path: Path, engine: str | None, llama_h: Path | None) -> None:
+    """Decode after a short prompt, one past the engine's offload threshold, and one of two ubatches.
+
+    Raises SmokeFailed with the engine's own reason and the build's name.
+    """
+    from runtime.prompts import text
+    from runtime.worker import Ask, work
+
+    work_ = job.spec.workload
+    room = work_.n_ctx - _MADE
+    lengths = sorted({min(n, room) for n in (_SHORT, _OFFLOAD_BATCH + 8, work_.n_ubatch + 88)})
+    asks = [Ask(text(n), _MADE, ignore_end=True, silent=True, cut=n) for n in lengths]
+    try:
+        outcome = work(engine, llama_h, job.path, job.spec, asks, job.checks(), on_note=say)
+    except MachineError as problem:
+        raise SmokeFailed(str(plan_path), str(problem)) from None
+    for timings in outcome.timings:
+        out(f"prompt of {timings.prompt_tokens} tokens and {len(timings.tokens)} more: decoded")
