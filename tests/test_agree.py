@@ -151,7 +151,7 @@ COMPARED = {
     "engines",
 }  # the load is refused when the file or engine disagrees
 SPOKEN = {"machine", "predicted", "command"}  # said beside what is measured, or in what is exported
-PAST = {"schema_", "version", "constraints", "baselines", "notes"}  # how the decision came about
+PAST = {"schema_", "version", "constraints", "baselines", "fit", "notes"}  # how the decision came about
 
 
 def test_every_field_of_a_plan_is_passed_compared_or_about_the_past() -> None:
