@@ -15,6 +15,7 @@ import click
 from commands.console import say
 from commands.models import load_inventory, load_profile
 from planner.errors import OptionProblem
+from planner.texts import utf8
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def _options(
         stripes=asked.stripes,
         reserves=reserves(inventory, workload, extras, gpu=gpus[0] if gpus else "CPU"),
         time_limit_s=asked.time_limit,
-        command=shlex.join(["atsplan", *sys.argv[1:]]),
+        command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
         **_heat(asked, inventory, workload),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import tempfile
@@ -13,10 +14,13 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from planner.errors import FileProblem
+from planner.texts import kind_of, named, utf8
 
 if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
+
+_HEAD_BYTES = 4096
 
 
 def say(text: str) -> None:
@@ -26,7 +30,7 @@ def say(text: str) -> None:
 
 def out(text: str) -> None:
     """A result."""
-    click.echo(text)
+    click.echo(utf8(text))
 
 
 def out_json(data: Any) -> None:
@@ -83,7 +87,12 @@ def ms(time_ns: int) -> str:
 def read_text(path: Path) -> str:
     """Text of a small file; FileProblem when it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            if b"\0" in head:  # told before gigabytes are read
+                what = "a model file" if head.startswith(b"GGUF") else "not a text file"
+                raise FileProblem(str(path), f"is {what}, a text file is needed")
+            return io.TextIOWrapper(io.BytesIO(head + file.read()), encoding="utf-8").read()
     except FileNotFoundError:
         raise FileProblem(str(path), "no such file") from None
     except IsADirectoryError:
@@ -95,20 +104,44 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
+    """Write a small file whole or not at all; it may replace a text of its own kind only."""
+    old = _head(path)
+    if b"\0" in old:
+        raise FileProblem(str(path), "is not a text file: not replaced")
+    kind = kind_of(old.decode(errors="replace"))
+    if kind not in ("", kind_of(text)):
+        raise FileProblem(str(path), f"is {named(kind)}: not replaced by anything else")
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(utf8(text).encode())
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file in the same folder, synced and renamed over `path` on success, else removed."""
+    """A temporary file in the same folder, synced and renamed over `path` on success, else removed.
+
+    A link stays a link: what it leads to is replaced. A device or pipe is written to as it is.
+    """
     if path.is_dir():
         raise FileProblem(str(path), "is a folder, a file is needed")
+    if _head(path).startswith(b"GGUF"):
+        raise FileProblem(str(path), "is a model file: not replaced")
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with _straight(path) if path.exists() and not path.is_file() else _renamed(path) as file:
+            yield file
     except OSError as problem:
-        raise FileProblem(str(path), f"cannot write here: {problem.strerror}") from None
+        raise FileProblem(str(path), f"cannot write here: {problem.strerror or problem}") from None
+
+
+@contextlib.contextmanager
+def _straight(path: Path) -> Iterator[IO[bytes]]:
+    with path.open("wb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _renamed(path: Path) -> Iterator[IO[bytes]]:
+    path = Path(os.path.realpath(path))
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:200]}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
@@ -119,6 +152,17 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _head(path: Path) -> bytes:
+    """How a regular file begins; nothing for everything else."""
+    try:
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError:
+        return b""
 
 
 def _umask() -> int:

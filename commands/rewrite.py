@@ -13,6 +13,7 @@ import click
 
 from commands.console import mib, out, out_json, progress, read_text, say
 from planner.errors import OptionProblem
+from planner.texts import utf8
 
 if TYPE_CHECKING:
     from planner.gguf_file import ModelFile
@@ -108,6 +109,8 @@ def _target(model: ModelFile, output: Path | None, options: RewriteOptions) -> P
             raise click.UsageError("Missing option '-o' / '--output'.")
         if output.is_dir() or not output.name.endswith(".gguf"):
             raise OptionProblem("--output", str(output), "expected the name of a .gguf file")
+        if utf8(output.name) != output.name:
+            raise OptionProblem("--output", str(output), "expected a name in UTF-8")
         return output
     if output is not None:
         raise click.UsageError("--in-place writes to the model itself: leave -o away.")

@@ -21,6 +21,7 @@ from planner.gguf_header import MAGIC, Header, KeyValue, TensorInfo, one_line, p
 from planner.gguf_sanity import check_counts, check_layers
 from planner.gguf_shards import ShardProblems, check_set, find_first, parse_name, shard_paths
 from planner.inventory import Hparam, Inventory, Shard, Tensor
+from planner.texts import utf8
 
 SIZE_KEY = "atsplan.size."  # + tensor name: exact bytes of an opaque tensor, written by the rewriter
 
@@ -274,12 +275,12 @@ def _digest(shards: tuple[ShardHeader, ...]) -> str:
 
 def _stem(path: Path) -> str:
     name = parse_name(path.name)
-    return name.prefix if name else path.stem
+    return utf8(name.prefix if name else path.stem)
 
 
 def _shard(shard: ShardHeader) -> Shard:
     return Shard(
-        file=shard.path.name,
+        file=utf8(shard.path.name),
         size_bytes=shard.size_bytes,
         data_offset=shard.header.data_offset,
         alignment=shard.header.alignment,

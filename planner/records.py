@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
 from planner.errors import FieldProblem
+from planner.texts import mistaken
 
 
 class Record(BaseModel):
@@ -70,6 +71,8 @@ def load(text: str, kind: type[R], path: str) -> R:
     Raises FieldProblem with the line for a syntax error, an unknown or missing key, a wrong type
     or value, a repeated key. `path` is only used in messages.
     """
+    if why := mistaken(text, kind.__name__.lower()):
+        raise FieldProblem(path, 1, "", why)
     node = _compose(text, path)
     _refuse_ambiguous(node, path, (), set())
     try:

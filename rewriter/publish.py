@@ -39,6 +39,8 @@ def refuse_overwrite(targets: Sequence[Path], sources: Sequence[Path], force: bo
             raise FileProblem(str(target), "exists already: --force replaces it")
         if target.is_dir():
             raise FileProblem(str(target), "is a folder")
+        if target.exists() and not target.is_file():
+            raise FileProblem(str(target), "is not a regular file")
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:

@@ -1,0 +1,44 @@
+"""Texts as files hold them: which of our kinds one is, told by its beginning, and as UTF-8."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_HEAD_CHARS = 4096
+_KEY = re.compile(r"^([a-z_]+):", re.MULTILINE)
+# The first key of each record that no other one has.
+_RECORDS: Mapping[str, str] = {
+    "command": "plan",
+    "architecture": "inventory",
+    "measured": "profile",
+    "source_header": "manifest",
+}
+_TABLES = {"# heat:": "heat file", "# trace:": "routing trace"}
+
+
+def kind_of(text: str) -> str:
+    """plan, inventory, profile, manifest, heat file or routing trace; "" for everything else."""
+    head = text[:_HEAD_CHARS]
+    for start, kind in _TABLES.items():
+        if head.startswith(start):
+            return kind
+    if not re.search(r"^schema:", head, re.MULTILINE):
+        return ""
+    return next((_RECORDS[key] for key in _KEY.findall(head) if key in _RECORDS), "")
+
+
+def mistaken(text: str, wanted: str) -> str:
+    """Why a text is not of the wanted kind, when it is plainly one of another; else ""."""
+    found = kind_of(text)
+    return f"is {named(found)}, {named(wanted)} is needed" if found not in ("", wanted) else ""
+
+
+def named(kind: str) -> str:
+    """The kind with its article."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+def utf8(text: str) -> str:
+    """A text that UTF-8 can hold: bytes of a file name that no encoding explains become escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,131 @@
+"""Files that commands write: never over a model or another kind of file, links and devices as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from atsplan import main
+from planner.texts import kind_of, utf8
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "plans/inputs/Qwen3.5-0.8B-q8_0.inventory.yaml"
+PROFILE = ROOT / "plans/inputs/rtx4060-8gb-ddr5.profile.yaml"
+HEAT = ROOT / "plans/inputs/Qwen3-30B-A3B.heat.csv"
+PLAN = next((ROOT / "plans").glob("*.yaml"))
+
+
+def solve(output: Path) -> Result:
+    return CliRunner().invoke(
+        main, ["solve", str(TABLE), "--profile", str(PROFILE), "--budget", "3000", "-o", str(output)]
+    )
+
+
+def test_kinds_are_told_by_their_beginning() -> None:
+    kinds = {TABLE: "inventory", PROFILE: "profile", HEAT: "heat file", PLAN: "plan"}
+    assert {path: kind_of(path.read_text()) for path in kinds} == kinds
+    assert kind_of("# trace: 1\n# model:\n") == "routing trace"
+    assert (kind_of(""), kind_of("services:\n  a: b\n")) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"), [(PROFILE, "a profile"), (TABLE, "an inventory"), (HEAT, "a heat file")]
+)
+def test_a_plan_does_not_replace_another_kind(tmp_path: Path, source: Path, why: str) -> None:
+    target = tmp_path / "x.yaml"
+    target.write_bytes(source.read_bytes())
+    result = solve(target)
+    assert result.exit_code == 2
+    assert result.stderr == f"atsplan: {target}: is {why}: not replaced by anything else\n"
+    assert target.read_bytes() == source.read_bytes()
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_plan_does_not_replace_a_model(tmp_path: Path, dense_model: Path) -> None:
+    target = tmp_path / "m.gguf"
+    target.write_bytes(dense_model.read_bytes())
+    result = solve(target)
+    assert (result.exit_code, result.stderr) == (2, f"atsplan: {target}: is not a text file: not replaced\n")
+    assert target.read_bytes() == dense_model.read_bytes()
+
+
+def test_a_picture_does_not_replace_a_model(tmp_path: Path, dense_model: Path) -> None:
+    target = tmp_path / "m.svg"
+    target.write_bytes(dense_model.read_bytes())
+    result = CliRunner().invoke(main, ["explain", str(PLAN), "--plot", str(target)])
+    assert (result.exit_code, result.stderr) == (2, f"atsplan: {target}: is a model file: not replaced\n")
+
+
+def test_a_plan_replaces_a_plan_through_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "real.yaml", tmp_path / "link.yaml"
+    target.write_bytes(PLAN.read_bytes())
+    link.symlink_to(target)
+    assert solve(link).exit_code == 0
+    assert link.is_symlink()
+    assert kind_of(target.read_text()) == "plan"
+    assert target.read_bytes() != PLAN.read_bytes()
+
+
+def test_a_pipe_is_written_to_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        result = solve(pipe)
+        assert (result.exit_code, result.stderr.splitlines()[0]) == (0, f"wrote {pipe}")
+        assert kind_of(os.read(reader, 1 << 16).decode()) == "plan"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_rewrite_does_not_replace_a_pipe(tmp_path: Path, dense_model: Path) -> None:
+    plan, pipe = tmp_path / "p.yaml", tmp_path / "o.gguf"
+    os.mkfifo(pipe)
+    machine = ["--profile", str(PROFILE), "--budget", "3000"]
+    assert CliRunner().invoke(main, ["solve", str(dense_model), *machine, "-o", str(plan)]).exit_code == 0
+    arguments = ["rewrite", str(dense_model), "--plan", str(plan), "-o", str(pipe), "--force"]
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.stderr) == (2, f"atsplan: {pipe}: is not a regular file\n")
+    assert pipe.is_fifo()
+
+
+def test_one_kind_given_for_another_is_said() -> None:
+    result = CliRunner().invoke(main, ["explain", str(PROFILE)])
+    assert result.stderr == f"atsplan: {PROFILE}:1: is a profile, a plan is needed\n"
+    result = CliRunner().invoke(main, ["solve", str(TABLE), "--profile", str(PLAN)])
+    assert result.stderr == f"atsplan: {PLAN}:1: is a plan, a profile is needed\n"
+
+
+def test_a_model_given_for_a_text_is_not_read_whole(tmp_path: Path) -> None:
+    large = tmp_path / "m.gguf"
+    with large.open("wb") as file:
+        file.write(b"GGUF" + bytes(4))
+        file.truncate(1 << 40)
+    result = CliRunner().invoke(main, ["explain", str(large)])
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"atsplan: {large}: is a model file, a text file is needed\n",
+    )
+
+
+def test_names_in_no_encoding(tmp_path: Path, dense_model: Path) -> None:
+    """Bytes that are not UTF-8 in a path are escapes in what is recorded of it."""
+    model, target = (
+        Path(os.fsdecode(os.fsencode(tmp_path) + name)) for name in (b"/\xff.gguf", b"/\xfe.yaml")
+    )
+    model.symlink_to(dense_model)
+    arguments: list[str | Path] = ["solve", model, "--profile", PROFILE, "--budget", "3000", "-o", target]
+    done = subprocess.run(
+        [sys.executable, ROOT / "atsplan.py", *arguments],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\\udcff.gguf" in target.read_text(encoding="utf-8")
+    assert utf8("ü\udcff") == "ü\\udcff"
