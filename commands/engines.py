@@ -123,6 +123,7 @@ def open_job(
     from planner.gguf_file import read_model
     from planner.loading import load_spec, map_devices
     from planner.stamp import check_plan, read_stamp
+    from planner.units import foreign_note, units_of
     from runtime.load import usable_threads
 
     plan = load_plan(plan_path)
@@ -136,21 +137,10 @@ def open_job(
     spec = replace(spec, threads=threads or min(spec.threads, usable_threads()), use_mmap=not no_mmap)
     stamp = read_stamp(file)
     check_order(plan, spec, stamp.experts if stamp else {}, str(plan_path))
-    for note in (*file.notes, *spec.notes, *_foreign(file)):
+    foreign = foreign_note(units_of(file.inventory).units)
+    for note in filter(None, (*file.notes, *spec.notes, foreign)):
         say(f"note: {note}")
     return Job(file, plan, spec, mapped)
-
-
-def _foreign(file: ModelFile) -> list[str]:
-    """Tensors of other modalities in the same file, which the stock engine counts and then refuses."""
-    from planner.units import Kind, units_of
-
-    names = [n for u in units_of(file.inventory).units if u.kind is Kind.FOREIGN for n in u.tensors]
-    if not names:
-        return []
-    return [
-        f"{len(names)} tensors ({names[0]} …) are not of the text model: stock llama.cpp may refuse the file"
-    ]
 
 
 def review(job: Job, engine: str | None, llama_h: Path | None) -> None:

@@ -19,7 +19,7 @@ from planner.plan import Plan, from_text, to_text
 from planner.profile import Profile
 from planner.records import Lines
 from planner.reprice import NotPlaceable, asked, reprice
-from planner.units import units_of
+from planner.units import foreign_note, units_of
 
 _PPM = 10**6
 _RULE_OF = {
@@ -76,6 +76,8 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     _budgets(plan, report)
     if inputs.inventory is not None:
         _overrides(plan, inputs.inventory, report)
+        if foreign := foreign_note(units_of(inputs.inventory).units):
+            report.add("inputs", foreign, "model", severity=Severity.NOTE)
         if inputs.profile is not None and not inputs.heat_missing(plan):
             _derived(plan, inputs.inventory, inputs.profile, inputs.known, options, report)
     if inputs.profile is not None:

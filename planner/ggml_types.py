@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -57,6 +58,49 @@ TYPES: Mapping[int, GgmlType] = MappingProxyType(
     }
 )
 
+
+@dataclass(frozen=True, slots=True)
+class ForkType:
+    """A type of a fork: rows of blocks as above, with `header` bytes in front of each row."""
+
+    name: str
+    block: int
+    bytes: int
+    header: int
+
+
+# Of ik_llama.cpp, whose numbers nobody else uses. Their tensors are carried as they are; the sizes
+# say when a file has been cut short by a tool that did not know of the headers.
+FORK_TYPES: Mapping[int, ForkType] = MappingProxyType(
+    {
+        133: ForkType("q6_0", 32, 26, 0),
+        134: ForkType("iq1_bn", 64, 13, 2),
+        135: ForkType("iq2_bn", 64, 16, 4),
+        137: ForkType("iq2_k", 256, 76, 0),
+        138: ForkType("iq3_k", 256, 110, 0),
+        139: ForkType("iq4_k", 256, 144, 0),
+        140: ForkType("iq5_k", 256, 176, 0),
+        141: ForkType("iq6_k", 256, 212, 0),
+        144: ForkType("iq4_ks", 256, 136, 4),
+        145: ForkType("iq2_ks", 256, 70, 2),
+        146: ForkType("iq4_kss", 256, 128, 4),
+        152: ForkType("iq5_ks", 256, 168, 4),
+        153: ForkType("iq2_kt", 256, 68, 4),
+        154: ForkType("iq3_kt", 256, 100, 4),
+        155: ForkType("iq4_kt", 256, 128, 4),
+        156: ForkType("iq3_ks", 256, 102, 2),
+        157: ForkType("iq2_kl", 256, 86, 2),
+        158: ForkType("iq1_kt", 256, 56, 4),
+        335: ForkType("iq2_bn_r4", 64, 16, 4),
+        337: ForkType("iq2_k_r4", 256, 76, 0),
+        338: ForkType("iq3_k_r4", 256, 110, 0),
+        339: ForkType("iq4_k_r4", 256, 144, 0),
+        340: ForkType("iq5_k_r4", 256, 176, 0),
+        344: ForkType("iq4_ks_r4", 256, 136, 4),
+        352: ForkType("iq5_ks_r4", 256, 168, 4),
+    }
+)
+
 BY_NAME: Mapping[str, GgmlType] = MappingProxyType({t.name: t for t in TYPES.values()})
 
 
@@ -88,3 +132,11 @@ def tensor_bytes(name: str, shape: tuple[int, ...]) -> int:
     for rows in shape[1:]:
         size *= rows
     return size
+
+
+def least_bytes(number: int, shape: tuple[int, ...]) -> int:
+    """What a tensor of a fork's type must have at the least; 1 for a type nobody has told us about."""
+    kind = FORK_TYPES.get(number)
+    if kind is None:
+        return 1
+    return max(1, math.prod(shape[1:]) * (kind.header + shape[0] // kind.block * kind.bytes))

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import FileProblem, InputError
-from planner.ggml_types import is_known, tensor_bytes, type_name
-from planner.gguf_header import MAGIC, Header, KeyValue, TensorInfo, one_line, pad, parse_header, part_advice
+from planner.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
+from planner.gguf_header import Header, KeyValue, TensorInfo, one_line, pad, parse_header
+from planner.gguf_magic import MAGIC, part_advice
 from planner.gguf_sanity import check_counts, check_layers
 from planner.gguf_shards import ShardProblems, check_set, find_first, parse_name, shard_paths
 from planner.inventory import Hparam, Inventory, Shard, Tensor
@@ -170,17 +171,27 @@ def _size(header: Header, info: TensorInfo, gap: int, last: bool, exact: object,
         )
     needed = arithmetic_bytes(info, path)
     if needed is None:
+        if gap <= 0:
+            raise FileProblem(path, f"damaged: tensor {name} shares its bytes with another")
+        _refuse_overlap(name, _least(info), gap, path)
         if isinstance(exact, int) and 0 < exact <= gap <= pad(exact, header.alignment):
             return exact
-        if gap > 0:
-            return gap
-        raise FileProblem(path, f"damaged: tensor {name} shares its bytes with another")
+        return gap
+    _refuse_overlap(name, needed, gap, path)
+    # A hole behind a known type is not padding: it may be a layout we do not know under a number we do.
+    return needed if last or pad(needed, header.alignment) >= gap else gap
+
+
+def _refuse_overlap(name: str, needed: int, gap: int, path: str) -> None:
     if needed > gap:
         raise FileProblem(
             path, f"damaged: tensor {name} needs {needed} bytes, the next one starts after {gap}"
         )
-    # A hole behind a known type is not padding: it may be a layout we do not know under a number we do.
-    return needed if last or pad(needed, header.alignment) >= gap else gap
+
+
+def _least(info: TensorInfo) -> int:
+    """The fewest bytes that a tensor of a type without a known layout can have."""
+    return least_bytes(info.type, info.dims or (1,))
 
 
 def arithmetic_bytes(info: TensorInfo, path: str) -> int | None:
@@ -199,13 +210,12 @@ def _refuse_truncation(header: Header, order: list[int], file_bytes: int, path: 
     cut: list[tuple[TensorInfo, int]] = []
     for index in order:
         info = header.infos[index]
-        # Of an unknown type at least one byte must be there.
-        missing = info.offset + (arithmetic_bytes(info, path) or 1) - available
+        missing = info.offset + (arithmetic_bytes(info, path) or _least(info)) - available
         if missing > 0:
             cut.append((info, missing))
     if cut:
         info, missing = cut[0]
-        whole = arithmetic_bytes(info, path) or 1
+        whole = arithmetic_bytes(info, path) or _least(info)
         raise TruncatedTensor(path, info.name, min(missing, whole), len(cut) - 1, part_advice(path))
 
 
@@ -217,16 +227,21 @@ def _refuse_joined(header: Header, data: mmap.mmap | bytes, end: int, path: str)
 
 
 def _unknown_types(shards: tuple[ShardHeader, ...]) -> list[str]:
-    found: dict[str, int] = {}
+    found: dict[int, int] = {}
     for shard in shards:
         for info in shard.header.infos:
-            name = type_name(info.type)
-            if not is_known(name):
-                found[name] = found.get(name, 0) + 1
-    return [
-        f"{_so_many(count)} of unknown {name}: carried as opaque bytes, stock llama.cpp may not load them"
-        for name, count in sorted(found.items())
-    ]
+            if not is_known(type_name(info.type)):
+                found[info.type] = found.get(info.type, 0) + 1
+    return [_unknown_type(number, count) for number, count in sorted(found.items())]
+
+
+def _unknown_type(number: int, count: int) -> str:
+    fork = FORK_TYPES.get(number)
+    if fork is None:
+        what = f"{_so_many(count)} of unknown {type_name(number)}"
+        return f"{what}: carried as opaque bytes, stock llama.cpp may not load them"
+    what = f"{_so_many(count)} of {type_name(number)} ({fork.name} of ik_llama.cpp)"
+    return f"{what}: carried as opaque bytes, stock llama.cpp does not load the file"
 
 
 def _so_many(count: int) -> str:

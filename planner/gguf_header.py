@@ -8,14 +8,13 @@ Strings are a u64 length and UTF-8; arrays an element type u32, a u64 length and
 
 from __future__ import annotations
 
-import re
 import struct
 from dataclasses import dataclass
 from typing import Protocol
 
 from planner.errors import FileProblem
+from planner.gguf_magic import MAGIC, not_gguf, part_advice
 
-MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_KVS = 65_536  # real files have fewer than a hundred
 MAX_TENSORS = 65_536  # the largest real files, of unmerged experts, have 47 thousand
@@ -24,16 +23,6 @@ MAX_DECODED_STRING = 1 << 20  # bytes; longer strings stay in the file
 MAX_DECODED_ARRAY = 4096  # entries
 OWN_PREFIX = "atsplan."  # keys of our own: their arrays have an entry a tensor, and are always decoded
 MAX_ALIGNMENT = 1 << 30
-
-_UNFINISHED = (".part", ".incomplete", ".crdownload", ".download", ".partial", ".tmp", ".aria2")
-_RAW_PART = re.compile(r"\.gguf\.([0-9]+|a[a-z])$")
-_ARCHIVES = {
-    b"PK\x03\x04": "a zip archive or PyTorch file",
-    b"\x80\x02": "a Python pickle: convert the model first",
-    b"\x1f\x8b": "a gzip archive: unpack it first",
-    b"\x28\xb5\x2f\xfd": "a zstd archive: unpack it first",
-    b"7z\xbc\xaf": "a 7z archive: unpack it first",
-}
 
 STRING, ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -157,10 +146,13 @@ class _Reader:
     def wrong(self, why: str) -> FileProblem:
         return FileProblem(self.path, f"broken header at byte {self.position}: {why}")
 
+    def cut(self, why: str, doubt: str = "") -> FileProblem:
+        return FileProblem(self.path, f"truncated header{doubt}: {why}{part_advice(self.path)}")
+
     def take(self, length: int, what: str) -> bytes:
         if length > self.size - self.position:
             where = f"{length} bytes at byte {self.position}, the file has {self.size}"
-            raise FileProblem(self.path, f"truncated header: {what} needs {where}")
+            raise self.cut(f"{what} needs {where}")
         start = self.position
         self.position += length
         return self.data[start : self.position]
@@ -180,8 +172,9 @@ class _Reader:
         if count > limit:
             raise self.wrong(f"{count} {what}, more than the {limit} this program accepts")
         if count * least_bytes > self.size - self.position:
-            why = f"{count} {what} announced, the file has no room for them"
-            raise FileProblem(self.path, f"truncated header, or a count that lies: {why}")
+            raise self.cut(
+                f"{count} {what} announced, the file has no room for them", ", or a count that lies"
+            )
 
     def text(self, what: str) -> str:
         length = self.u64(f"the length of {what}")
@@ -197,43 +190,7 @@ class _Reader:
 def _check_magic(data: Bytes, path: str) -> None:
     head = data[0:256]
     if head[:4] != MAGIC:
-        raise FileProblem(path, _not_gguf(head) + part_advice(path))
-
-
-def part_advice(path: str) -> str:
-    """What to do with a piece of a file that was cut into parts, told by its name."""
-    name = path.rpartition("/")[2].lower()
-    if name.endswith(_UNFINISHED):
-        return " (a download that has not ended: start it again)"
-    if ".part" in name or "-split-a" in name or _RAW_PART.search(name):
-        return " (a raw part of a file: join the parts with cat)"
-    return ""
-
-
-def _not_gguf(head: bytes) -> str:
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if not head:
-        return "empty file"
-    if text.startswith((b"<!doctype", b"<html", b"<!--")):
-        return "not a GGUF but an HTML page: the download failed"
-    if not head.strip(b"\0"):
-        return "not a GGUF file: it starts with zeros, as downloads do that have not ended"
-    if head.startswith(b"version https://git-lfs"):
-        return "not a GGUF but an LFS pointer: fetch the real file with `git lfs pull`"
-    if head.startswith(b"FUGG"):
-        return "big-endian GGUF: convert it to little-endian first"
-    if head[:4] in (b"lmgg", b"tjgg", b"algg", b"fmgg"):
-        return "an old GGML file, from before GGUF: convert it first"
-    for magic, what in _ARCHIVES.items():
-        if head.startswith(magic):
-            return f"not a GGUF but {what}"
-    if head[8:9] == b"{" and head[4:8] == b"\0\0\0\0":
-        return "not a GGUF but a safetensors file: convert it first"
-    if text.startswith(b"{"):
-        return "not a GGUF but JSON text: the download failed"
-    if len(head) > 8 and all(32 <= letter < 127 or letter in b"\t\r\n" for letter in head):
-        return f"not a GGUF but text, {head[:40]!r}: a failed download?"
-    return f"not a GGUF file: it starts with {head[:8]!r}"
+        raise FileProblem(path, not_gguf(head) + part_advice(path))
 
 
 def _check_version(reader: _Reader) -> int:
@@ -303,7 +260,7 @@ def _skip_strings(reader: _Reader, count: int, key: str) -> None:
         if position <= size:
             reader.position = position
             return
-    raise FileProblem(reader.path, f"truncated header: the strings of {key} run past the end of the file")
+    raise reader.cut(f"the strings of {key} run past the end of the file")
 
 
 def _tensor_info(reader: _Reader) -> TensorInfo:

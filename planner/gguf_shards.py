@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import FileProblem, InputError
-from planner.gguf_header import Header, printable
+from planner.ggml_types import type_name
+from planner.gguf_header import OWN_PREFIX, Header, printable
 
 _NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_WEIGHT = re.compile(r"blk\.(?P<layer>[0-9]+)\.(?P<role>.+\.weight)")
 _BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # files that accompany a model
 
 
@@ -92,6 +94,7 @@ def check_set(paths: tuple[Path, ...], headers: tuple[Header, ...]) -> tuple[str
         same = " and ".join(p.name for p, n in zip(paths, numbers, strict=True) if n == number)
         problems.append(f"{same} both say split.no {number}")
     problems += _repeated_tensors(paths, headers)
+    problems += _other_quantisation(paths, headers)
     expected = headers[0].number("split.tensors.count")
     found = sum(len(header.infos) for header in headers)
     if expected is not None and expected != found:
@@ -129,6 +132,42 @@ def _repeated_tensors(paths: tuple[Path, ...], headers: tuple[Header, ...]) -> l
         + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         for (a, b), names in repeats.items()
     ]
+
+
+def _other_quantisation(paths: tuple[Path, ...], headers: tuple[Header, ...]) -> list[str]:
+    """A shard, not the first, whose weights have none of the types that the other shards give them.
+
+    Only the first shard of a split model tells of its quantisation, so types are all there is to see.
+    One layer alone proves nothing: the last one is often of another type. Nor do files that a plan
+    has sorted by device.
+    """
+    if any(kv.key.startswith(OWN_PREFIX) for kv in headers[0].kvs):
+        return []
+    tables = [_weights(header) for header in headers]
+    problems = []
+    for index, mine in enumerate(tables[1:], start=1):
+        theirs = [weight for n, table in enumerate(tables) if n != index for weight in table]
+        shared = {role for role, _, _ in mine} & {role for role, _, _ in theirs}
+        types, other_types = (
+            {(role, kind) for role, _, kind in table if role in shared} for table in (mine, theirs)
+        )
+        layers, other_layers = (
+            {layer for role, layer, _ in table if role in shared} for table in (mine, theirs)
+        )
+        if len(shared) > 1 and min(len(layers), len(other_layers)) > 1 and not types & other_types:
+            found, expected = (
+                ", ".join(sorted({type_name(kind) for _, kind in each})) for each in (types, other_types)
+            )
+            problems.append(
+                f"{paths[index].name} is of another quantisation: weights of {found}, expected {expected}"
+            )
+    return problems
+
+
+def _weights(header: Header) -> list[tuple[str, str, int]]:
+    """Role, layer and type of every quantised weight of a block."""
+    matches = ((_WEIGHT.fullmatch(info.name), info.type) for info in header.infos)
+    return [(match["role"], match["layer"], kind) for match, kind in matches if match and kind > 1]
 
 
 def _only_model(path: Path, files: list[Path]) -> Path:

@@ -35,7 +35,7 @@ from planner.problem import Decision, Option, Solution
 from planner.profile import Profile, to_text
 from planner.reasons import reason
 from planner.records import digest
-from planner.units import Kind, Unit
+from planner.units import Unit, foreign_note
 from planner.workload import Workload
 
 _PPM = 10**6
@@ -318,10 +318,8 @@ def _unrecognised(model: Model, profile: Profile) -> list[str]:
         found.append(f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}")
     if any(model.layers.attention) and not any(model.kv.values()):
         found.append("the file does not say how wide its attention is: the KV cache is not counted")
-    foreign = [name for unit in model.units if unit.kind is Kind.FOREIGN for name in unit.tensors]
-    if foreign:
-        first = f"{len(foreign)} tensors ({one_line(foreign[0])} first)"
-        found.append(f"{first} are not of the text model: stock llama.cpp may refuse the file")
+    if foreign := foreign_note(model.units):
+        found.append(foreign)
     opaque = host_types(model.inventory, profile)
     return found + [
         f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere" for kind in opaque

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from planner.arch import KNOWN, Layers, layers_of, shared_kv
 from planner.errors import InputError
+from planner.gguf_header import one_line
 from planner.inventory import Inventory, Tensor
 from planner.roles import Part, Role, part_of
 
@@ -270,6 +271,15 @@ _COMPUTING = frozenset({Role.ATTENTION, Role.STATE, Role.MIXER, Role.FFN, Role.E
 
 
 _SKIPS_LAYERS = frozenset({"deci"})  # pruned layers may be empty
+
+
+def foreign_note(units: Iterable[Unit]) -> str:
+    """A warning of tensors of other modalities in the same file; "" without them."""
+    names = [one_line(name) for unit in units if unit.kind is Kind.FOREIGN for name in unit.tensors]
+    if not names:
+        return ""
+    who = f"1 tensor ({names[0]}) is" if len(names) == 1 else f"{len(names)} tensors ({names[0]} first) are"
+    return f"{who} not of the text model: stock llama.cpp refuses such a file"
 
 
 def _unknown(inventory: Inventory, layers: Layers, parts: Parts, known: bool) -> tuple[str, ...]:

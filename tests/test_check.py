@@ -209,3 +209,16 @@ def test_an_old_profile_is_a_note(plan: Plan, inventory: Inventory) -> None:
     options = CheckOptions(resolve=False, today=date(2026, 1, 1))
     found = check_plan(plan, to_text(plan), "p", Inputs(inventory, old), options)
     assert any(f.rule == "stale" and f.severity is Severity.NOTE and "365 days" in f.message for f in found)
+
+
+def test_foreign_tensors_are_a_note(plan: Plan, inventory: Inventory) -> None:
+    """Vision tensors in the same file: legal for a plan, refused by the engine."""
+    vision = inventory.tensors[-1].model_copy(update={"name": "v.blk.0.ln1.weight"})
+    other = inventory.model_copy(update={"tensors": (*inventory.tensors, vision)})
+    found = check_plan(plan, to_text(plan), "plan.yaml", Inputs(other, None), FAST)
+    assert [(f.severity, f.message) for f in found] == [
+        (
+            Severity.NOTE,
+            "1 tensor (v.blk.0.ln1.weight) is not of the text model: stock llama.cpp refuses such a file",
+        )
+    ]

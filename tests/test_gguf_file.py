@@ -12,7 +12,7 @@ from gguf_bytes import ARR, F32, I32, STR, U16, U32, T, arch, f32, gguf, info, k
 
 from planner.arch import layers_of
 from planner.errors import FileProblem, InputError
-from planner.ggml_types import TYPES, tensor_bytes
+from planner.ggml_types import FORK_TYPES, TYPES, tensor_bytes
 from planner.gguf_file import TruncatedTensor, read_model
 from planner.gguf_shards import ShardProblems
 from planner.sliding import sliding_layers
@@ -48,7 +48,7 @@ def test_other_alignments(tmp_path: Path, alignment: int) -> None:
     assert all(t.offset % alignment == 0 for t in model.inventory.tensors)
 
 
-@pytest.mark.parametrize("kind", [4, 31, 43, 139, 153, 9999])
+@pytest.mark.parametrize("kind", [4, 31, 43, 142, 159, 9999])
 def test_unknown_types_are_opaque_bytes_of_their_gap(tmp_path: Path, kind: int) -> None:
     # Like a fork's 4-byte header per row: 2 rows of 4 + 136 bytes.
     odd = T("odd.weight", (256, 2), kind, bytes(range(140)) * 2)
@@ -56,6 +56,29 @@ def test_unknown_types_are_opaque_bytes_of_their_gap(tmp_path: Path, kind: int) 
     tensor = model.inventory.tensor("odd.weight")
     assert (tensor.type, tensor.size_bytes) == (f"type{kind}", 288)
     assert f"1 tensor of unknown type{kind}" in " ".join(model.notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "needed"),
+    [(144, "iq4_ks", 2 * 140), (157, "iq2_kl", 2 * 88), (335, "iq2_bn_r4", 2 * 68)],
+)
+def test_a_fork_type_without_its_row_headers_is_damage(
+    tmp_path: Path, kind: int, name: str, needed: int
+) -> None:
+    """What tools leave that compute sizes without the bytes in front of each row."""
+    whole, cut = (T("odd.weight", (256, 2), kind, bytes(size)) for size in (needed, needed // 32 * 32))
+    model = read_model(save(tmp_path, gguf([arch()], [whole, W2])))
+    assert model.inventory.tensor("odd.weight").size_bytes == -(-needed // 32) * 32
+    assert f"1 tensor of type{kind} ({name} of ik_llama.cpp)" in model.notes[0]
+    line = why(save(tmp_path, gguf([arch()], [cut, W2])))
+    assert f"damaged: tensor odd.weight needs {needed} bytes, the next one starts after" in line
+    line = why(save(tmp_path, gguf([arch()], [W2, cut])))
+    assert f"truncated: tensor odd.weight lacks {needed % 32} bytes" in line
+
+
+def test_fork_types_are_not_the_engine_s() -> None:
+    assert not FORK_TYPES.keys() & TYPES.keys()
+    assert not {kind.name for kind in FORK_TYPES.values()} & {kind.name for kind in TYPES.values()}
 
 
 def test_an_unknown_type_at_the_end_reaches_to_the_end_of_the_file(tmp_path: Path) -> None:
@@ -302,6 +325,34 @@ def test_a_foreign_shard_is_named(tmp_path: Path, case: str) -> None:
     change, message = FOREIGN[case]
     change(tmp_path)
     assert message in why(tmp_path / "m-00001-of-00003.gguf")
+
+
+def quantised(layer: int, kind: int, block_bytes: int) -> list[T]:
+    names = (f"blk.{layer}.attn_q.weight", f"blk.{layer}.ffn_up.weight")
+    return [
+        f32(f"blk.{layer}.attn_norm.weight", 1.0),
+        *(T(n, (32, 1), kind, bytes(block_bytes)) for n in names),
+    ]
+
+
+def test_a_shard_of_another_quantisation_is_named(tmp_path: Path) -> None:
+    """Same names, other sizes: only the types tell."""
+    q4, q8 = (2, 18), (8, 34)
+    for index in range(3):
+        types = q8 if index == 1 else q4
+        tensors = [t for layer in (2 * index, 2 * index + 1) for t in quantised(layer, *types)]
+        shard(tmp_path, index, 3, 18, tensors)
+    line = why(tmp_path)
+    assert line.endswith("m-00002-of-00003.gguf is of another quantisation: weights of q8_0, expected q4_0")
+
+
+def test_shards_of_mixed_types_are_one_model(tmp_path: Path) -> None:
+    """A last layer of its own type, and types that vary within shards."""
+    q4, q8 = (2, 18), (8, 34)
+    shard(tmp_path, 0, 3, 12, [*quantised(0, *q8), *quantised(1, *q4)])
+    shard(tmp_path, 1, 3, 12, quantised(2, *q4))
+    shard(tmp_path, 2, 3, 12, quantised(3, *q8))
+    assert len(read_model(tmp_path).inventory.tensors) == 12
 
 
 def test_a_name_that_contradicts_the_file(tmp_path: Path) -> None:

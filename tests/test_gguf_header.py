@@ -162,6 +162,7 @@ def test_messages_are_distinct() -> None:
     [
         ("m.gguf.part1of2", "join the parts with cat"),
         ("m.gguf-split-a", "join the parts with cat"),
+        ("m.gguf-split-b", "join the parts with cat"),
         ("m.gguf.001", "join the parts with cat"),
         ("m.gguf.aa", "join the parts with cat"),
         ("m.gguf.part", "a download that has not ended"),
@@ -172,6 +173,12 @@ def test_messages_are_distinct() -> None:
 def test_pieces_of_files_are_known_by_their_names(name: str, advice: str) -> None:
     with pytest.raises(FileProblem, match=advice):
         parse_header(bytes(range(64)), name)
+
+
+@pytest.mark.parametrize("length", [10, 24, 60])
+def test_the_first_piece_of_a_file_is_known_too(length: int) -> None:
+    with pytest.raises(FileProblem, match=r"truncated header.*join the parts with cat"):
+        parse_header(LITERAL[:length], "m.gguf.part1of3")
 
 
 def test_control_characters_in_names_do_not_break_the_line() -> None:

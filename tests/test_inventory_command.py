@@ -127,8 +127,8 @@ def test_an_output_folder_that_is_not_there_leaves_nothing(moe_model: Path, tmp_
 def test_what_the_reader_noticed_is_said(tmp_path: Path, split_model: Path) -> None:
     second = sorted(split_model.parent.glob("*.gguf"))[1]
     assert "is not the first shard: starting from" in call(second).stderr
-    whole = gguf([arch()], [T("a.weight", (8,), 0, bytes(32)), T("output.weight", (8,), 153, bytes(40))])
-    assert "1 tensor of unknown type153" in call(_file(tmp_path / "odd.gguf", whole)).stderr
+    whole = gguf([arch()], [T("a.weight", (8,), 0, bytes(32)), T("output.weight", (8,), 999, bytes(40))])
+    assert "1 tensor of unknown type999" in call(_file(tmp_path / "odd.gguf", whole)).stderr
     longer = gguf([arch()], [T("output.weight", (8,), 0, bytes(32))]) + bytes(7)
     assert "7 bytes after the last tensor" in call(_file(tmp_path / "longer.gguf", longer)).stderr
 

@@ -205,7 +205,7 @@ def test_a_plan_says_what_was_not_recognised() -> None:
     made = plan(model.model_copy(update={"tensors": (*model.tensors, odd)}), "20000")
     assert "not recognised, stays with its layer: architecture frobnicate" in made.notes
     assert any(
-        note.startswith("1 tensors (v.patch_embd.weight first) are not of the text") for note in made.notes
+        note.startswith("1 tensor (v.patch_embd.weight) is not of the text model") for note in made.notes
     )
     assert not any("recognised" in note for note in plan(moe(), "20000").notes)
 

@@ -47,7 +47,7 @@ def model_bytes(dice: random.Random, layers: int, alignment: int, opaque: bool, 
         ]
     dice.shuffle(tensors)
     if opaque:
-        odd = T("output.weight", (256, 2), 153, dice.randbytes(dice.randint(1, 300)))
+        odd = T("output.weight", (256, 2), 999, dice.randbytes(dice.randint(1, 300)))
         tensors.insert(dice.randint(0, len(tensors)), odd)
     kvs = [arch("qwen3moe"), kv("x", ARR, (STR, ["a"] * dice.randint(0, 3))), kv("y", U8, 1)]
     if alignment != 32:
