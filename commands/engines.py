@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from planner.gguf_file import ModelFile
     from planner.loading import LoadSpec
     from planner.plan import Plan
-    from runtime.libllama import Engine
+    from runtime.locate import Place
     from runtime.worker import Checks
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,11 +106,13 @@ def device_map_option(function: F) -> F:
     )(function)
 
 
-def find_engine(path: str | None, llama_h: Path | None) -> Engine:
-    """The engine to use; EngineProblem says why there is none."""
-    from runtime.libllama import Engine
+def find_engine(path: str | None, llama_h: Path | None) -> Place:
+    """Where the engine to use is, not loaded; EngineProblem says why there is none."""
+    from dataclasses import replace
 
-    return Engine.find(path, llama_h)
+    from runtime import locate
+
+    return replace(locate.find(path), llama_h=llama_h)
 
 
 def open_job(

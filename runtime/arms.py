@@ -1,4 +1,7 @@
-"""The contenders of a bench: the plan and stock rules, each given the same measured device memory."""
+"""The contenders of a bench: the plan and stock rules, each given the same measured device memory.
+
+Every question to the engine goes to a child process: none of a device's memory stays with who asks.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 from planner.arch import layers_of
 from planner.errors import EngineProblem
+from planner.expected import expected_devices, spec_layer_devices
 from planner.given import dealt
 from planner.inventory import Inventory
 from planner.loading import CPU, LoadSpec
@@ -15,7 +19,9 @@ from planner.overrides import collate
 from planner.units import Kind, units_of
 from runtime import dryrun, fit
 from runtime.dryrun import Breakdown
-from runtime.libllama import Engine
+from runtime.load import usable_cores
+from runtime.locate import Place
+from runtime.stock import stripe_widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +38,19 @@ class Arm:
 class Field:
     """What all contenders share."""
 
-    engine: Engine
+    engine: Place
     model: Path
     inventory: Inventory
     devices: tuple[str, ...]  # those of the plan, each once
     budgets: Mapping[str, int]  # bytes per device that the plan itself takes
 
 
-def plan_arm(engine: Engine, model: Path, spec: LoadSpec) -> Arm:
+def plan_arm(engine: Place, model: Path, spec: LoadSpec) -> Arm:
     """The plan as a contender."""
     return Arm("plan", spec, "the plan", _device_bytes(dryrun.memory(engine, model, spec)))
 
 
-def field_of(engine: Engine, model: Path, inventory: Inventory, plan: Arm) -> Field:
+def field_of(engine: Place, model: Path, inventory: Inventory, plan: Arm) -> Field:
     """The conditions for the plan's rivals: its devices and the memory it takes on each."""
     devices = tuple(dict.fromkeys(d for d in plan.spec.devices if d != CPU))
     return Field(engine, model, inventory, devices, {d: plan.device_bytes.get(d, 0) for d in devices})
@@ -100,7 +106,9 @@ def best_fit(field: Field, base: LoadSpec) -> Arm:
     """What the engine's own --fit chooses."""
     total = _all_layers(field)
     bare = _stock(field, base, total, ())
-    spec = dealt(field.inventory, fit.fit(str(field.engine.path), field.model, bare, field.budgets))
+    engine = field.engine
+    found = fit.fit(str(engine.path), field.model, bare, field.budgets, engine.llama_h)
+    spec = dealt(field.inventory, found)
     spec = replace(spec, n_gpu_layers=min(spec.n_gpu_layers, total))
     return _arm(field, "fit", spec, f"--fit on ({spec.n_gpu_layers} layers, {len(spec.overrides)} overrides)")
 
@@ -111,6 +119,25 @@ RULES: Mapping[str, Callable[[Field, LoadSpec], Arm]] = {
     "ncmoe": best_ncmoe,
     "fit": best_fit,
 }
+
+
+def same_load(inventory: Inventory, one: LoadSpec, other: LoadSpec) -> bool:
+    """Whether two specs put every weight and cache in the same place and compute alike: a race of one."""
+    return _effect(inventory, one) == _effect(inventory, other)
+
+
+def _effect(inventory: Inventory, spec: LoadSpec) -> tuple[object, ...]:
+    plain = replace(
+        spec,
+        devices=(),
+        tensor_split=(),
+        n_gpu_layers=0,
+        overrides=(),
+        notes=(),
+        threads=spec.threads or usable_cores(),
+    )
+    layers = spec_layer_devices(spec, layers_of(inventory).n_all)
+    return plain, layers, expected_devices(inventory, spec), stripe_widths(inventory, spec)
 
 
 def _all_layers(field: Field) -> int:

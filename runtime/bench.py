@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from planner.errors import MachineError
 from planner.samples import Interval, interval, ratio
 from runtime.arms import Arm
+from runtime.child import Died
 from runtime.dryrun import Breakdown
-from runtime.gpu import Watch, wait_until_free
+from runtime.gpu import Watch
 from runtime.prompts import text
 from runtime.session import Timings
+from runtime.settle import Settling, reader
 from runtime.worker import Ask, Checks, Outcome, work
 
 _WARM_UP = 8  # tokens generated before anything counts
+VERDICT_ROUNDS = 3  # fewer samples have no spread to judge by
+_TIE = 1.01  # loads of one placement differ by more than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Failure:
 
     at: str  # ISO time
     why: str
+    lines: tuple[str, ...] = ()  # the last ones of its log
 
 
 @dataclass(slots=True)
@@ -52,8 +57,10 @@ class Result:
     memory: Mapping[str, Breakdown] = field(default_factory=dict)
     tokens: int = 0  # generated in all
     utilisation: list[float] = field(default_factory=list)  # percent, one a round
+    peak_bytes: list[int] = field(default_factory=list)  # of NVIDIA GPUs, as the driver counts, one a round
     notes: tuple[str, ...] = ()
     failures: list[Failure] = field(default_factory=list)
+    unsettled: list[str] = field(default_factory=list)  # memory that was not free again after a round
 
     @property
     def tpot(self) -> list[float]:
@@ -79,10 +86,14 @@ def run(
 ) -> list[Result]:
     """Measure every contender in every round; one that dies is recorded and the others go on."""
     results = {arm.name: Result(arm) for arm in arms}
+    devices = [name for arm in arms for name in arm.device_bytes]
+    settling = Settling(reader(terms.engine, terms.llama_h, devices))
     for number, arm in schedule(arms, terms.rounds):
         on_step(f"round {number + 1} of {terms.rounds}: {arm.name}")
         _measure(terms, results[arm.name], checks.get(arm.name))
-        wait_until_free(arm.device_bytes)
+        if held := settling.wait():
+            on_step(held)
+            results[arm.name].unsettled.append(held)
     return list(results.values())
 
 
@@ -107,8 +118,8 @@ def compare(plan: Result, rival: Result, seed: int = 1) -> list[Comparison]:
 
 
 def slower(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Those where the plan decodes slower beyond the interval."""
-    return [each for each in comparisons if each.decode.low > 1]
+    """Those where the plan decodes slower by more than a tie, whole interval, of enough rounds."""
+    return [c for c in comparisons if c.decode.low > _TIE and c.decode.samples >= VERDICT_ROUNDS]
 
 
 def summary(samples: Sequence[float], seed: int = 1) -> Interval | None:
@@ -127,17 +138,21 @@ def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
                 terms.engine,
                 terms.llama_h,
                 terms.model,
-                replace(result.arm.spec),
+                result.arm.spec,
                 asks,
                 checks,
+                on_loaded=watch.begin,
                 timeout_s=terms.timeout_s,
             )
         except MachineError as problem:
-            result.failures.append(Failure(time.strftime("%Y-%m-%dT%H:%M:%S%z"), str(problem)))
+            lines = problem.lines if isinstance(problem, Died) else ()
+            result.failures.append(Failure(time.strftime("%Y-%m-%dT%H:%M:%S%z"), str(problem), lines))
             return
     _keep(result, outcome, outcome.timings[1:])
     if watch.percent is not None:
         result.utilisation.append(watch.percent)
+    if watch.peak_bytes is not None:
+        result.peak_bytes.append(watch.peak_bytes)
 
 
 def _keep(result: Result, outcome: Outcome, timings: Sequence[Timings]) -> None:

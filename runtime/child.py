@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import IO, Any
 
 from planner.errors import AtsplanError, EngineProblem, InputError
@@ -24,6 +25,7 @@ Answer = dict[str, Any]
 Emit = Callable[[Answer], None]
 
 _LINES = 400  # of the log, kept to explain a death
+_LAST_LINES = 10  # of those, given with a death
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,6 +34,13 @@ class Relayed(EngineProblem):
 
     def message(self) -> str:
         return self.why
+
+
+@dataclass(eq=False)
+class Died(EngineProblem):
+    """A child that ended without an answer, or gave none in time."""
+
+    lines: tuple[str, ...]  # the last ones of its log
 
 
 def ask(
@@ -44,8 +53,8 @@ def ask(
     """Run `python -m module` on a request, give its events to `on_event`, return its answer.
 
     An event {"engine": name} says which build the child has loaded: problems from then on name it.
-    Raises EngineProblem with the engine's last message when the child dies or gives no answer in
-    time, InputError or EngineProblem when the child answers with one. No child outlives the call.
+    Raises Died with the engine's last message when the child dies or gives no answer in time,
+    InputError or EngineProblem when the child answers with one. No child outlives the call.
     """
     name = [engine]
 
@@ -69,9 +78,9 @@ def ask(
         reader.join(5)
         _close(process)
     if late.is_set():
-        raise EngineProblem(name[0], f"no answer within {timeout_s:.0f} s")
+        raise Died(name[0], f"no answer within {timeout_s:.0f} s", _last(log))
     if answer is None:
-        raise EngineProblem(name[0], _death(process.returncode, cause(list(log))))
+        raise Died(name[0], _death(process.returncode, cause(list(log))), _last(log))
     if "problem" in answer:
         raise _problem(answer, name[0])
     return answer
@@ -153,6 +162,10 @@ def _converse(process: subprocess.Popen[bytes], request: Mapping[str, Any], on_e
 def _drain(stream: IO[bytes] | None, log: deque[str]) -> None:
     for line in stream or ():
         log.append(line.decode(errors="replace").rstrip())
+
+
+def _last(log: deque[str]) -> tuple[str, ...]:
+    return tuple(line for line in log if line.strip())[-_LAST_LINES:]
 
 
 def _stop_late(process: subprocess.Popen[bytes], late: threading.Event) -> None:

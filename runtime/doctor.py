@@ -91,7 +91,7 @@ def _gpu_figures() -> Ability:
 
     if available():
         return Ability("GPU utilisation in bench", True)
-    return Ability("GPU utilisation in bench", False, "needs an NVIDIA driver and pip install nvidia-ml-py")
+    return Ability("GPU utilisation in bench", False, "needs an NVIDIA driver")
 
 
 def _examine_here(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from runtime import child, load
 from runtime.ggml import Handle
 from runtime.graphlog import Listener, describe
 from runtime.libllama import Engine
+from runtime.locate import Place
 from runtime.logs import CONTINUED, DEBUG, Tail
 from runtime.remote import connect
 
@@ -54,7 +55,7 @@ class DryRun:
     strays: tuple[str, ...] = ()  # work at decode that would run away from its data; only when asked for
 
 
-def memory(engine: Engine, model_path: Path, spec: LoadSpec) -> Mapping[str, Breakdown]:
+def memory(engine: Engine | Place, model_path: Path, spec: LoadSpec) -> Mapping[str, Breakdown]:
     """Bytes per device that loading `model_path` by `spec` takes, exactly as the engine counts them.
 
     Runs in a child process; an abort of the engine becomes EngineProblem with its last message.
@@ -62,10 +63,11 @@ def memory(engine: Engine, model_path: Path, spec: LoadSpec) -> Mapping[str, Bre
     return measure(engine, model_path, spec).devices
 
 
-def measure(engine: Engine, model_path: Path, spec: LoadSpec, watch: bool = False) -> DryRun:
+def measure(engine: Engine | Place, model_path: Path, spec: LoadSpec, watch: bool = False) -> DryRun:
     """Memory and graph of a load; `watch` fills in `strays`. See `memory`."""
     request = {
         "engine": str(engine.path),
+        "llama_h": str(engine.llama_h) if engine.llama_h else None,
         "model": str(Path(model_path).resolve()),
         "spec": to_json(spec),
         "watch": watch,
@@ -201,7 +203,7 @@ def _nodes(node: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _measure_request(request: Mapping[str, Any]) -> dict[str, Any]:
-    engine = Engine.find(request["engine"])
+    engine = Engine.find(request["engine"], Path(request["llama_h"]) if request["llama_h"] else None)
     spec, renamed = connect(engine, from_json(request["spec"]))
     answer = asdict(measure_here(engine, Path(request["model"]), spec, request["watch"]))
     planned = {here: name for name, here in renamed.items()}

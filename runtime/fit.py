@@ -16,7 +16,7 @@ from planner.errors import EngineProblem
 from planner.loading import LoadSpec
 from runtime import child, dryrun, load
 from runtime.child import Relayed
-from runtime.libllama import Engine, Override
+from runtime.libllama import Engine, Override, load_library
 from runtime.remote import connect
 
 _ROOM = 4096  # entries that the engine asks for
@@ -34,13 +34,16 @@ class NoPlacement(Relayed):
     """The engine's --fit finds nothing within the memory it may use."""
 
 
-def fit(engine: str, model: Path, spec: LoadSpec, budgets: Mapping[str, int]) -> LoadSpec:
+def fit(
+    engine: str, model: Path, spec: LoadSpec, budgets: Mapping[str, int], llama_h: Path | None = None
+) -> LoadSpec:
     """The spec that --fit arrives at for the workload and devices of `spec`, at most `budgets` bytes each.
 
     Raises NoPlacement when it finds none, EngineProblem when the build has no fit or dies.
     """
     request = {
         "engine": engine,
+        "llama_h": str(llama_h) if llama_h else None,
         "model": str(model.resolve()),
         "spec": dryrun.to_json(spec),
         "budgets": dict(budgets),
@@ -67,7 +70,7 @@ def supported(engine: Engine) -> bool:
 
 
 def _fit_here(request: Mapping[str, Any]) -> dict[str, Any]:
-    engine = Engine.find(request["engine"])
+    engine = Engine.find(request["engine"], Path(request["llama_h"]) if request["llama_h"] else None)
     asked = dryrun.from_json(request["spec"])
     spec, renamed = connect(engine, asked)
     budgets = {renamed.get(name, name): size for name, size in request["budgets"].items()}
@@ -128,7 +131,7 @@ def _function(engine: Engine) -> tuple[Any, tuple[None, ...]]:
 def _common(engine: Engine) -> Any:
     """The library beside libllama that holds what the tools share; None when there is none."""
     for path in sorted(engine.path.parent.glob("libllama-common.so*")):
-        return c.CDLL(str(path))
+        return load_library(path, engine.label)
     return None
 
 

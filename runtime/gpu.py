@@ -1,30 +1,56 @@
-"""NVIDIA GPUs through nvidia-ml-py where it is installed: use while measuring, memory really free again.
+"""What NVIDIA GPUs say of themselves while something is measured: memory in use, utilisation.
 
-No context is made on any device; without the library or a GPU every question has no answer.
+Read through nvidia-ml-py, or where that is not installed from the driver's own library, which it wraps.
+No context is made on any device; without a driver every question has no answer.
 """
 
 from __future__ import annotations
 
+import ctypes as c
 import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 _PAUSE_S = 0.2
-_SETTLED_BYTES = 64 * 2**20  # drivers keep a little
-_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One GPU at one moment, all processes together."""
+
+    used_bytes: int
+    percent: int  # of the time that some kernel ran
+
+
+class Nvml(Protocol):
+    """The few questions asked of the management library."""
+
+    def count(self) -> int:
+        """GPUs there are."""
+
+    def read(self, index: int) -> Reading:
+        """One of them, in the order of their PCI addresses."""
+
+    def close(self) -> None:
+        """Let go of the library."""
 
 
 class Watch:
-    """Mean GPU utilisation in percent while the block runs; `percent` stays None where nothing can tell."""
+    """NVIDIA GPUs while the block runs; figures stay None where nothing can tell.
 
-    def __init__(self, devices: Mapping[str, int]) -> None:
+    `peak_bytes` is the most memory in use above what was in use before; `percent` the mean utilisation of
+    the busiest GPU after `begin()`.
+    """
+
+    def __init__(self, devices: Iterable[str]) -> None:
         self.percent: float | None = None
-        self._wanted = any(name.startswith("CUDA") for name in devices)
-        self._done = threading.Event()
-        self._samples: list[float] = []
+        self.peak_bytes: int | None = None
+        self._wanted = nvidia(devices)
+        self._done, self._counting = threading.Event(), threading.Event()
+        self._samples: list[int] = []
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -42,61 +68,114 @@ class Watch:
         if self._samples:
             self.percent = sum(self._samples) / len(self._samples)
 
+    def begin(self) -> None:
+        """From now on utilisation counts."""
+        self._counting.set()
+
     def _sample(self) -> None:
-        with _nvml() as nvml:
-            if nvml is None:
+        # A GPU that is lost while it is watched ends the watching, not the measuring.
+        with suppress(Exception), nvml() as library:
+            if library is None or not library.count():
                 return
-            handles = _handles(nvml)
-            while handles and not self._done.wait(_PAUSE_S):
-                rates = [nvml.nvmlDeviceGetUtilizationRates(h).gpu for h in handles]
-                self._samples.append(max(rates))
+            idle = sum(one.used_bytes for one in readings(library))
+            while not self._done.wait(_PAUSE_S):
+                now = readings(library)
+                used = sum(one.used_bytes for one in now) - idle
+                self.peak_bytes = max(self.peak_bytes or 0, used)
+                if self._counting.is_set():
+                    self._samples.append(max(one.percent for one in now))
 
 
-def wait_until_free(devices: Mapping[str, int], patience_s: float = _PATIENCE_S) -> bool:
-    """Wait until no process of ours holds memory on an NVIDIA GPU; False when it did not settle in time.
+def nvidia(devices: Iterable[str]) -> bool:
+    """Whether these device names are NVIDIA GPUs' under CUDA, one at least."""
+    return any(name.startswith("CUDA") for name in devices)
 
-    Without the library True: the engine lived in a child that has ended.
-    """
-    if not any(name.startswith("CUDA") for name in devices):
-        return True
-    with _nvml() as nvml:
-        if nvml is None:
-            return True
-        deadline = time.monotonic() + patience_s
-        last = _used(nvml)
-        while time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
-            now = _used(nvml)
-            if last - now < _SETTLED_BYTES:
-                return True
-            last = now
-        return False
+
+def used() -> Mapping[str, int]:
+    """Bytes in use on each NVIDIA GPU; empty where nothing can tell."""
+    with nvml() as library:
+        found = readings(library) if library is not None else []
+    return {f"GPU {index}": one.used_bytes for index, one in enumerate(found)}
 
 
 def available() -> bool:
     """Whether GPU figures can be had here."""
-    with _nvml() as nvml:
-        return nvml is not None and nvml.nvmlDeviceGetCount() > 0
+    with nvml() as library:
+        return library is not None and library.count() > 0
+
+
+def readings(library: Nvml) -> list[Reading]:
+    """Every GPU now."""
+    return [library.read(index) for index in range(library.count())]
 
 
 @contextmanager
-def _nvml() -> Iterator[Any]:
+def nvml() -> Iterator[Nvml | None]:
+    """The management library; None where it, a driver or the permission is missing."""
+    library = _open()
     try:
+        yield library
+    finally:
+        if library is not None:
+            library.close()
+
+
+def _open() -> Nvml | None:
+    for kind in (_Package, _Driver):
+        try:
+            return kind()
+        except Exception:  # no package, no library, no driver, no permission: all the same to us
+            continue
+    return None
+
+
+class _Package:
+    """Through nvidia-ml-py."""
+
+    def __init__(self) -> None:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no library, no driver, no permission: all the same to us
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
+        self._nvml: Any = pynvml
+
+    def count(self) -> int:
+        return int(self._nvml.nvmlDeviceGetCount())
+
+    def read(self, index: int) -> Reading:
+        device = self._nvml.nvmlDeviceGetHandleByIndex(index)
+        percent = 0
+        with suppress(self._nvml.NVMLError):  # a GPU divided by MIG tells its memory but no utilisation
+            percent = self._nvml.nvmlDeviceGetUtilizationRates(device).gpu
+        return Reading(self._nvml.nvmlDeviceGetMemoryInfo(device).used, percent)
+
+    def close(self) -> None:
+        self._nvml.nvmlShutdown()
 
 
-def _handles(nvml: Any) -> list[Any]:
-    return [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
+class _Driver:
+    """Through libnvidia-ml, which comes with the driver."""
 
+    def __init__(self) -> None:
+        self._library = c.CDLL("libnvidia-ml.so.1")
+        self._call("nvmlInit_v2")
 
-def _used(nvml: Any) -> int:
-    return sum(nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in _handles(nvml))
+    def count(self) -> int:
+        number = c.c_uint()
+        self._call("nvmlDeviceGetCount_v2", c.byref(number))
+        return number.value
+
+    def read(self, index: int) -> Reading:
+        device = c.c_void_p()
+        memory = (c.c_uint64 * 3)()  # nvmlMemory_t: total, free, used
+        rates = (c.c_uint * 2)()  # nvmlUtilization_t: gpu, memory
+        self._call("nvmlDeviceGetHandleByIndex_v2", index, c.byref(device))
+        self._call("nvmlDeviceGetMemoryInfo", device, memory)
+        self._library.nvmlDeviceGetUtilizationRates(device, rates)
+        return Reading(memory[2], rates[0])
+
+    def close(self) -> None:
+        self._library.nvmlShutdown()
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            raise OSError(f"{name} returned {status}")

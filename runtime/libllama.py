@@ -10,7 +10,7 @@ import ctypes as c
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,7 @@ class Engine:
     def __init__(self, place: locate.Place, header: str = "") -> None:
         self.name = self.label = place.label
         self.path = place.path
+        self.llama_h = place.llama_h
         library = load_library(place.path, place.label)
         self.lib: Any = library
         self._model, self._model_raw = self._layout(structs.MODEL, "llama_model_default_params", header)
@@ -175,7 +176,7 @@ class Engine:
                 header = llama_h.read_text(errors="replace")
             except OSError as problem:
                 raise FileProblem(str(llama_h), problem.strerror or str(problem)) from None
-        return cls(locate.find(path), header)
+        return cls(replace(locate.find(path), llama_h=llama_h), header)
 
     @property
     def build(self) -> Build:

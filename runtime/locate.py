@@ -21,6 +21,7 @@ class Place:
 
     path: Path
     label: str
+    llama_h: Path | None = None  # the header of a build whose struct layouts are not known here
 
 
 def find(path: str | None) -> Place:

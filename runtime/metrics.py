@@ -14,6 +14,7 @@ _HELP = {
     "prefill_seconds": ("gauge", "Median time of the prompt."),
     "load_seconds": ("gauge", "Median load time."),
     "device_bytes": ("gauge", "Memory of a device as the engine counts it."),
+    "gpu_peak_bytes": ("gauge", "Most memory of NVIDIA GPUs in use, as the driver counts it."),
     "gpu_utilisation_ratio": ("gauge", "Mean GPU utilisation while measuring."),
     "cache_hit_ratio": ("gauge", "Hits of the engine's MoE cache."),
     "failures_total": ("counter", "Rounds that did not finish."),
@@ -50,6 +51,8 @@ def _samples(name: str, result: Result) -> Iterator[tuple[dict[str, str], float]
     elif name == "device_bytes":
         for device, sizes in sorted(result.memory.items()):
             yield {**arm, "device": device}, sizes.total
+    elif name == "gpu_peak_bytes" and result.peak_bytes:
+        yield arm, max(result.peak_bytes)
     elif name == "gpu_utilisation_ratio" and result.utilisation:
         yield arm, median(result.utilisation) / 100
     elif name == "cache_hit_ratio":

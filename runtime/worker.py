@@ -79,6 +79,7 @@ def work(
     checks: Checks | None = None,
     on_text: Callable[[str], None] = lambda text: None,
     on_note: Callable[[str], None] = lambda note: None,
+    on_loaded: Callable[[], None] = lambda: None,
     timeout_s: float = _DAY_S,
     dry: bool = False,
 ) -> Outcome:
@@ -103,6 +104,8 @@ def work(
             on_text(event["text"])
         if "note" in event:
             on_note(event["note"])
+        if "loaded" in event:
+            on_loaded()
 
     answer = child.ask("runtime.worker", request, locate.find(engine).label, timeout_s, hear)
     loaded = answer["loaded"]
@@ -134,6 +137,7 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
         memory = _memory(session)
         if dry:
             check_loaded(dry.devices, memory)
+        emit({"loaded": True})
         timings = [_generate(session, _ask_from_json(each), emit) for each in request["asks"]]
         last_words = _closing_words(session)
     return {
