@@ -109,7 +109,6 @@ def best_fit(field: Field, base: LoadSpec) -> Arm:
     engine = field.engine
     found = fit.fit(str(engine.path), field.model, bare, field.budgets, engine.llama_h)
     spec = dealt(field.inventory, found)
-    spec = replace(spec, n_gpu_layers=min(spec.n_gpu_layers, total))
     return _arm(field, "fit", spec, f"--fit on ({spec.n_gpu_layers} layers, {len(spec.overrides)} overrides)")
 
 
@@ -149,7 +148,7 @@ def _all_layers(field: Field) -> int:
 def _stock(field: Field, base: LoadSpec, count: int, overrides: tuple[tuple[str, str], ...]) -> LoadSpec:
     """All devices in proportion to what the plan uses of each, as a person would set --tensor-split."""
     mib = tuple(max(field.budgets[d] >> 20, 1) for d in field.devices)
-    return replace(
+    shares = replace(
         base,
         devices=field.devices,
         tensor_split=mib,
@@ -157,6 +156,7 @@ def _stock(field: Field, base: LoadSpec, count: int, overrides: tuple[tuple[str,
         overrides=overrides,
         cache_bytes=0,
     )
+    return dealt(field.inventory, shares)
 
 
 def _arm(field: Field, name: str, spec: LoadSpec, setting: str) -> Arm:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import ENVIRONMENT
+from rpc_servers import rpc_serving
 
 from planner.errors import AtsplanError
 from planner.loading import LoadSpec
@@ -34,28 +31,8 @@ def remote_spec(endpoint: str) -> LoadSpec:
 @pytest.fixture
 def rpc_server(server_engine: Path) -> Iterator[str]:
     """A running ggml-rpc-server; its host:port."""
-    port = free_port("127.0.0.1")
-    process = subprocess.Popen(
-        [str(server_engine / "ggml-rpc-server"), "-H", "127.0.0.1", "-p", str(port), "-d", "CPU"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**ENVIRONMENT, "LD_LIBRARY_PATH": str(server_engine)},
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while not answers(port):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def answers(port: int) -> bool:
-    """Whether anybody listens there."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    with rpc_serving(server_engine) as endpoint:
+        yield endpoint
 
 
 def test_endpoints() -> None:

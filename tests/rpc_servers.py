@@ -1,0 +1,57 @@
+"""A ggml-rpc-server as a device that computes on the CPU, and plans moved onto it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engines import ENVIRONMENT
+
+from planner.plan import Plan
+from runtime.server import free_port
+
+
+@contextmanager
+def rpc_serving(folder: Path, threads: int = 1) -> Iterator[str]:
+    """A running server of the build in `folder`; its host:port."""
+    port = free_port("127.0.0.1")
+    command = [str(folder / "ggml-rpc-server"), "-H", "127.0.0.1", "-p", str(port), "-d", "CPU"]
+    process = subprocess.Popen(
+        [*command, "-t", str(threads)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**ENVIRONMENT, "LD_LIBRARY_PATH": str(folder)},
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not answers(port):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def answers(port: int) -> bool:
+    """Whether anybody listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def moved(plan: Plan, old: str, new: str) -> Plan:
+    """The plan with a device called otherwise wherever it is named."""
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: renamed(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [renamed(each) for each in value]
+        return value.replace(old, new) if isinstance(value, str) else value
+
+    return Plan.model_validate(renamed(plan.model_dump()))
