@@ -71,8 +71,7 @@ def supported(engine: Engine) -> bool:
 
 def _fit_here(request: Mapping[str, Any]) -> dict[str, Any]:
     engine = Engine.find(request["engine"], Path(request["llama_h"]) if request["llama_h"] else None)
-    asked = dryrun.from_json(request["spec"])
-    spec, renamed = connect(engine, asked)
+    spec, renamed = connect(engine, dryrun.from_json(request["spec"]))
     budgets = {renamed.get(name, name): size for name, size in request["budgets"].items()}
     planned = {there: name for name, there in renamed.items()}
     function, extra = _function(engine)

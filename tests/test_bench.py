@@ -21,11 +21,11 @@ from planner.loading import LoadSpec, load_spec
 from planner.plan import to_text
 from planner.samples import interval, ratio
 from planner.workload import Workload
+from runtime import locate
 from runtime.arms import Arm, _most, field_of, plan_arm, rivals
 from runtime.bench import Failure, Result, compare, schedule, slower
 from runtime.dryrun import Breakdown
 from runtime.ggml import Device
-from runtime.libllama import Engine
 from runtime.metrics import prometheus
 from runtime.prompts import text
 from runtime.review import MoreThanDry, NoRoom, check_loaded, check_room, host_available_bytes
@@ -133,7 +133,7 @@ def test_rivals_get_no_more_memory_than_the_plan(
     moe_model: Path, server_engine: Path, vulkan_engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
-    engine = Engine.find(str(server_engine))  # dry runs only: nothing is computed
+    engine = locate.find(str(server_engine))  # dry runs only: nothing is computed
     spec = load_spec(server_plan(moe_model))
     plan = plan_arm(engine, moe_model, spec)
     inventory = read_model(moe_model).inventory

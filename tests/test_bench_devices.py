@@ -131,7 +131,7 @@ def test_gpus_are_watched_from_the_load_on(monkeypatch: pytest.MonkeyPatch) -> N
         seen = gpus.steps
         while gpus.steps < seen + 4:
             pass
-    assert (watch.percent, watch.peak_bytes) == (40, 500)
+    assert [watch.percent, watch.peak_bytes] == [40, 500]
     assert gpus.closed
     with Watch(["Vulkan0", "CPU"]) as other:
         other.begin()
