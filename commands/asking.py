@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -19,11 +20,14 @@ from planner.texts import utf8
 from planner.workload import Workload
 
 if TYPE_CHECKING:
+    from planner.drafting import Drafting
     from planner.inventory import Inventory
     from planner.options import SolveOptions
     from planner.plan import Plan
     from planner.profile import Profile
+    from planner.reserve import Extras
 
+_RATE = re.compile(r"0(\.[0-9]+)?|\.[0-9]+|1(\.0*)?")
 _FILE = click.Path(path_type=Path)
 _OPTIONS = (
     click.argument("model", type=_FILE),
@@ -45,6 +49,12 @@ _OPTIONS = (
     click.option("--reserve", default="", help="MiB to leave to others: 1024, or CUDA0=2048,CUDA1=512."),
     click.option("--mmproj", type=_FILE, help="Vision projector to leave room for."),
     click.option("--draft", type=_FILE, help="Draft model to leave room for."),
+    click.option(
+        "--draft-accept",
+        "accept",
+        metavar="RATE",
+        help="Choose the draft length for this share of accepted tokens: 0.7, or auto [--draft or --mtp].",
+    ),
     click.option("--heat", type=_FILE, help="Expert routing (heat.csv): lets hot experts live on the GPU."),
     click.option(
         "--stripes/--no-stripes", default=True, help="Hot experts of a layer on the GPU [with --heat]."
@@ -77,6 +87,7 @@ class Asked:
     reserve: str
     mmproj: Path | None
     draft: Path | None
+    accept: str | None
     heat: Path | None
     stripes: bool
     engine: str | None
@@ -109,6 +120,7 @@ class Inputs:
     lowest_ctx: int  # 0: the context is fixed
     model: Path
     fit_engine: str = ""  # whose --fit to ask; "": none
+    drafting: Drafting | None = None  # the draft length is to be chosen
 
     def plan(self) -> Plan:
         """The plan; with a context that may shrink, the largest that fits."""
@@ -127,6 +139,10 @@ class Inputs:
             from commands.fitting import engine_fit
 
             options = replace(options, fit=engine_fit(self, workload))
+        if self.drafting:
+            from planner.drafting import best_length
+
+            return best_length(self.inventory, self.profile, self.budgets, workload, options, self.drafting)
         return make_plan(self.inventory, self.profile, self.budgets, workload, options)
 
 
@@ -146,10 +162,13 @@ def inputs_of(asked: Asked) -> Inputs:
     lowest = asked.ctx_min or (min(_needed(workload), workload.n_ctx) if asked.ctx == "max" else 0)
     if lowest > workload.n_ctx:
         raise OptionProblem("--ctx-min", str(lowest), f"is above the context of {workload.n_ctx}")
-    options = _options(asked, inventory, workload, budgets, profile)
+    gpu = next((d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets), "CPU")
+    extras = _extras(asked, profile, budgets)
+    options = _options(asked, inventory, workload, extras, gpu)
     if asked.engine and asked.model.suffix in (".yaml", ".yml"):
         raise OptionProblem("--fit", asked.engine, "needs the model file itself, not its inventory")
-    return Inputs(inventory, profile, budgets, workload, options, lowest, asked.model, asked.engine or "")
+    drafting, engine = _drafting(asked, extras, gpu), asked.engine or ""
+    return Inputs(inventory, profile, budgets, workload, options, lowest, asked.model, engine, drafting)
 
 
 def workload_of(asked: Asked, inventory: Inventory) -> Workload:
@@ -208,13 +227,9 @@ def _use(text: str) -> dict[str, int]:
     return found
 
 
-def _options(
-    asked: Asked, inventory: Inventory, workload: Workload, budgets: Mapping[str, int], profile: Profile
-) -> SolveOptions:
+def _extras(asked: Asked, profile: Profile, budgets: Mapping[str, int]) -> Extras:
     from planner.budget import EVERY, parse_reserve
-    from planner.options import SolveOptions
-    from planner.pins import parse_pin
-    from planner.reserve import Extras, reserves
+    from planner.reserve import Extras
 
     kept = dict(parse_reserve(asked.reserve)) if asked.reserve else {}
     gpus = [d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets]
@@ -225,18 +240,42 @@ def _options(
                 "--reserve", asked.reserve, f"{name} has no budget; there are {', '.join(budgets)}"
             )
     kept = {name: kept.get(name, every) for name in gpus} | {n: s for n, s in kept.items() if n not in gpus}
-    extras = Extras(
+    return Extras(
         mmproj=load_inventory(asked.mmproj) if asked.mmproj else None,
         draft=load_inventory(asked.draft) if asked.draft else None,
         reserved={name: size for name, size in kept.items() if size},
     )
+
+
+def _drafting(asked: Asked, extras: Extras, gpu: str) -> Drafting | None:
+    """The question of the draft length, when it is asked; OptionProblem for a rate that is none."""
+    from planner.drafting import PUBLISHED_PPM, Drafting
+
+    if asked.accept is None:
+        return None
+    if asked.draft is None and not asked.mtp:
+        raise OptionProblem("--draft-accept", asked.accept, "needs --draft or --mtp")
+    if asked.accept == "auto":
+        return Drafting(PUBLISHED_PPM, extras, gpu)
+    if not _RATE.fullmatch(asked.accept):
+        raise OptionProblem("--draft-accept", asked.accept, "expected a rate from 0 to 1, or auto")
+    return Drafting(round(float(asked.accept) * 10**6), extras, gpu)
+
+
+def _options(
+    asked: Asked, inventory: Inventory, workload: Workload, extras: Extras, gpu: str
+) -> SolveOptions:
+    from planner.options import SolveOptions
+    from planner.pins import parse_pin
+    from planner.reserve import reserves
+
     return SolveOptions(
         pins=tuple(parse_pin(text) for text in asked.pins),
         contiguous=asked.contiguous,
         no_cpu=asked.no_cpu,
         page=asked.page,
         stripes=asked.stripes,
-        reserves=reserves(inventory, workload, extras, gpu=gpus[0] if gpus else "CPU"),
+        reserves=reserves(inventory, workload, extras, gpu=gpu),
         time_limit_s=asked.time_limit,
         command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
         **_heat(asked, inventory, workload),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,7 +34,7 @@ FORMATS = ("llama-server", "llama-cli", "preset", "env", "json", "llama-cpp-pyth
 )
 @click.option("--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Its profile.")
 @click.option("--mmproj", default="", help="Vision projector to load beside the model.")
-@click.option("--draft", default="", help="Draft model for speculative decoding.")
+@click.option("--draft", default="", help="Draft model [the plan's].")
 @click.option("--exact", is_flag=True, help="Refuse when the tool cannot express the whole plan.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write here [default: stdout].")
 def command(
@@ -74,7 +74,7 @@ def command(
         again = _stock(legal, device_maps, threads)
         done = "instead: as many layers on the CPU as planned, but the first ones"
         plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
-    placed = replace(placed, mmproj=mmproj, draft=draft)
+    placed = replace(placed, mmproj=mmproj, **_draft(plan, draft, device_maps))
     text = export(plan, placed, model or f"{plan.model.name}.gguf", form)
     if output is None:
         out(text.rstrip("\n"))
@@ -91,6 +91,16 @@ def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:
 
     spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
     return stock(replace(spec, threads=threads or spec.threads), len(plan_layer_devices(plan)) - 1)
+
+
+def _draft(plan: Plan, path: str, device_maps: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a Stock that speak of drafts: the plan's own, unless another model is given."""
+    planned = plan.speculation
+    if planned is None or not planned.tokens:
+        return {"draft": path}
+    device = parse_map(device_maps, plan).get(planned.device, planned.device)
+    name = f"{planned.draft}.gguf" if planned.draft else ""
+    return {"draft": path or name, "draft_device": device, "draft_tokens": planned.tokens}
 
 
 def _nearest(plan: Plan, inputs: Inputs) -> Plan | None:

@@ -114,11 +114,12 @@ class Chooser:
 
     def _logits(self, device: Device) -> Times:
         """The copy of the logits to the host."""
-        size = 4 * self.workload.n_seq * self.prices.inventory.number("vocab_size")
+        row = 4 * self.prices.inventory.number("vocab_size")
         if self.cpu < 0:
             return Times(0, 0)
-        ns = self.prices.copy_ns(device.name, self.devices[self.cpu].name, size)
-        return Times(ns, ns)
+        names = device.name, self.devices[self.cpu].name
+        step = self.prices.copy_ns(*names, row * self.prices.step_tokens)
+        return Times(self.prices.per_token(step), self.prices.copy_ns(*names, row * self.workload.n_seq))
 
     def _stripes(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
         device = self.devices[d]
@@ -145,11 +146,12 @@ class Chooser:
             memory[self.cpu] = unit.size_bytes
             if memory[d] * unit.experts < unit.used * unit.size_bytes:
                 continue  # the engine leaves a layer out whose slots are fewer than it uses
-            missed = unit.active_bytes * self.workload.n_seq * (_PPM - point.hit_ppm) // _PPM
+            missed = unit.active_bytes * self.prices.step_tokens * (_PPM - point.hit_ppm) // _PPM
             copied = self.prices.copy_ns(self.devices[self.cpu].name, device.name, missed)
             asked = self.prices.copy_ns(device.name, self.devices[self.cpu].name, 4 * unit.used)
+            waited = self.prices.per_token(copied + asked)
             prefill = self._host_times(unit, d).prefill_ns
-            times = Times(here.decode_ns + copied + asked, prefill, 0)
+            times = Times(here.decode_ns + waited, prefill, 0)
             streaming = (PER_DEVICE * d + 1, PER_DEVICE * d + 2) if self._streams(d) else ()
             shares = (*streaming, PER_DEVICE * len(self.devices) + n)
             yield Spot(f"cache:{device.name}:{point.share_ppm}", tuple(memory), times, shares=shares)
@@ -204,14 +206,14 @@ class Chooser:
             width = 4 * self.prices.inventory.number("embedding_length")
             names = self.devices[self.cpu].name, self.devices[d].name
             rows = self.prices.copy_ns(*names, unit.used * width) - self.prices.copy_ns(*names, width)
-            there += Times(rows, 0)
+            there += Times(self.prices.per_token(rows * self.prices.step_tokens), 0)
         return there
 
     def _hand_over(self, source: int, target: int, rows: int) -> Times:
         """One change of device; a prompt long enough to be streamed stays on the GPU."""
         width = 4 * rows * self.prices.inventory.number("embedding_length")
         names = self.devices[source].name, self.devices[target].name
-        decode = self.prices.hand_over(*names, width * self.workload.n_seq)
+        decode = self.prices.per_token(self.prices.hand_over(*names, width * self.prices.step_tokens))
         prefill = sum(
             count * self.prices.hand_over(*names, width * batch)
             for batch, count in self.prices.batches

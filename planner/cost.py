@@ -98,7 +98,7 @@ def price(
     """The placement problem on the devices that have a budget."""
     devices = tuple(d for d in profile.devices if d.name in budgets and d.kind != "cpu")
     devices += tuple(d for d in profile.devices if d.name in budgets and d.kind == "cpu")
-    prices = Prices(model.inventory, profile, workload, options.distinct)
+    prices = Prices(model.inventory, profile, workload, options.distinct, options.speculation)
     n_gpus = sum(d.kind != "cpu" for d in devices)
     rooms = {d.name: room_of(model.inventory, workload, d, n_gpus) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
@@ -127,7 +127,7 @@ def price(
         exclusive=chooser.exclusive(),
         mixed=_mixed(model, prices, devices, decisions),
         decode_weight=workload.gen,
-        decode_ns=prices.calibration.token_ns,
+        decode_ns=prices.token_ns,
         max_runs=options.max_runs,
         host_leads=options.op_offload and _streams(devices, workload),
         contiguous=options.contiguous,
@@ -214,7 +214,8 @@ def _allowed(
 
 def _edges(prices: Prices, devices: tuple[Device, ...], n: int) -> tuple[Edge, ...]:
     width = max(prices.inventory.number("embedding_length"), 1) * 4
-    decode = _matrix(prices, devices, [(prices.workload.n_seq, 1)], width)
+    step = _matrix(prices, devices, [(prices.step_tokens, 1)], width)
+    decode = tuple(tuple(map(prices.per_token, row)) for row in step)
     prefill = _matrix(prices, devices, prices.batches, width)
     return tuple(Edge(i, i + 1, decode, prefill) for i in range(n - 1))
 
@@ -242,7 +243,8 @@ def _mixed(
         return ()
     steps = sum(count for _, count in prices.batches)
     ns = prices.calibration.mixed_ns
-    graph = Mixed("mixed graph", tuple(i for i, d in enumerate(decisions) if d.layer), ns, ns * steps)
+    every = tuple(i for i, d in enumerate(decisions) if d.layer)
+    graph = Mixed("mixed graph", every, prices.per_token(ns), ns * steps)
     recurrent = {f"blk.{n}" for n, is_recurrent in enumerate(model.layers.recurrent) if is_recurrent}
     if not any(_delta_net(t.name) for t in model.inventory.tensors) or not recurrent:
         return (graph,)
@@ -250,7 +252,8 @@ def _mixed(
     # then read and written by some ten small operators in each such layer.
     extra = 10 * max(d.op_overhead_ns for d in devices if d.kind != "cpu") * len(recurrent)
     which = tuple(i for i, d in enumerate(decisions) if d.name in recurrent)
-    return (graph, Mixed("unfused delta net", which, extra, extra * steps, layers_only=True))
+    unfused = Mixed("unfused delta net", which, prices.per_token(extra), extra * steps, layers_only=True)
+    return (graph, unfused)
 
 
 def _delta_net(name: str) -> bool:

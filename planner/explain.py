@@ -10,7 +10,7 @@ from planner.errors import AnswerIsNo
 from planner.inventory import Inventory
 from planner.make_plan import make_plan
 from planner.options import SolveOptions
-from planner.plan import Baseline, DeviceUse, Plan
+from planner.plan import Baseline, DeviceUse, Plan, Speculation
 from planner.profile import Profile
 from planner.reprice import asked
 
@@ -35,10 +35,20 @@ def slices(plan: Plan) -> tuple[Slice, ...]:
             what = f"{placed.unit.rsplit('.', 1)[-1]} on {_place(placed.site)}"
             times[what] += placed.time_ns
             counts[what] += 1
+    if drafting := _drafting_ns(plan):
+        times["the draft model"] = drafting
     found = [Slice(what, ns, counts[what]) for what, ns in times.items()]
     rest = plan.predicted.tpot_ns - sum(times.values())
     found.append(Slice("changes of device, sampling and launch", max(rest, 0), 0))
     return tuple(sorted(found, key=lambda s: (-s.time_ns, s.what)))
+
+
+def _drafting_ns(plan: Plan) -> int:
+    """What the draft model takes of a token."""
+    speculation = plan.speculation
+    if speculation is None or not speculation.draft:
+        return 0
+    return speculation.per_token(speculation.tokens * speculation.draft_ns)
 
 
 def _place(site: str) -> str:
@@ -79,6 +89,8 @@ def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
         f"A token is predicted to take {_ms(p.tpot_ns)} ({1e9 / max(p.tpot_ns, 1):.1f} tokens/s), "
         f"between {_ms(low)} and {_ms(high)}; a prompt of {plan.workload.prompt} tokens {_ms(p.prefill_ns)}."
     )
+    if plan.speculation is not None:
+        yield _speculation(plan.speculation, plan.predicted.tpot_ns)
     yield from _time(plan)
     if not plan.op_offload:
         yield (
@@ -88,6 +100,20 @@ def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
     yield from _limit(plan, larger)
     yield from _proof(plan)
     yield from (_against(plan, baseline) for baseline in plan.baselines)
+
+
+def _speculation(speculation: Speculation, tpot_ns: int) -> str:
+    rate = f"{speculation.accept_ppm / 1e4:g} %"
+    who = speculation.draft or "The model's own NextN block"
+    if not speculation.tokens:
+        return f"{who} drafts nothing: with {rate} of its tokens accepted no length would pay."
+    tokens, ones = speculation.step
+    step_ns = tpot_ns * tokens // ones
+    each = f", {_ms(speculation.draft_ns)} each," if speculation.draft else ""
+    return (
+        f"{who} drafts {speculation.tokens} tokens a step{each} for one pass that checks them: with {rate} "
+        f"accepted a step of {_ms(step_ns)} yields {tokens / ones:.2f} tokens."
+    )
 
 
 def _time(plan: Plan) -> Iterator[str]:

@@ -15,7 +15,7 @@ from planner.inventory import Inventory
 from planner.options import SolveOptions
 from planner.plan import Plan
 from planner.problem import Solution
-from planner.profile import Profile
+from planner.profile import Calibration, Profile
 from planner.record_plan import Chosen, error_ppm, record
 from planner.refusal import Infeasible, crowded, forced, refuse
 from planner.reserve import PROJECTOR
@@ -102,7 +102,7 @@ def _better_on_host(
     found = evaluate(plain.problem, solved.solution)
     assert found.feasible, found.violations
     own = streamed.evaluation.objective_ns
-    margin = own * indistinct_ppm(priced) + found.prefill_ns * error_ppm(plain.prices)
+    margin = own * indistinct_ppm(priced.prices.calibration) + found.prefill_ns * error_ppm(plain.prices)
     if found.objective_ns + margin // _PPM >= own:
         return streamed
     return Chosen(plain, solved.solution, found, solved.bound_ns, solved.status, "")
@@ -166,7 +166,11 @@ def choose(
     if not candidate.feasible or candidate.evaluation is None or candidate.solution is None:
         return found
     own = candidate.evaluation.objective_ns
-    margin = found.evaluation.objective_ns * indistinct_ppm(priced) // _PPM if found and not found.rule else 0
+    margin = (
+        found.evaluation.objective_ns * indistinct_ppm(priced.prices.calibration) // _PPM
+        if found and not found.rule
+        else 0
+    )
     if found is None or unopened or own <= found.evaluation.objective_ns + margin:
         bound = min(solved.bound_ns, own) if solved.solution else own
         return Chosen(alone, candidate.solution, candidate.evaluation, bound, "baseline", candidate.name)
@@ -188,7 +192,10 @@ def _pick(priced: Priced, solved: Solved, usable: list[Candidate]) -> Chosen | N
     if solved.solution is not None:
         evaluation = evaluate(priced.problem, solved.solution)
         assert evaluation.feasible, evaluation.violations
-        limit = evaluation.objective_ns + evaluation.objective_ns * indistinct_ppm(priced) // _PPM
+        limit = (
+            evaluation.objective_ns
+            + evaluation.objective_ns * indistinct_ppm(priced.prices.calibration) // _PPM
+        )
         best = Chosen(priced, solved.solution, evaluation, solved.bound_ns, solved.status, "")
     if stock is None or _objective(stock) > limit or stock.solution is None or stock.evaluation is None:
         return best
@@ -217,11 +224,11 @@ def _translate(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
     return replace(candidate, solution=solution, evaluation=evaluate(priced.problem, solution))
 
 
-def indistinct_ppm(priced: Priced) -> int:
+def indistinct_ppm(calibration: Calibration) -> int:
     """How far two plans for one machine must differ to be told apart.
 
     The error of a difference is far smaller than that of either time, as both share the machine: a
     third of the calibration's residual, between 0.5 % and 2 %; 1 % without calibration.
     """
-    residual = priced.prices.calibration.residual_ppm
+    residual = calibration.residual_ppm
     return min(max(residual // 3, 5_000), 20_000) if residual else 10_000

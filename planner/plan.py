@@ -138,6 +138,34 @@ class EngineFit(Record):
         return self
 
 
+class Speculation(Record):
+    """Drafted tokens a step: one pass of the model checks them all and its own next one.
+
+    A drafted token counts as accepted with the same probability wherever it stands, once those before it are.
+    """
+
+    draft: str = ""  # name of the draft model; "": the model's own NextN/MTP block
+    table_digest: str = ""  # of the draft model
+    device: str = ""  # where the draft model computes
+    accept_ppm: int = Field(ge=0, le=1_000_000)
+    tokens: int = Field(ge=0, le=63)  # drafted a step; 0: none, the draft is not loaded
+    draft_ns: int = Field(ge=0)  # of one drafted token, beside what the model's own units take for it
+
+    @property
+    def step(self) -> tuple[int, int]:
+        """Expected tokens of a step as a fraction: 1 + a + a^2 + ... + a^tokens."""
+        powers = range(self.tokens + 1)
+        return (
+            sum(self.accept_ppm**i * 10 ** (6 * (self.tokens - i)) for i in powers),
+            10 ** (6 * self.tokens),
+        )
+
+    def per_token(self, step_ns: int) -> int:
+        """The share of one token in the time of a step."""
+        tokens, ones = self.step
+        return (2 * step_ns * ones + tokens) // (2 * tokens)
+
+
 class ExpertOrder(Record):
     """The order in which the rewriter lays the experts of one layer: original ids, hot first."""
 
@@ -182,6 +210,7 @@ class Plan(Record):
     devices: tuple[DeviceUse, ...]
     layers: tuple[LayerRange, ...]
     op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
+    speculation: Speculation | None = None  # times of a token are then those of an accepted one
     predicted: Prediction
     baselines: tuple[Baseline, ...]
     fit: EngineFit | None = None  # asked of an engine with solve --fit

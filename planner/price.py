@@ -13,6 +13,7 @@ from planner import timing
 from planner.arch import layers_of
 from planner.inventory import Inventory, Tensor, by_name
 from planner.kv import head_widths, kv_heads, state_widths
+from planner.plan import Speculation
 from planner.profile import Calibration, Profile
 from planner.roles import Role, part_of
 from planner.sliding import sliding_layers, window
@@ -56,12 +57,17 @@ class Times:
 
 @dataclass
 class Prices:
-    """Times of the units of one model on the devices of one profile."""
+    """Times of the units of one model on the devices of one profile.
+
+    With speculation a decode step checks several tokens of each sequence, and `Times.decode_ns` is the
+    part of it that falls to one accepted token.
+    """
 
     inventory: Inventory
     profile: Profile
     workload: Workload
     distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
+    speculation: Speculation | None = None
     _memo: dict[object, tuple[int, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,18 +78,39 @@ class Prices:
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
         self._state = state_case(self.inventory, 1)
         self.calibration = calibration_for(self.profile, self.inventory.table_digest())
+        self.drafted = self.speculation.tokens if self.speculation else 0
+        self.step_tokens = self.workload.n_seq * (1 + self.drafted)
         full, rest = divmod(self.workload.prompt, self.workload.n_ubatch)
         pieces = ((self.workload.n_ubatch, full), (rest, 1))
         self.batches = tuple((batch, count) for batch, count in pieces if batch and count)
 
     def on(self, unit: Unit, device: str, buffer: str = "") -> Times:
         """A unit computed on a device that holds it in `buffer` ("": its own memory)."""
-        decode, measured = self._step(unit, device, buffer, self.workload.n_seq, self.workload.depth)
+        decode, measured = self._decode(unit, device, buffer)
         prefill = sum(
             count * self._step(unit, device, buffer, batch, self.workload.prompt // 2)[0]
             for batch, count in self.batches
         )
-        return Times(decode, prefill, measured)
+        return Times(self.per_token(decode), prefill, self.per_token(measured))
+
+    def _decode(self, unit: Unit, device: str, buffer: str) -> tuple[int, int]:
+        """One step; a NextN block runs once a drafted token, and the output head once more for each."""
+        depth, own = self.workload.depth, self.speculation is not None and not self.speculation.draft
+        runs = [] if own and unit.kind is Kind.NEXTN else [(self.step_tokens, 1)]
+        if own and unit.kind in (Kind.NEXTN, Kind.OUTPUT):
+            runs.append((self.workload.n_seq, self.drafted))
+        steps = [(self._step(unit, device, buffer, tokens, depth, tokens), count) for tokens, count in runs]
+        return sum(ns * count for (ns, _), count in steps), sum(known * count for (_, known), count in steps)
+
+    def per_token(self, step_ns: int) -> int:
+        """What one token takes of a decode step."""
+        return self.speculation.per_token(step_ns) if self.speculation else step_ns
+
+    @property
+    def token_ns(self) -> int:
+        """Sampling and launch, and the draft model's own time."""
+        draft = self.drafted * self.speculation.draft_ns if self.speculation else 0
+        return self.per_token(self.calibration.token_ns + draft)
 
     def on_host(self, unit: Unit, cpu: str, through: str | None) -> Times:
         """A unit in host memory: decoded by the CPU; prompts by the GPU `through`, if any."""
@@ -131,11 +158,17 @@ class Prices:
         """Bytes per second at which kernels of a device read host memory; 0 where they cannot."""
         return max((li.zero_copy_bytes_per_s for li in self.profile.links if li.target == device), default=0)
 
-    def _step(self, unit: Unit, device: str, buffer: str, batch: int, depth: int) -> tuple[int, int]:
-        """One pass over a unit: nanoseconds, and how many of them rest on measured cases."""
+    def _step(
+        self, unit: Unit, device: str, buffer: str, batch: int, depth: int, outputs: int = 0
+    ) -> tuple[int, int]:
+        """One pass over a unit: nanoseconds, and how many of them rest on measured cases.
+
+        `outputs` tokens reach the head; 0: one a sequence.
+        """
         total = measured = 0
+        rows = batch if unit.kind is not Kind.OUTPUT else min(batch, outputs or self.workload.n_seq)
         for name in unit.tensors:
-            ns, known = self._tensor(unit, self.tensors[name], device, buffer, batch)
+            ns, known = self._tensor(unit, self.tensors[name], device, buffer, batch, rows)
             total += ns
             measured += ns if known else 0
         for case in self._weightless(unit, batch, depth):
@@ -143,7 +176,7 @@ class Prices:
             total += ns
             measured += ns if known else 0
         if unit.tied_bytes:
-            ns, known = self._tensor(unit, self.tensors["token_embd.weight"], device, buffer, batch)
+            ns, known = self._tensor(unit, self.tensors["token_embd.weight"], device, buffer, batch, rows)
             total, measured = total + ns, measured + (ns if known else 0)
         total += _SMALL_OPS.get(unit.kind, 0) * self._small(device, batch, self._width(unit))
         scale = self.calibration.scale_ppm.get(device, _PPM)
@@ -161,7 +194,9 @@ class Prices:
             return self.profile.device(device).op_overhead_ns
         return self._lookup(timing.Case("RMS_NORM", "f32", (width,), batch), device, "")[0]
 
-    def _tensor(self, unit: Unit, tensor: Tensor, device: str, buffer: str, batch: int) -> tuple[int, bool]:
+    def _tensor(
+        self, unit: Unit, tensor: Tensor, device: str, buffer: str, batch: int, rows: int
+    ) -> tuple[int, bool]:
         part = self._parts[tensor.name]
         if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP):
             return self._lookup(timing.Case("GET_ROWS", tensor.type, tensor.shape, batch), device, buffer)
@@ -173,7 +208,6 @@ class Prices:
             ns, known = self._lookup(case, device, buffer)
             alone = len(tensor.shape) < 3  # one file tensor per expert
             return (ns // max(unit.experts, 1), False) if alone else (ns, known)
-        rows = batch if unit.kind is not Kind.OUTPUT else min(batch, self.workload.n_seq)
         return self._lookup(timing.Case("MUL_MAT", tensor.type, tensor.shape, rows), device, buffer)
 
     def _weightless(self, unit: Unit, batch: int, depth: int) -> tuple[timing.Case, ...]:

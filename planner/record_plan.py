@@ -82,6 +82,7 @@ def record(
         devices=_uses(chosen, budgets, options),
         layers=ranges(devices),
         op_offload=priced.op_offload,
+        speculation=options.speculation,
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),
         fit=options.fit,

@@ -79,14 +79,14 @@ def reserves(
 
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
     left out. Lines are named projector, projector compute, MTP head, MTP KV, MTP compute, MTP state,
-    draft, draft KV, draft state, draft compute, draft embedding, prompt cache, checkpoints, other users.
-    Raises OptionProblem for a projector that is none, and a draft that is one.
+    draft, draft KV, draft state, draft compute, draft roll-back, draft embedding, prompt cache, checkpoints,
+    other users. Raises OptionProblem for a projector that is none, and a draft that is one.
     """
     check_extras(extras.mmproj, extras.draft)
     lines = (
         *_projector(extras, extras.mmproj_device or gpu),
         *_nextn(inventory, workload, extras, extras.mtp_device or gpu),
-        *_draft(workload, extras, extras.draft_device or gpu, host),
+        *_draft(inventory, workload, extras, extras.draft_device or gpu, host),
         Reserve("prompt cache", host, extras.prompt_cache_bytes),
         Reserve("checkpoints", host, extras.checkpoints * checkpoint_bytes(inventory, workload)),
         *(Reserve("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
@@ -181,7 +181,9 @@ def _nextn(inventory: Inventory, workload: Workload, extras: Extras, device: str
     yield Reserve("MTP state", device, sum(kept) - sum(plain))
 
 
-def _draft(workload: Workload, extras: Extras, device: str, host: str) -> Iterator[Reserve]:
+def _draft(
+    inventory: Inventory, workload: Workload, extras: Extras, device: str, host: str
+) -> Iterator[Reserve]:
     draft = extras.draft
     if draft is None:
         return
@@ -189,9 +191,12 @@ def _draft(workload: Workload, extras: Extras, device: str, host: str) -> Iterat
     on_host = [t for t in tensors if part_of(t).role in (Role.EMBEDDING, Role.LOOKUP)]
     names = {t.name for t in on_host}
     rest = [t for t in tensors if t.name not in names]
+    kept = state_bytes(inventory, workload, rollback=extras.rollback)
+    rollback = sum(kept) - sum(state_bytes(inventory, workload))  # of the model itself
     tied = tied_copy_bytes(draft, head_on_host=device == host)
     yield Reserve("draft", device, weight_bytes(rest, GPU_STEP) + tied)
     yield Reserve("draft KV", device, sum(kv_bytes(draft, workload)))
     yield Reserve("draft state", device, sum(state_bytes(draft, workload)))
     yield Reserve("draft compute", device, compute_bytes(draft, workload, outputs=workload.n_seq))
+    yield Reserve("draft roll-back", device, rollback)
     yield Reserve("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))

@@ -43,6 +43,8 @@ class Stock:
     exact: bool
     mmproj: str = ""  # path of a vision projector to load beside the model
     draft: str = ""  # path of a draft model
+    draft_device: str = ""  # where it computes; "": the tool's choice
+    draft_tokens: int = 0  # drafted a step; 0: the tool's choice
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -90,14 +92,21 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
     if plan.mmproj:
         found.append(("--mmproj", plan.mmproj))
     if plan.draft:
-        # A draft with other KV types than the model's is refused or slow.
+        # Without the type the draft model is loaded and never asked (b10434). A draft with other KV types
+        # than the model's is refused or slow.
         found += [
+            ("--spec-type", "draft-simple"),
             ("--model-draft", plan.draft),
             ("--cache-type-k-draft", work.type_k),
             ("--cache-type-v-draft", work.type_v),
         ]
+        if plan.draft_device:
+            device = "none" if plan.draft_device == CPU else _short(plan.draft_device)
+            found += [("--spec-draft-device", device), ("--spec-draft-ngl", "all")]
     elif work.mtp:
         found.append(("--spec-type", "draft-mtp"))
+    if plan.draft_tokens:
+        found.append(("--spec-draft-n-max", str(plan.draft_tokens)))
     if spec.threads:
         found.append(("--threads", str(spec.threads)))
     if not spec.use_extra_bufts:
@@ -130,6 +139,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "--model-draft": "LLAMA_ARG_SPEC_DRAFT_MODEL",
     "--cache-type-k-draft": "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",
     "--cache-type-v-draft": "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",
+    "--spec-draft-n-max": "LLAMA_ARG_SPEC_DRAFT_N_MAX",
+    "--spec-draft-ngl": "LLAMA_ARG_N_GPU_LAYERS_DRAFT",
     "--spec-type": "LLAMA_ARG_SPEC_TYPE",
     "--threads": "LLAMA_ARG_THREADS",
     "--no-repack": "LLAMA_ARG_NO_REPACK",
