@@ -42,6 +42,7 @@ _FEW = 8  # plans that are not worth a second process
     show_default=True,
     help="Days before a profile is called old.",
 )
+@click.option("--list", "listed", is_flag=True, help="Also show how full devices are, what overrides take.")
 @click.option("--smoke", is_flag=True, help="Also load each plan with its --model and decode a few tokens.")
 @device_map_option
 @engine_options
@@ -54,6 +55,7 @@ def command(
     no_resolve: bool,
     time_limit: float,
     max_age: int,
+    listed: bool,
     smoke: bool,
     device_maps: tuple[str, ...],
     engine: str | None,
@@ -75,6 +77,8 @@ def command(
         raise FileProblem(", ".join(map(str, paths)), "no plan files (*.yaml) here")
     options = CheckOptions(not no_resolve, time_limit, datetime.now(UTC).date(), max_age)
     found = _check_all(files, library, options)
+    for path in files if listed and not as_json else ():
+        _list(path, library)
     names = [str(path) for path in files]
     if junit is not None:
         write_text(junit, findings.to_junit(names, found))
@@ -88,6 +92,18 @@ def command(
         raise SystemExit(code)
     for path in files if smoke else ():
         _smoke(path, library, device_maps, engine, llama_h)
+
+
+def _list(path: Path, library: InputLibrary) -> None:
+    from planner.check import read_plan
+    from planner.listing import device_lines, override_lines
+
+    plan, _ = read_plan(read_text(path), str(path))
+    if plan is None:
+        return  # its finding says why
+    inventory = library.of(plan, path).inventory
+    for line in (*device_lines(plan), *(override_lines(plan, inventory) if inventory else ())):
+        out(f"{path}: {line}")
 
 
 def _smoke(

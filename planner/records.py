@@ -39,6 +39,7 @@ Shape = Annotated[
     BeforeValidator(_shape, json_schema_input_type=str),
     PlainSerializer(lambda sizes: "x".join(map(str, sizes)), return_type=str),
 ]
+_WORDS = {"extra_forbidden": "unknown key", "missing": "is missing"}
 _SHAPE = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")
 
 R = TypeVar("R", bound=Record)
@@ -86,9 +87,10 @@ def load(text: str, kind: type[R], path: str) -> R:
                 f"{first['input']} was written by a newer atsplan; this one reads up to {first['ctx']['le']}"
             )
             raise FieldProblem(path, _line_of(node, where), "schema", why) from None
-        raise FieldProblem(path, _line_of(node, where), _spell(where), first["msg"].lower()) from None
+        why = _WORDS.get(first["type"]) or first["msg"].lower()
+        raise FieldProblem(path, _line_of(node, where), _spell(where), why) from None
     except yaml.MarkedYAMLError as problem:
-        raise FieldProblem(path, _mark(problem), "", f"not YAML: {problem.problem}") from None
+        raise _not_yaml(problem, text, path) from None
     except (TypeError, ValueError) as problem:
         raise FieldProblem(path, 0, "", str(problem)) from None
 
@@ -122,7 +124,7 @@ def _compose(text: str, path: str) -> yaml.Node:
     try:
         node = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as problem:
-        raise FieldProblem(path, _mark(problem), "", f"not YAML: {problem.problem}") from None
+        raise _not_yaml(problem, text, path) from None
     except (yaml.YAMLError, RecursionError) as problem:
         raise FieldProblem(path, 0, "", f"not YAML: {' '.join(str(problem).split())}") from None
     if not isinstance(node, yaml.MappingNode):
@@ -130,8 +132,12 @@ def _compose(text: str, path: str) -> yaml.Node:
     return node
 
 
-def _mark(problem: yaml.MarkedYAMLError) -> int:
-    return problem.problem_mark.line + 1 if problem.problem_mark else 0
+def _not_yaml(problem: yaml.MarkedYAMLError, text: str, path: str) -> FieldProblem:
+    line = problem.problem_mark.line + 1 if problem.problem_mark else 0
+    lines = text.splitlines()
+    tab = 0 < line <= len(lines) and "\t" in lines[line - 1]
+    why = "a tab: YAML is indented with spaces" if tab else f"not YAML: {problem.problem}"
+    return FieldProblem(path, line, "", why)
 
 
 def _refuse_ambiguous(node: yaml.Node, path: str, where: Location, seen: set[int]) -> None:

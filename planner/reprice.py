@@ -133,8 +133,11 @@ def _layers(plan: Plan, n_all: int) -> tuple[str, ...]:
     """Layer devices with the output head last; every layer exactly once, in order."""
     found: list[str] = []
     for entry in plan.layers:
-        if entry.first != len(found) or entry.last < entry.first or entry.last > n_all:
-            raise NotPlaceable("", f"layers {entry.first} to {entry.last}: expected to go on at {len(found)}")
+        span = f"layers {entry.first} to {entry.last}"
+        if entry.last > n_all:
+            raise NotPlaceable("", f"{span}: the last of the model is {n_all}, the output head")
+        if entry.first != len(found) or entry.last < entry.first:
+            raise NotPlaceable("", f"{span}: expected to go on at {len(found)}")
         found += [entry.device] * (entry.last - entry.first + 1)
     if len(found) != n_all + 1:
         raise NotPlaceable("", f"{len(found)} entries for {n_all} layers and the output head")

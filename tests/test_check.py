@@ -222,3 +222,38 @@ def test_foreign_tensors_are_a_note(plan: Plan, inventory: Inventory) -> None:
             "1 tensor (v.blk.0.ln1.weight) is not of the text model: stock llama.cpp refuses such a file",
         )
     ]
+
+
+def test_a_list_shows_devices_and_what_overrides_take(folder: Path, plan: Plan) -> None:
+    """Patterns written by hand: what each takes, and why it is not what it reads."""
+    path = folder / "a.yaml"
+    loose = r"{pattern: '\.(1)\.*ffn_.*_exps', buffer: CPU, tensors: 3}"
+    shadowed = r"{pattern: '^blk\.1\.ffn_up_exps\.weight$', buffer: CPU, tensors: 1}"
+    head = path.read_text().partition("overrides:\n")[0]
+    path.write_text(f"{head}overrides:\n- {loose}\n- {shadowed}\nexperts: []\n")
+    code, output = run("check", str(path), "--list", "--no-resolve")
+    use = plan.devices[0]
+    assert code == 1
+    assert (
+        f"CUDA0: {use.used_bytes / 2**20:.0f} of 2048 MiB ({100 * use.used_bytes // 2**31} %): weights"
+        in output
+    )
+    assert r"\.(1)\.*ffn_.*_exps → CPU: 3 tensors, " in output
+    assert "layers 1; not anchored with ^ and $" in output
+    assert "weight$ → CPU: 0 tensors, 0.0 MiB; loses every tensor to an earlier pattern" in output
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "why"),
+    [
+        (0, 9, "layers 0 to 9: the last of the model is 4, the output head"),
+        (1, 4, "layers 1 to 4: expected to go on at 0"),
+        (0, 3, "4 entries for 4 layers and the output head"),
+    ],
+)
+def test_layers_that_are_not_the_model_s(
+    plan: Plan, inventory: Inventory, first: int, last: int, why: str
+) -> None:
+    data = yaml.safe_load(to_text(plan))
+    data["layers"] = [{"first": first, "last": last, "device": "CUDA0"}]
+    assert any(why in f for f in findings(data, inventory))

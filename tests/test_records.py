@@ -59,10 +59,10 @@ def test_text_is_canonical_both_ways() -> None:
         ("size_bytes: 64", "size_bytes: true", 15, "integer"),
         ("shape: 4x4", "shape: 4*4", 15, "2048x768x128"),
         ("name: tiny\n", "name: tiny\nname: other\n", 3, "twice"),
-        ("name: tiny\n", "", 1, "name: field required"),
-        ("name: tiny\n", "name: tiny\nnmae: x\n", 3, "nmae: extra inputs"),
+        ("name: tiny\n", "", 1, "name: is missing"),
+        ("name: tiny\n", "name: tiny\nnmae: x\n", 3, "nmae: unknown key"),
         ("name: tiny\n", "name: [tiny\n", 3, "not YAML"),
-        ("name: tiny\n", "\tname: tiny\n", 2, "not YAML"),
+        ("name: tiny\n", "\tname: tiny\n", 2, "a tab: YAML is indented with spaces"),
         ("name: tiny\n", "name: !!python/object:os.system x\n", 2, "not YAML"),
     ],
 )
