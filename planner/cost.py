@@ -106,7 +106,9 @@ def price(
     chooser = Chooser(prices, devices, options, rooms)
     units = [u for _, g in model.groups for u in g]
     wanted = host_bound(model.inventory, units, profile)
-    wanted |= pinned(options.pins, units, [d.name for d in devices])
+    loaded = {u.name for u in units}
+    idle = [u for u in model.units if u.name not in loaded]
+    wanted |= pinned(options.pins, units, [d.name for d in devices], idle)
     decisions = tuple(_decision(chooser, model, name, units, options, wanted) for name, units in model.groups)
     reserved = {d.name: sum(r.size_bytes for r in options.reserves if r.device == d.name) for d in devices}
     pools = _pools(devices, profile, reserved)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from planner.errors import FileProblem
 from planner.gguf_header import Header, one_line
-from planner.inventory import Hparam
+from planner.inventory import Hparam, too_many_used
 
 MAX_LAYERS = 512  # the engine's own limit
 MAX_COUNT = 2**32 - 1  # what the widest of the format's usual counts can say
@@ -72,6 +72,8 @@ def check_counts(hparams: Mapping[str, Hparam], path: str) -> None:
         for each in value if isinstance(value, tuple) else (value,):
             if not isinstance(each, int) or not 0 <= each <= limit:
                 raise FileProblem(path, f"damaged: {key} is {one_line(str(each))}")
+    if why := too_many_used(hparams):
+        raise FileProblem(path, f"damaged: {why}")
 
 
 def check_layers(header: Header, path: str) -> None:

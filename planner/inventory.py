@@ -109,7 +109,18 @@ def from_text(text: str, path: str) -> Inventory:
         ):
             line = text[: text.find(f"\n  {key}:") + 1].count("\n") + 1
             raise FieldProblem(path, line, f"hparams.{key}", "expected a count, or one for each layer")
+    if why := too_many_used(inventory.hparams):
+        line = text[: text.find("\n  expert_used_count:") + 1].count("\n") + 1
+        raise FieldProblem(path, line, "hparams.expert_used_count", why)
     return inventory
+
+
+def too_many_used(hparams: Mapping[str, Hparam]) -> str:
+    """Why a token cannot use that many experts; "" when it can. The engine aborts on such a file."""
+    used, there = hparams.get("expert_used_count", 0), hparams.get("expert_count", 0)
+    if isinstance(used, int) and isinstance(there, int) and used > there > 0:
+        return f"a token uses {used} of {there} experts"
+    return ""
 
 
 def _impossible(tensor: Tensor, n_shards: int) -> str:

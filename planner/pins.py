@@ -22,8 +22,10 @@ def parse_pin(text: str) -> Pin:
     return Pin(pattern.strip(), site.strip())
 
 
-def pinned(pins: Sequence[Pin], units: Sequence[Unit], devices: Sequence[str]) -> dict[str, str]:
-    """The site each pinned unit must have.
+def pinned(
+    pins: Sequence[Pin], units: Sequence[Unit], devices: Sequence[str], idle: Sequence[Unit] = ()
+) -> dict[str, str]:
+    """The site each pinned unit must have; `idle` are units that are not loaded.
 
     Raises OptionProblem for a pattern that matches nothing, a site that does not exist, a unit pinned
     to two sites, and a table that the engine keeps on the host pinned elsewhere.
@@ -33,7 +35,7 @@ def pinned(pins: Sequence[Pin], units: Sequence[Unit], devices: Sequence[str]) -
         site = _site(pin, devices)
         matched = [unit for unit in units if matches(pin.pattern, unit)]
         if not matched:
-            raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", "matches no tensor of this model")
+            raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", _nothing(pin.pattern, idle))
         for unit in matched:
             if unit.kind in _LOOKED_UP and site != "cpu":
                 why = f"{unit.name} stays in host memory, where the engine looks its rows up"
@@ -46,6 +48,14 @@ def pinned(pins: Sequence[Pin], units: Sequence[Unit], devices: Sequence[str]) -
 def matches(pattern: str, unit: Unit) -> bool:
     """Whether a glob matches the unit's name or one of its tensors."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in (unit.name, *unit.tensors))
+
+
+def _nothing(pattern: str, idle: Sequence[Unit]) -> str:
+    """Why a pattern matches nothing that is placed."""
+    for unit in idle:
+        if matches(pattern, unit):
+            return f"{unit.name} is not loaded{' without --mtp' if unit.kind is Kind.NEXTN else ''}"
+    return "matches no tensor of this model"
 
 
 def agrees(site: str, wanted: str) -> bool:

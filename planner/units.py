@@ -72,12 +72,13 @@ class UnitTable:
 class ExpertMismatch(InputError):
     """A layer whose expert tensors do not agree on the number of experts."""
 
+    model: str
     layer: int
     counts: Mapping[str, int]
 
     def message(self) -> str:
         found = ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
-        return f"layer {self.layer}: number of experts differs: {found}"
+        return f"{self.model}: layer {self.layer}: number of experts differs: {found}"
 
 
 Group = tuple[Kind, int | None]
@@ -229,7 +230,7 @@ def _agreed(inventory: Inventory, layer: int, counts: Mapping[str, int]) -> int:
     stated = inventory.per_layer("expert_count", layer + 1)[layer]
     all_counts = {**counts, "expert_count": stated} if stated else dict(counts)
     if len(set(all_counts.values())) > 1:
-        raise ExpertMismatch(layer, all_counts)
+        raise ExpertMismatch(inventory.name, layer, all_counts)
     return next(iter(counts.values()))
 
 

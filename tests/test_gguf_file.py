@@ -202,6 +202,11 @@ def test_counts_that_cannot_be(tmp_path: Path, entry: bytes, message: str) -> No
     assert message in why(save(tmp_path, gguf([arch(), entry], [W1])))
 
 
+def test_more_experts_used_than_there_are(tmp_path: Path) -> None:
+    counts = [kv("llama.expert_count", U32, 8), kv("llama.expert_used_count", U32, 40)]
+    assert "damaged: a token uses 40 of 8 experts" in why(save(tmp_path, gguf([arch(), *counts], [W1])))
+
+
 def test_digits_of_other_scripts_are_no_layer_numbers(tmp_path: Path) -> None:
     name = "blk.\u0669\u0669\u0669\u0669\u0669\u0669.attn_q.weight"
     model = read_model(save(tmp_path, gguf([arch()], [T(name, (8,), 0, bytes(32))]))).inventory

@@ -149,6 +149,15 @@ def test_a_hyperparameter_that_is_no_count_is_refused_at_its_line(key: str, valu
     assert caught.value.line == number + 1
 
 
+def test_more_experts_used_than_there_are_is_refused_at_its_line() -> None:
+    lines = (INPUTS / "Qwen3-30B-A3B-Q4_K_M.inventory.yaml").read_text().split("\n")
+    number = next(n for n, line in enumerate(lines) if line.startswith("  expert_used_count:"))
+    lines[number] = "  expert_used_count: 129"
+    with pytest.raises(FieldProblem, match="a token uses 129 of 128 experts") as caught:
+        from_text("\n".join(lines), "x.yaml")
+    assert caught.value.line == number + 1
+
+
 def test_the_page_beside_the_inventories_names_each_and_its_origin() -> None:
     made = runpy.run_path(str(INPUTS.parent.parent / "benchmarks" / "make_inputs.py"))
     assert (INPUTS / "README.md").read_text() == made["notes"]()

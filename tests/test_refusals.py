@@ -231,3 +231,10 @@ def retyped(model: Inventory, name: str) -> Inventory:
     """The model with one tensor of a type that nobody here knows."""
     tensors = (t.model_copy(update={"type": "type153"}) if t.name == name else t for t in model.tensors)
     return model.model_copy(update={"tensors": tuple(tensors)})
+
+
+def test_a_pin_on_what_is_not_loaded_says_so(tmp_path: Path) -> None:
+    model = write(tmp_path / "m.gguf", SynthSpec("glm4moe", n_layers=2, n_nextn=1))
+    line = refused(solve(model, "--budget", "2000", "--pin", "*.nextn=cpu"), 2)
+    assert line == "atsplan: --pin *.nextn=cpu: blk.2.nextn is not loaded without --mtp"
+    assert solve(model, "--budget", "2000", "--pin", "*.nextn=cpu", "--mtp").exit_code == 0
