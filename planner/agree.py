@@ -5,17 +5,19 @@ The engine is told layers and overrides; a site that says something else would b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.arch import layers_of
 from planner.errors import InputError
 from planner.inventory import Inventory
+from planner.kv import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.loading import LoadSpec, plan_layer_devices
 from planner.matching import disagreements
 from planner.overrides import UnplaceableUnit, wanted_buffers
 from planner.plan import Plan
 from planner.units import Kind, units_of
+from planner.workload import Workload
 
 _OPTIONAL = (Kind.NEXTN, Kind.FOREIGN)  # not loaded unless asked for, so a plan need not name them
 
@@ -33,9 +35,13 @@ class Contradiction(InputError):
 
 
 def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
-    """Contradiction unless layers, units and overrides of the plan put every tensor in the same place."""
+    """Contradiction unless layers, units, overrides and caches of the plan say the same."""
     faults = (
-        _layer_faults(plan, inventory) or _unit_faults(plan, inventory) or _tensor_faults(plan, inventory)
+        workload_faults(plan.workload, inventory)
+        or _layer_faults(plan, inventory)
+        or _unit_faults(plan, inventory)
+        or _tensor_faults(plan, inventory)
+        or _cache_faults(plan, inventory)
     )
     if faults:
         raise Contradiction(path, tuple(faults))
@@ -53,6 +59,13 @@ def check_order(plan: Plan, spec: LoadSpec, found: Mapping[int, tuple[int, ...]]
         what = f"the file does not hold the experts of layer {wrong[0]} in the plan's order"
         fault = f"{what}, so the hot ones would not be in VRAM: atsplan rewrite it first"
         raise Contradiction(path, (fault, *map(str, wrong[1:])))
+
+
+def workload_faults(workload: Workload, inventory: Inventory) -> list[str]:
+    """What a workload asks of a model that does not have it."""
+    if workload.mtp and layers_of(inventory).n_nextn == 0:
+        return ["workload: mtp is true, but the model holds no NextN/MTP block"]
+    return []
 
 
 def _layer_faults(plan: Plan, inventory: Inventory) -> list[str]:
@@ -83,3 +96,24 @@ def _tensor_faults(plan: Plan, inventory: Inventory) -> list[str]:
     except UnplaceableUnit as problem:
         return [str(problem)]
     return list(disagreements(inventory, plan.overrides, wanted))
+
+
+def _cache_faults(plan: Plan, inventory: Inventory) -> list[str]:
+    """KV cache and recurrent state follow the layer devices and the workload, to the byte."""
+    work, layers = plan.workload, plan_layer_devices(plan)
+    kv = [*kv_bytes(inventory, work), *(nextn_kv_bytes(inventory, work) if work.mtp else ())]
+    state = state_bytes(inventory, work)
+    uses = {use.name: use for use in plan.devices}
+    faults = []
+    for device in sorted({*layers, *uses}):
+        use = uses.get(device)
+        stated = (use.kv_bytes, use.state_bytes) if use else (0, 0)
+        needed = (_on(device, layers, kv), _on(device, layers, state))
+        for what, have, want in zip(("KV cache", "recurrent state"), stated, needed, strict=True):
+            if have != want:
+                faults.append(f"devices: {device}: {what} of {have} bytes, workload and layers give {want}")
+    return faults
+
+
+def _on(device: str, layers: Sequence[str], sizes: Sequence[int]) -> int:
+    return sum(size for home, size in zip(layers, sizes, strict=False) if home == device)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date
 
+from planner.agree import workload_faults
 from planner.budget import tight
 from planner.difference import Change, difference
 from planner.errors import AtsplanError, FieldProblem
@@ -75,6 +76,8 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
         )
     _budgets(plan, report)
     if inputs.inventory is not None:
+        for fault in workload_faults(plan.workload, inputs.inventory):
+            report.add("inputs", fault, "workload", "mtp")
         _overrides(plan, inputs.inventory, report)
         if foreign := foreign_note(units_of(inputs.inventory).units):
             report.add("inputs", foreign, "model", severity=Severity.NOTE)

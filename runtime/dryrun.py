@@ -182,14 +182,33 @@ def breakdown(engine: Engine, context: Handle) -> dict[str, Breakdown]:
 
 def by_device(engine: Engine, buffers: Mapping[str, Breakdown]) -> dict[str, Breakdown]:
     """Buffer types summed up per device; host buffers of any device count as CPU."""
-    types = engine.ggml.all_buffer_types()
+    home = _homes(engine)
     found: dict[str, Breakdown] = {}
     for name, sizes in buffers.items():
-        handle = types.get(name)
-        host = handle is None or engine.lib.ggml_backend_buft_is_host(handle)
-        device = CPU if host or handle is None else engine.ggml.buft_device(handle)
-        found[device] = found.get(device, Breakdown(0, 0, 0)) + sizes
+        found[home(name)] = found.get(home(name), Breakdown(0, 0, 0)) + sizes
     return found
+
+
+def sizes_by_device(engine: Engine, buffers: Mapping[str, int]) -> dict[str, int]:
+    """The same for plain sizes."""
+    home = _homes(engine)
+    found: dict[str, int] = {}
+    for name, size in buffers.items():
+        found[home(name)] = found.get(home(name), 0) + size
+    return found
+
+
+def _homes(engine: Engine) -> Callable[[str], str]:
+    """The device of a buffer type by its name."""
+    types = engine.ggml.all_buffer_types()
+
+    def home(name: str) -> str:
+        handle = types.get(name)
+        if handle is None or engine.lib.ggml_backend_buft_is_host(handle):
+            return CPU
+        return engine.ggml.buft_device(handle)
+
+    return home
 
 
 def _nodes(node: int) -> Iterator[tuple[int, int, int, int]]:

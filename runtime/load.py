@@ -131,9 +131,12 @@ def model(engine: Engine, path: Path, spec: LoadSpec, params: Any) -> Iterator[H
 
 
 @contextmanager
-def context(engine: Engine, loaded: Handle, params: Any) -> Iterator[Handle]:
-    """A context of a loaded model, freed at the end; EngineProblem with the engine's own reason."""
-    said = Tail()
+def context(engine: Engine, loaded: Handle, params: Any, log: Tail | None = None) -> Iterator[Handle]:
+    """A context of a loaded model, freed at the end; EngineProblem with the engine's own reason.
+
+    `log` keeps what the engine says of it.
+    """
+    said = log or Tail()
     with engine.log(said.add):
         handle = engine.lib.llama_init_from_model(loaded, params)
     if not handle:

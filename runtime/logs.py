@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Iterable
 
 DEBUG = 1  # ggml_log_level
 CONTINUED = 5
@@ -16,6 +17,20 @@ _CAUSE = re.compile(
 )
 _FAILED = re.compile(r"error|fail|abort|exception", re.IGNORECASE)
 _PREFIX = re.compile(r"^[\w~:]+: (?=\S)")
+
+
+_BUFFER = re.compile(r"(?P<buffer>\S+)\s+(?P<item>KV|RS) buffer size =\s*(?P<mib>[\d.]+) MiB")
+
+
+def cache_buffers(lines: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Bytes of KV caches ("KV") and recurrent states ("RS") by buffer name, as printed: to 10 KiB."""
+    found: dict[str, dict[str, int]] = {}
+    for line in lines:
+        if said := _BUFFER.search(line):
+            sizes = found.setdefault(said["item"], {})
+            size = round(float(said["mib"]) * 2**20)
+            sizes[said["buffer"]] = sizes.get(said["buffer"], 0) + size
+    return found
 
 
 class Tail:

@@ -14,6 +14,9 @@ from runtime.ggml import Device
 
 _PER_TENSOR = 4096  # bytes of alignment and row padding a device buffer may add to each tensor
 _MIB = 2**20
+_SLACK, _SLACK_SHARE = 2**16, 1000  # rows of a cache are padded by some kernels: 64 KiB and a thousandth
+_PRINTED = 2**16  # the log rounds each buffer to hundredths of a MiB
+_COMPUTE_SLACK, _COMPUTE_SHARE = 4 * _MIB, 20  # the formula's error on a GPU: 4 MiB and a twentieth
 
 
 @dataclass(eq=False)
@@ -51,17 +54,21 @@ class NoRoom(MachineError):
 
 
 @dataclass(eq=False)
-class WeightsDiffer(MachineError):
-    """The engine puts other bytes of weights on a device than the plan."""
+class ItemDiffers(MachineError):
+    """One item of a device that the engine counts otherwise than the plan."""
 
     device: str
+    item: str
     engine_bytes: int
     planned_bytes: int
+    loaded: bool  # measured after loading; else told by the dry run
 
     def message(self) -> str:
+        how = "holds, now loaded," if self.loaded else "would hold"
+        have, want = (f"{size} bytes ({_mib(size)})" for size in (self.engine_bytes, self.planned_bytes))
         return (
-            f"{self.device}: the engine would load {self.engine_bytes} bytes of weights, "
-            f"the plan says {self.planned_bytes}"
+            f"{self.device}: {self.item}: the engine {how} {have}, the plan says {want}: "
+            "the plan was edited or priced for another engine; solve it again"
         )
 
 
@@ -90,8 +97,48 @@ class MoreThanDry(MachineError):
         )
 
 
+def check_items(plan: Plan, found: Mapping[str, Breakdown], loaded: bool = False) -> None:
+    """What the engine says of each device against the plan, item by item. Raises ItemDiffers.
+
+    Weights and compute buffers of the host are not compared: how a mapped file is counted, and what the
+    CPU needs beside its graph, differ between builds. Compute buffers may be smaller than planned.
+    """
+    striped = {d.split(":")[1] for o in plan.overrides if (d := o.buffer).startswith("stripe:")}
+    for use in plan.devices if found else ():  # some builds do not tell
+        have, wanted = found.get(use.name, Breakdown(0, 0, 0)), planned(use)
+        if use.name != CPU and use.name not in striped:
+            slack = _PER_TENSOR * plan.model.tensors
+            _compare(use, "weights", have.model, wanted.model, slack, slack, loaded)
+        # A head that speculates keeps its cache in a context of its own, which the plan counts too.
+        less = wanted.context if plan.workload.mtp or use.cache_bytes else 0
+        _compare(use, "KV cache and state", have.context, wanted.context, less, 0, loaded)
+        if use.name != CPU:
+            more = wanted.compute // _COMPUTE_SHARE + _COMPUTE_SLACK
+            _compare(use, "compute buffers", have.compute, wanted.compute, wanted.compute, more, loaded)
+
+
+def check_caches(plan: Plan, found: Mapping[str, Mapping[str, int]]) -> None:
+    """KV cache and recurrent state of a loaded model, each for itself. Raises ItemDiffers.
+
+    `found` is what the engine printed; a build that prints nothing of an item is not judged by it.
+    """
+    for item, name in (("KV", "KV cache"), ("RS", "recurrent state")):
+        for use in plan.devices if item in found else ():
+            wanted = use.kv_bytes if item == "KV" else use.state_bytes
+            less = wanted if plan.workload.mtp else 0
+            have = found[item].get(use.name, 0)
+            _compare(use, name, have, wanted, less, _PRINTED, loaded=True)
+
+
+def _compare(use: DeviceUse, item: str, have: int, wanted: int, less: int, more: int, loaded: bool) -> None:
+    """ItemDiffers unless `have` lies within `less` bytes below and `more` above what is wanted."""
+    slack = _SLACK + wanted // _SLACK_SHARE
+    if not wanted - less - slack <= have <= wanted + more + slack:
+        raise ItemDiffers(use.name, item, have, wanted, loaded)
+
+
 def check_budgets(plan: Plan, found: Mapping[str, Breakdown]) -> None:
-    """The engine's bytes against the plan, device by device. Raises WeightsDiffer, OverBudget.
+    """The engine's bytes against the plan's budgets, device by device. Raises OverBudget.
 
     Host memory is not compared: how a mapped file is counted differs between builds.
     """
@@ -100,9 +147,6 @@ def check_budgets(plan: Plan, found: Mapping[str, Breakdown]) -> None:
         have = found.get(use.name)
         if use.name == CPU or have is None or striped:
             continue
-        slack = _PER_TENSOR * plan.model.tensors
-        if abs(have.model - use.weights_bytes) > slack:
-            raise WeightsDiffer(use.name, have.model, use.weights_bytes)
         needed = have.total + use.reserve_bytes
         if needed > max(use.budget_bytes, use.used_bytes):
             raise OverBudget(use.name, needed, use.budget_bytes, use.used_bytes)

@@ -15,6 +15,7 @@ from planner.loading import LoadSpec
 from runtime import dryrun, load, truth
 from runtime.ggml import Handle
 from runtime.libllama import Batch, ChainParams, ChatMessage, Engine
+from runtime.logs import Tail, cache_buffers
 from runtime.text import Pieces
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Session:
     ) -> None:
         self.engine, self.path, self.spec = engine, Path(path), spec
         self._own, self._on_node = own, on_node
-        self._stack = ExitStack()
+        self._stack, self._said = ExitStack(), Tail()
         self._observer = truth.Observer(engine) if observe else None
         self.model: Handle = 0
         self.context: Handle = 0
@@ -82,7 +83,7 @@ class Session:
             params = load.model_params(self.engine, self.spec, kept, own=self._own)
             self.model = stack.enter_context(load.model(self.engine, self.path, self.spec, params))
             context = load.context_params(self.engine, self.spec, kept, self._on_node or self._observer)
-            self.context = stack.enter_context(load.context(self.engine, self.model, context))
+            self.context = stack.enter_context(load.context(self.engine, self.model, context, self._said))
             self._stack = stack.pop_all()
         self.vocab: Handle = self.engine.lib.llama_model_get_vocab(self.model)
         self.n_vocab: int = self.engine.lib.llama_vocab_n_tokens(self.vocab)
@@ -209,6 +210,11 @@ class Session:
     def memory(self) -> dict[str, dryrun.Breakdown]:
         """Bytes per device as the engine counts them now."""
         return dryrun.by_device(self.engine, dryrun.breakdown(self.engine, self.context))
+
+    def caches(self) -> dict[str, dict[str, int]]:
+        """Bytes of "KV" cache and recurrent state ("RS") by device, as the engine said when it made them."""
+        buffers = cache_buffers(self._said.lines)
+        return {item: dryrun.sizes_by_device(self.engine, sizes) for item, sizes in buffers.items()}
 
     def clear(self) -> None:
         """Forget all tokens."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.engines import Demands
 from planner.errors import EngineProblem
@@ -21,9 +21,11 @@ from runtime.dryrun import Breakdown
 from runtime.libllama import Engine
 from runtime.logs import Tail
 from runtime.remote import connect
-from runtime.review import StrayWork, check_budgets, check_loaded, check_room
+from runtime.review import StrayWork, check_budgets, check_caches, check_items, check_loaded, check_room
 from runtime.session import GREEDY, Sampling, Session, Timings
 from runtime.stripe_session import session_for
+
+T = TypeVar("T")
 
 _DAY_S = 86_400.0
 
@@ -125,7 +127,7 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
     for name in spec.devices:
         load.device_handle(engine, name)
     checks = _checks_from_json(request["checks"], renamed) if request["checks"] else None
-    dry = _review(engine, path, spec, checks, emit) if checks or request["dry"] else None
+    dry = _review(engine, path, spec, checks, emit, renamed) if checks or request["dry"] else None
     notes = dry.notes if dry else ()
     if dry and request["dry"]:
         return {"loaded": asdict(Loaded(engine.build.text, 0, dry.devices, notes)), "timings": []}
@@ -134,9 +136,12 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
         took = time.perf_counter_ns() - start
         if checks:
             truth.compare(engine, session.weights(), checks.devices)
-        memory = _memory(session)
+        memory = _planned_names(_memory(session), renamed)
         if dry:
             check_loaded(dry.devices, memory)
+        if checks and checks.plan is not None:
+            check_items(checks.plan, memory, loaded=True)
+            check_caches(checks.plan, {k: _planned_names(v, renamed) for k, v in session.caches().items()})
         emit({"loaded": True})
         timings = [_generate(session, _ask_from_json(each), emit) for each in request["asks"]]
         last_words = _closing_words(session)
@@ -158,18 +163,31 @@ def _check_build(engine: Engine, demands: Mapping[str, Any] | None, emit: child.
 
 
 def _review(
-    engine: Engine, path: Path, spec: LoadSpec, checks: Checks | None, emit: child.Emit
+    engine: Engine,
+    path: Path,
+    spec: LoadSpec,
+    checks: Checks | None,
+    emit: child.Emit,
+    renamed: Mapping[str, str],
 ) -> dryrun.DryRun:
-    """The dry run: budgets and free memory, before anything large is touched."""
+    """The dry run in the plan's device names: items, budgets and free memory, before anything is loaded."""
     dry = dryrun.measure_here(engine, path, spec, True, checks.shared if checks else ())
     for note in dry.notes:
         emit({"note": f"engine: {note}"})
     if dry.strays:
         raise StrayWork(engine.label, dry.strays)
-    if checks and checks.plan is not None:
-        check_budgets(checks.plan, dry.devices)
     check_room(dry.devices, engine.ggml.devices(), spec.use_mmap)
-    return dry
+    named = replace(dry, devices=_planned_names(dry.devices, renamed))
+    if checks and checks.plan is not None:
+        check_items(checks.plan, named.devices)
+        check_budgets(checks.plan, named.devices)
+    return named
+
+
+def _planned_names(found: Mapping[str, T], renamed: Mapping[str, str]) -> dict[str, T]:
+    """The same by the plan's names: remote devices have others in the engine."""
+    planned = {here: name for name, here in renamed.items()}
+    return {planned.get(name, name): value for name, value in found.items()}
 
 
 def _generate(session: Session, ask: Ask, emit: child.Emit) -> Timings:

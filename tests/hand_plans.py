@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 
 from sample_plan import sample_plan
 
+from planner.expected import expected_devices
 from planner.gguf_file import ModelFile
-from planner.plan import ExpertOrder, ModelRef, Placement, Plan
+from planner.inventory import Inventory
+from planner.loading import load_spec, plan_layer_devices
+from planner.memory import compute_bytes, kv_bytes, nextn_kv_bytes, state_bytes
+from planner.plan import DeviceUse, ExpertOrder, ModelRef, Placement, Plan
 from planner.units import Kind, Unit, units_of
 
 
@@ -47,3 +51,25 @@ def hand_plan(
         "overrides": (),
     }
     return sample.model_copy(update=changed)
+
+
+def with_uses(plan: Plan, inventory: Inventory) -> Plan:
+    """The plan with the devices that its layers, overrides and workload give; budgets that always suffice."""
+    layers, work = plan_layer_devices(plan), plan.workload
+    kv = (*kv_bytes(inventory, work), *(nextn_kv_bytes(inventory, work) if work.mtp else ()))
+    state = state_bytes(inventory, work)
+    placed = expected_devices(inventory, load_spec(plan.model_copy(update={"devices": ()})))
+
+    def use(name: str) -> DeviceUse:
+        return DeviceUse(
+            name=name,
+            kind="cpu" if name == "CPU" else "gpu",
+            budget_bytes=2**40,
+            weights_bytes=sum(t.size_bytes for t in inventory.tensors if placed.get(t.name) == name),
+            kv_bytes=sum(size for home, size in zip(layers, kv, strict=False) if home == name),
+            state_bytes=sum(size for home, size in zip(layers, state, strict=False) if home == name),
+            compute_bytes=compute_bytes(inventory, work, staged_bytes=inventory.size_bytes),
+        )
+
+    names = sorted({*layers, *placed.values()} - {"CPU"})
+    return plan.model_copy(update={"devices": tuple(map(use, (*names, "CPU")))})

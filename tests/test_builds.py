@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from hand_plans import hand_plan
+from hand_plans import hand_plan, with_uses
 from planning_models import machine, moe, plan, sites
 
 from atsplan import main
@@ -161,16 +161,16 @@ def test_what_a_plan_demands_of_a_build() -> None:
 
 def cpu_plan(model: Path, **machine_changes: object) -> Plan:
     """Everything on the CPU, no device to map."""
-    made = hand_plan(read_model(model), lambda unit: "cpu")
+    file = read_model(model)
+    made = hand_plan(file, lambda unit: "cpu")
     blocks = max(int(p.unit.split(".")[1]) + 1 for p in made.units if p.unit.startswith("blk."))
-    return made.model_copy(
-        update={
-            "layers": (LayerRange(first=0, last=blocks, device="CPU"),),
-            "workload": Workload(n_ctx=256, n_batch=64, n_ubatch=64),
-            "devices": (),
-            "machine": made.machine.model_copy(update=machine_changes),
-        }
-    )
+    changed = {
+        "layers": (LayerRange(first=0, last=blocks, device="CPU"),),
+        "workload": Workload(n_ctx=256, n_batch=64, n_ubatch=64),
+        "devices": (),
+        "machine": made.machine.model_copy(update=machine_changes),
+    }
+    return with_uses(made.model_copy(update=changed), file.inventory)
 
 
 def call(*words: object) -> Result:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiny_moe
 from click.testing import CliRunner, Result
-from hand_plans import hand_plan
+from hand_plans import hand_plan, with_uses
 from tiny_moe import EXPERTS, LAYERS, MODEL
 
 import atsplan
@@ -134,11 +134,12 @@ def test_positions_of_a_permuted_model_are_original_ids(tmp_path: Path) -> None:
 
 def test_a_trace_loads_as_a_plan_says(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
-    whole = hand_plan(read_model(MODEL), lambda unit: "cpu" if unit.kind is Kind.EMBEDDING else "gpu:CUDA0")
+    file = read_model(MODEL)
+    whole = hand_plan(file, lambda unit: "cpu" if unit.kind is Kind.EMBEDDING else "gpu:CUDA0")
     layers = (LayerRange(first=0, last=LAYERS, device="CUDA0"),)
-    plan.write_text(plans.to_text(whole.model_copy(update={"layers": layers})))
+    plan.write_text(plans.to_text(with_uses(whole.model_copy(update={"layers": layers}), file.inventory)))
     args = ("heat", "trace", MODEL, "--text", "def f", "--no-cost", "-n", 3, "--plan", plan)
-    mapped = ("--device-map", "CUDA0=CPU", "--device-map", "CUDA1=CPU")  # each device of the plan
+    mapped = ("--device-map", "CUDA0=CPU")
     heat = heats.from_text(run(*args, *mapped).stdout, "x")
     assert heat.sources == ("text-1",) and heat.layers == tuple(range(LAYERS))
     refused(*args, "--device", "CPU", why="the plan says which devices")

@@ -145,7 +145,7 @@ def test_the_engine_keeps_prompts_on_the_cpu_when_told(
     moe_model: Path, node_engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
-    made = plan_for(moe_model).model_copy(update={"workload": Workload(n_ctx=1024, n_ubatch=64, n_batch=64)})
+    made = plan_for(moe_model, Workload(n_ctx=1024, n_ubatch=64, n_batch=64))
     renamed = to_text(made).replace("CUDA0", "Vulkan0")
     from planner.plan import from_text
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from engines import ROOT
-from hand_plans import hand_plan
+from hand_plans import hand_plan, with_uses
 
 from atsplan import main
 from planner.gguf_file import read_model
@@ -28,7 +28,10 @@ Run = Callable[..., Result]
 HERE = ("--device-map", "CUDA0=CPU")
 
 
-def plan_for(model: Path) -> Plan:
+SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
+
+
+def plan_for(model: Path, workload: Workload = SMALL) -> Plan:
     """Experts and embedding on the CPU, everything else on a CUDA0 that is not here."""
     file = read_model(model)
     units = [u for u in units_of(file.inventory).units if u.kind is not Kind.FOREIGN]
@@ -38,10 +41,10 @@ def plan_for(model: Path) -> Plan:
     changed = {
         "layers": (LayerRange(first=0, last=blocks, device="CUDA0"),),
         "overrides": overrides_of(file.inventory, units, sites, ["CUDA0"] * (blocks + 1)),
-        "workload": Workload(n_ctx=256, n_batch=64, n_ubatch=64),
-        "devices": plan.devices[:1],
+        "workload": workload,
+        "devices": (),
     }
-    return plan.model_copy(update=changed)
+    return with_uses(plan.model_copy(update=changed), file.inventory)
 
 
 @pytest.fixture
@@ -163,12 +166,11 @@ def test_a_plan_over_its_budget_is_refused_before_loading(
     plan = from_text(text, "plan")
     small = plan.devices[0].model_copy(update={"budget_bytes": 2**20, "weights_bytes": 0})
     path = tmp_path / "small.yaml"
-    path.write_text(to_text(plan.model_copy(update={"devices": (small,)})))
+    path.write_text(to_text(plan.model_copy(update={"devices": (small, *plan.devices[1:])})))
     result = run(dense_model, "--plan", path, "-p", "a", "--engine", vulkan_engine)
-    fails(result, 3, "Vulkan0: the engine would load", "the plan says 0")
-    held = sum(p.size_bytes for p in plan.units if p.site == "gpu:Vulkan0")
-    tight = small.model_copy(update={"weights_bytes": held, "kv_bytes": 0, "compute_bytes": 0})
-    path.write_text(to_text(plan.model_copy(update={"devices": (tight,)})))
+    fails(result, 3, "Vulkan0: weights: the engine would hold", "the plan says 0 bytes")
+    tight = plan.devices[0].model_copy(update={"budget_bytes": 2**20, "compute_bytes": 0})
+    path.write_text(to_text(plan.model_copy(update={"devices": (tight, *plan.devices[1:])})))
     result = run(dense_model, "--plan", path, "-p", "a", "--engine", vulkan_engine)
     fails(result, 3, "Vulkan0: the engine needs", "the plan's budget is 1.0 MiB")
 
@@ -187,7 +189,7 @@ def test_smoke_crosses_the_offload_threshold_and_a_ubatch(run: Run, moe_model: P
 
 def test_memory_that_is_not_there(moe_model: Path, tmp_path: Path, run: Run) -> None:
     # 64 GiB of KV cache: seen by the dry run, and failing in the engine when nobody looks.
-    vast = plan_for(moe_model).model_copy(update={"workload": Workload(n_ctx=2**25, n_batch=64, n_ubatch=64)})
+    vast = plan_for(moe_model, Workload(n_ctx=2**25, n_batch=64, n_ubatch=64))
     path = tmp_path / "vast.yaml"
     path.write_text(to_text(vast))
     fails(run(moe_model, "--plan", path, *HERE, "-p", "a"), 3, "CPU: needs", "end what holds it")
@@ -217,7 +219,7 @@ def limit_memory() -> None:
 
 
 def test_an_interrupted_generation_ends_with_130_and_no_child(moe_model: Path, tmp_path: Path) -> None:
-    plan = plan_for(moe_model).model_copy(update={"workload": Workload(n_ctx=8192, n_batch=64, n_ubatch=64)})
+    plan = plan_for(moe_model, Workload(n_ctx=8192, n_batch=64, n_ubatch=64))
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(plan))
     command = [

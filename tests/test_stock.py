@@ -18,6 +18,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from engines import ENVIRONMENT, ROOT
+from hand_plans import with_uses
 from test_run import plan_for
 
 from atsplan import main
@@ -222,10 +223,10 @@ def server_plan(model: Path, *runs: tuple[int, int, str], experts: str = "CPU") 
 
     plan = from_text(to_text(plan_for(model)).replace("CUDA0", "Vulkan0"), "plan")
     layers = tuple(LayerRange(first=a, last=b, device=d) for a, b, d in runs)
-    changed: dict[str, object] = {"layers": layers or plan.layers, "devices": ()}
+    changed: dict[str, object] = {"layers": layers or plan.layers}
     if experts != "CPU":
         changed |= {"overrides": (), "units": with_experts(plan, f"gpu:{experts}")}
-    return plan.model_copy(update=changed)
+    return with_uses(plan.model_copy(update=changed), read_model(model).inventory)
 
 
 def with_experts(plan: Plan, site: str, layers: tuple[int, ...] = ()) -> tuple[Placement, ...]:
@@ -360,7 +361,8 @@ def test_stripes_are_served_by_the_engine_s_own_library(
         Override(pattern=f"^{escape(name)}$", buffer="stripe:Vulkan0:3", tensors=1) for name in names
     )
     sites = with_experts(plan, "stripe:Vulkan0:3", (0, 2))
-    plan = plan.model_copy(update={"overrides": striped, "units": sites})
+    changed = {"overrides": striped, "units": sites}
+    plan = with_uses(plan.model_copy(update=changed), read_model(moe_model).inventory)
     assert stripe_widths(read_model(moe_model).inventory, load_spec(plan)) == {
         "Vulkan0": dict.fromkeys(names, 3)
     }
