@@ -153,6 +153,7 @@ def inputs_of(asked: Asked) -> Inputs:
     from planner.units import holds_nextn
 
     profile = load_profile(asked.profile_path, asked.machine)
+    _note_changes(profile, asked.profile_path)
     given = parse_budget(asked.budget) if asked.budget else {}
     inventory = load_inventory(asked.model)
     budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
@@ -169,6 +170,20 @@ def inputs_of(asked: Asked) -> Inputs:
         raise OptionProblem("--fit", asked.engine, "needs the model file itself, not its inventory")
     drafting, engine = _drafting(asked, extras, gpu), asked.engine or ""
     return Inputs(inventory, profile, budgets, workload, options, lowest, asked.model, engine, drafting)
+
+
+def _note_changes(profile: Profile, path: Path | None) -> None:
+    """Say so when a profile seems to be this machine's own from before something changed."""
+    from planner.same_machine import differences, facts_of, host_facts, may_be_same
+    from profiler import host
+
+    known = facts_of(profile, ())
+    if not known:
+        return
+    here = host_facts(host.fingerprint(""))
+    changes = differences(known, here) if may_be_same(known, here) else ()
+    if changes:
+        say(f"note: if {path} is of this machine, profile again: {'; '.join(changes)}")
 
 
 def workload_of(asked: Asked, inventory: Inventory) -> Workload:

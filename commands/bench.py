@@ -41,6 +41,7 @@ def command(
     device_maps: tuple[str, ...],
     threads: int,
     no_mmap: bool,
+    other_machine: bool,
     against: str,
     rounds: int,
     prompts: str,
@@ -58,7 +59,7 @@ def command(
     """
     from runtime.bench import Terms, compare, run
 
-    job = open_job(model, plan_path, device_maps, threads, no_mmap)
+    job = open_job(model, plan_path, device_maps, threads, no_mmap, other_machine)
     lengths = _lengths(prompts, tokens, job)
     review(job, engine, llama_h)
     arms, checks = _arms(job, against, engine, llama_h, device_maps, threads)
@@ -102,7 +103,7 @@ def _arms(
     for name in (n for n in names if n not in RULES):
         if not Path(name).is_file():
             raise OptionProblem("--against", name, f"is no rule ({', '.join(RULES)}) and no plan file")
-        other = open_job(job.path, Path(name), maps, threads, not job.spec.use_mmap)
+        other = open_job(job.path, Path(name), maps, threads, not job.spec.use_mmap, job.elsewhere)
         arms.append(replace(plan_arm(found, other.path, other.spec), name=Path(name).stem, setting=name))
     if names and not arms:
         raise MachineError(f"there is nothing to compare with: {'; '.join(missing)}")
@@ -182,7 +183,7 @@ def _judge_prediction(job: Job, plan: Result) -> None:
     from statistics import median
 
     predicted = job.plan.predicted.tpot_ns
-    if job.mapped or not plan.tpot or not predicted:
+    if job.mapped or job.elsewhere or not plan.tpot or not predicted:
         return
     factor = median(plan.tpot) / predicted
     say(f"measured over predicted: {factor:.2f}")

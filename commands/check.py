@@ -119,7 +119,7 @@ def _smoke(
 
     model = library.model_file(load_plan(path))
     say(f"{path}: smoke test")
-    smoke(open_job(model, path, device_maps, 0), path, engine, llama_h)
+    smoke(open_job(model, path, device_maps, 0, other_machine=True), path, engine, llama_h)
 
 
 def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) -> list[Finding]:

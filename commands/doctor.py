@@ -10,18 +10,23 @@ import click
 
 from commands.console import mib, out, out_json, out_table, table
 from commands.engines import engine_options
+from planner.errors import AnswerIsNo
 
 if TYPE_CHECKING:
     from runtime.doctor import Findings
 
 
 @click.command()
+@click.option(
+    "--profile", "profile_path", type=click.Path(path_type=Path), help="Also say whether it holds here."
+)
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 @engine_options
-def command(as_json: bool, engine: str | None, llama_h: Path | None) -> None:
+def command(profile_path: Path | None, as_json: bool, engine: str | None, llama_h: Path | None) -> None:
     """Say which llama.cpp is used, which devices it sees, and what this program can do with them.
 
-    Ends with status 3 when there is no engine that can be used.
+    Ends with status 3 when there is no engine that can be used, and with 1 when --profile is that of another
+    machine, or of this one before something changed.
     """
     from dataclasses import asdict
 
@@ -32,12 +37,36 @@ def command(as_json: bool, engine: str | None, llama_h: Path | None) -> None:
         probe = write(Path(folder) / "probe.gguf", SynthSpec("llama", n_layers=1))
         found = examine(engine, llama_h, probe)
     elsewhere = others(Path(found.build.path))
+    changes = _changes(profile_path, found) if profile_path else ()
     if as_json:
-        out_json({**asdict(found), "others": elsewhere})
-        return
-    _show(found)
-    for label, path in elsewhere:
-        out(f"also here: {label} ({path}): --engine {path}")
+        stale = {"profile_changes": changes} if profile_path else {}
+        out_json({**asdict(found), "others": elsewhere, **stale})
+    else:
+        _show(found)
+        for label, path in elsewhere:
+            out(f"also here: {label} ({path}): --engine {path}")
+    if changes:
+        raise AnswerIsNo(f"{profile_path} does not hold here: {'; '.join(changes)}: profile again")
+    if profile_path and not as_json:
+        out(f"{profile_path} holds here")
+
+
+def _changes(path: Path, found: Findings) -> tuple[str, ...]:
+    """What a profile was measured with that is not so here."""
+    from commands.models import load_profile
+    from planner.engines import same_build
+    from planner.same_machine import differences, facts_of, host_facts
+    from profiler import host
+
+    profile = load_profile(path, None)
+    known = facts_of(profile, [d.name for d in profile.devices])
+    if not known:
+        return ("it is assumed, not measured",)
+    here = host_facts(host.fingerprint("")) | {d.name: d.description for d in found.devices}
+    missing = tuple(f"{name} is not here" for name in known if name not in here)
+    before, now = profile.fingerprint.engine, found.build.text
+    engine = () if same_build(before, now) else (f"engine was {before}, is {now}",)
+    return (*differences(known, here), *missing, *engine)
 
 
 def _show(found: Findings) -> None:

@@ -32,6 +32,8 @@ class Job:
     plan: Plan
     spec: LoadSpec
     mapped: Mapping[str, str]  # plan's device to the one used here; empty: the plan's own
+    plan_path: Path
+    elsewhere: bool = False  # the plan may have been priced for another machine
 
     @property
     def path(self) -> Path:
@@ -40,15 +42,23 @@ class Job:
 
     def checks(self) -> Checks:
         """What to prove around a load; budgets only where the plan's own devices are used."""
+        from dataclasses import replace
+
         from planner.arch import layers_of, shared_kv
         from planner.expected import expected_devices
+        from planner.same_machine import host_facts
+        from profiler import host
         from runtime.worker import Checks
 
         inventory = self.file.inventory
         shared = sorted(set(shared_kv(inventory, layers_of(inventory)).values()))
         plan = None if self.mapped else self.plan
         placed = expected_devices(inventory, self.spec)
-        return Checks(plan, placed, tuple(shared), self._demands(placed))
+        checks = Checks(plan, placed, tuple(shared), self._demands(placed), path=str(self.plan_path))
+        known = self.plan.machine.measured_on
+        if not known or self.mapped or self.elsewhere:
+            return checks
+        return replace(checks, measured_on=known, here=host_facts(host.fingerprint("")))
 
     def _demands(self, placed: Mapping[str, str]) -> Demands:
         """What the placement asks of a build; the plan's own range counts on its own devices only."""
@@ -81,7 +91,7 @@ def engine_options(function: F) -> F:
 
 
 def plan_options(function: F) -> F:
-    """--plan, --device-map, --threads, --no-mmap."""
+    """--plan, --device-map, --other-machine, --threads, --no-mmap."""
     function = click.option(
         "--no-mmap",
         is_flag=True,
@@ -89,6 +99,9 @@ def plan_options(function: F) -> F:
     )(function)
     function = click.option(
         "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the plan's]."
+    )(function)
+    function = click.option(
+        "--other-machine", is_flag=True, help="Load it even where its profile does not hold here."
     )(function)
     return click.option(
         "--plan", "plan_path", required=True, type=click.Path(path_type=Path), help="The plan to load by."
@@ -116,7 +129,12 @@ def find_engine(path: str | None, llama_h: Path | None) -> Place:
 
 
 def open_job(
-    model: Path, plan_path: Path, device_maps: tuple[str, ...], threads: int, no_mmap: bool = False
+    model: Path,
+    plan_path: Path,
+    device_maps: tuple[str, ...],
+    threads: int,
+    no_mmap: bool = False,
+    other_machine: bool = False,
 ) -> Job:
     """Read plan and model; the model must be the plan's, or rewritten from it (else exit 2)."""
     from dataclasses import replace
@@ -142,7 +160,7 @@ def open_job(
     foreign = foreign_note(units_of(file.inventory).units)
     for note in filter(None, (*file.notes, *spec.notes, foreign)):
         say(f"note: {note}")
-    return Job(file, plan, spec, mapped)
+    return Job(file, plan, spec, mapped, plan_path, other_machine)
 
 
 def review(job: Job, engine: str | None, llama_h: Path | None) -> None:

@@ -42,6 +42,7 @@ def command(
     device_maps: tuple[str, ...],
     threads: int,
     no_mmap: bool,
+    other_machine: bool,
     prompt: str | None,
     tokens: int,
     raw: bool,
@@ -65,7 +66,7 @@ def command(
 
     if temp != temp:  # NaN, which every range lets pass
         raise OptionProblem("--temp", str(temp), "is no number")
-    job = open_job(model, plan_path, device_maps, threads, no_mmap)
+    job = open_job(model, plan_path, device_maps, threads, no_mmap, other_machine)
     if smoke:
         prove(job, plan_path, engine, llama_h)
         return
@@ -116,7 +117,7 @@ def _say_speed(job: Job, timings: Timings) -> None:
     line = f"decode: {made} tokens, {ms(timings.tpot_ns)} each, {rate:.1f} tokens/s"
     if predicted.tpot_ns:
         line += f"; predicted {ms(predicted.tpot_ns)}, {1e9 / predicted.tpot_ns:.1f} tokens/s"
-        where = f" on {job.plan.machine.name}" if job.mapped else ""
+        where = f" on {job.plan.machine.name}" if job.mapped or job.elsewhere else ""
         line += where + ("" if job.plan.machine.measured else " (assumed, not measured)")
     say(line)
 

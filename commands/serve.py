@@ -27,6 +27,7 @@ def command(
     device_maps: tuple[str, ...],
     threads: int,
     no_mmap: bool,
+    other_machine: bool,
     host: str,
     port: int,
     no_check: bool,
@@ -41,7 +42,7 @@ def command(
     """
     from runtime.server import serving
 
-    job = open_job(model, plan_path, device_maps, threads, no_mmap)
+    job = open_job(model, plan_path, device_maps, threads, no_mmap, other_machine)
     program, words = _command(job, engine)
     if not no_check:
         beside = None if program == Path(sys.executable) else str(program.parent)

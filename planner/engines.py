@@ -89,11 +89,10 @@ class Demands:
 
     def difference(self, engine: str) -> str:
         """What to know of another build than the plan's, or of one without a number; "" when nothing."""
-        build, made = build_number(engine), build_number(self.made_for)
+        build = build_number(engine)
         if not build and (self.least or self.most or faults_of(self.architecture, self.devices)):
             return f"{engine} does not tell its build number; the plan is for {span(self.least, self.most)}"
-        same = build == made if build and made else engine == self.made_for
-        if not self.made_for or same:
+        if not self.made_for or same_build(engine, self.made_for):
             return ""
         return f"the plan's times were measured with {self.made_for}, this is {engine}: they may differ"
 
@@ -108,6 +107,12 @@ def build_number(text: str) -> int:
     if found := _NUMBER.search(text):
         return int(next(filter(None, found.groups())))
     return next((n for commit, n in knowledge().commits.items() if commit in text), 0)
+
+
+def same_build(one: str, other: str) -> bool:
+    """Whether two engines are one build: by their numbers where both tell, else by name."""
+    numbers = build_number(one), build_number(other)
+    return numbers[0] == numbers[1] if all(numbers) else one == other
 
 
 def computing_devices(inventory: Inventory, placed: Mapping[str, str]) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ class MachineRef(Record):
     measured: bool  # False: assumed, not measured
     engine: str
     threads: int = Field(0, ge=0, le=512)  # of the CPU at decode; 0: all cores
+    measured_on: dict[str, str] | None = None  # what its timings belong to; absent: assumed, not measured
 
 
 class EngineRange(Record):

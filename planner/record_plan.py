@@ -35,6 +35,7 @@ from planner.problem import Decision, Option, Solution
 from planner.profile import Profile, to_text
 from planner.reasons import reason
 from planner.records import digest
+from planner.same_machine import facts_of
 from planner.units import Unit, foreign_note
 from planner.workload import Workload
 
@@ -75,7 +76,7 @@ def record(
         command=options.command,
         version=version("atsplan"),
         model=_model_ref(priced),
-        machine=machine_ref(profile, _cpu_computes(devices, placements)),
+        machine=machine_ref(profile, _cpu_computes(devices, placements), _used(chosen)),
         engines=_engines(priced.model, sites, workload),
         workload=workload,
         constraints=constraints_of(budgets, options),
@@ -140,8 +141,9 @@ def ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:
     return tuple(found)
 
 
-def machine_ref(profile: Profile, cpu_computes: bool = True) -> MachineRef:
-    """The machine, by the digest of its profile's canonical text, and the threads that suit the plan.
+def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> MachineRef:
+    """The machine, by the digest of its profile's canonical text, the threads that suit the plan, and what
+    the timings of the devices that it uses belong to.
 
     Threads of a CPU that computes nothing only wait: 16 of them cost a token on a GPU 8 %, 4 next to nothing.
     """
@@ -153,6 +155,7 @@ def machine_ref(profile: Profile, cpu_computes: bool = True) -> MachineRef:
         measured=profile.measured,
         engine=profile.fingerprint.engine,
         threads=best if cpu_computes else few,
+        measured_on=facts_of(profile, used) or None,
     )
 
 
@@ -162,6 +165,12 @@ def _engines(model: Model, sites: Mapping[str, str], workload: Workload) -> Engi
     devices = computing_devices(model.inventory, placed)
     cached = any(site.startswith("cache:") for site in sites.values())
     return range_of(model.inventory.architecture, devices, cache=cached, nextn=workload.mtp)
+
+
+def _used(chosen: Chosen) -> list[str]:
+    """Devices that hold something."""
+    devices = chosen.priced.problem.devices
+    return [d.device for d, held in zip(devices, chosen.evaluation.memory, strict=True) if held]
 
 
 def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bool:

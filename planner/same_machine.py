@@ -1,16 +1,34 @@
 """What the timings of a machine belong to: facts by name, and which of them no longer hold.
 
 The kernel's patch level and the size of the memory do not count; the NUMA policy does, since it decides
-which memory is read.
+which memory is read. Builds of the engine are judged by planner/engines.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
+from planner.errors import InputError
 from planner.profile import Fingerprint, Profile
 
 Facts = Mapping[str, str]
+_DRIVER = "driver"
+_MACHINE = ("processor", "cores")
+
+
+@dataclass(eq=False)
+class AnotherMachine(InputError):
+    """A plan whose timings were taken on another machine, or on this one under other circumstances."""
+
+    path: str
+    changes: tuple[str, ...]
+
+    def message(self) -> str:
+        return (
+            f"{self.path}: its profile does not hold here: {'; '.join(self.changes)}: profile and solve "
+            "again, or add --other-machine to load it all the same"
+        )
 
 
 def facts_of(profile: Profile, devices: Iterable[str]) -> dict[str, str]:
@@ -26,8 +44,7 @@ def host_facts(fingerprint: Fingerprint) -> dict[str, str]:
     return {
         "processor": fingerprint.cpu,
         "cores": str(fingerprint.cores),
-        "engine": fingerprint.engine,
-        "driver": fingerprint.driver,
+        _DRIVER: fingerprint.driver,
         "NUMA policy": fingerprint.numa,
     }
 
@@ -39,3 +56,8 @@ def differences(known: Facts, now: Facts) -> tuple[str, ...]:
         for name in known
         if name in now and known[name] != now[name]
     )
+
+
+def may_be_same(known: Facts, now: Facts) -> bool:
+    """Whether two sets of host facts may be of one machine, at different times."""
+    return all(known[n] == now[n] for n in _MACHINE) and bool(known[_DRIVER]) == bool(now[_DRIVER])

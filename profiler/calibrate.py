@@ -51,6 +51,7 @@ class Run:
 
     placement: Placement
     decode_ns: int
+    paged_bytes: int = 0  # read from disk while it was timed
 
 
 @dataclass(frozen=True, slots=True)

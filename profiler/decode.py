@@ -16,6 +16,7 @@ from time import perf_counter_ns
 
 from planner.errors import AtsplanError, EngineProblem
 from profiler.answers import Line, answer_request
+from runtime.disk import read_bytes
 from runtime.dryrun import from_json
 from runtime.libllama import Batch, Engine
 from runtime.session import Session
@@ -43,7 +44,7 @@ def _run(engine: Engine, model: Path, run: Line, request: Line) -> Line:
             draw.randrange(session.n_vocab) for _ in range(request["prompt"] + request["gen"] + WARM_TOKENS)
         ]
         prompt, rest = tokens[: request["prompt"]], tokens[request["prompt"] :]
-        prefill, decode = [], []
+        prefill, decode, before = [], [], 0
         for repeat in range(request["repeats"] + 1):
             session.clear()
             first = _timed(session, prompt, 0)
@@ -51,7 +52,10 @@ def _run(engine: Engine, model: Path, run: Line, request: Line) -> Line:
             if repeat:  # the first pass allocates, uploads and captures
                 prefill.append(first)
                 decode += each[WARM_TOKENS:]
-    return {"decode_ns": decode, "prefill_ns": prefill, "load_ns": load_ns}
+            else:
+                before = read_bytes()
+        paged = read_bytes() - before
+    return {"decode_ns": decode, "prefill_ns": prefill, "load_ns": load_ns, "paged_bytes": paged}
 
 
 def _timed(session: Session, tokens: Sequence[int], start: int) -> int:

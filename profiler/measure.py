@@ -13,7 +13,7 @@ from itertools import groupby
 
 from planner.errors import AtsplanError
 from planner.timing import Case
-from profiler import figures, host, links
+from profiler import figures, host, links, thermal
 from profiler.answers import Line, answer_request
 from profiler.arena import MiB
 from profiler.bench import Bench
@@ -134,6 +134,7 @@ def _cases(ggml: Ggml, request: Line) -> Iterator[Line]:
     """One line a job: its key and its time, or why there is none."""
     jobs = [job_of(data) for data in request["jobs"]]
     pace = Pace(request["until_s"], len(jobs))
+    slowed = thermal.cpu_events()
     cache = host.caches().last_bytes
     for place, group in groupby(jobs, key=lambda job: job.place):
         device = ggml.device(place.device)
@@ -144,8 +145,11 @@ def _cases(ggml: Ggml, request: Line) -> Iterator[Line]:
                     time = _time(at, job.case, limit_s)
                 yield {"kind": "case", "key": job.key, **time}
             if place.kind == "own":  # the machine may have been busier when the stream was first measured
+                why = list(thermal.gpu_reasons()) if device.kind != "cpu" else []
                 rate = figures.stream_rate(at, limit_s)
-                yield {"kind": "stream", "device": place.device, "bytes_per_s": rate}
+                yield {"kind": "stream", "device": place.device, "bytes_per_s": rate, "slowed": why}
+    if (events := thermal.cpu_events() - slowed) > 0:
+        yield {"kind": "heat", "events": events}
 
 
 def _time(at: Bench, case: Case, limit_s: float) -> Line:

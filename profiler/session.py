@@ -138,7 +138,8 @@ def operators(request: Request, found: Found, cases: Iterable[Case], watch: Watc
     engine = next(line["text"] for line in found.figures if line["kind"] == "engine")
     fingerprint = found.fingerprint.model_copy(update={"engine": engine})
     notes = summarise.warnings(verdicts, streams, load, fingerprint)
-    if request.strict and any(note.startswith(("contended", "unsteady")) for note in notes):
+    notes += summarise.slowdowns(found.journal.lines)
+    if request.strict and any(note.startswith(("contended", "unsteady", "throttled")) for note in notes):
         raise Contended(notes)
     made = summarise.profile(
         request.name or default_name(found.devices),

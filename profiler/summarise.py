@@ -16,6 +16,7 @@ Line = Mapping[str, Any]
 BUSY = 0.3  # load by others, as a share of the cores, from which timings are called contended
 WIDE = 0.25  # interquartile range over median of one case that is not steady
 MANY = 0.25  # share of unsteady cases that marks the whole profile
+FADED = 0.2  # loss of stream bandwidth from the first case to the last that is named
 PAGED = 16  # a large case this much slower than the device streams did not read device memory
 
 
@@ -125,6 +126,24 @@ def streams(lines: Iterable[Line]) -> dict[str, int]:
         if place.kind == "zero-copy":
             found[f"{place.device} {place.buffer}"] = max(rates[place.device], copies.get(place.device, 0))
     return found
+
+
+def slowdowns(lines: Sequence[Line]) -> tuple[str, ...]:
+    """What became slower while it was measured, and what the machine itself says about that."""
+    first = {line["name"]: line["stream_bytes_per_s"] for line in lines if line["kind"] == "device"}
+    found = []
+    for line in lines:
+        if line["kind"] == "heat":
+            found.append(f"throttled: heat slowed cores down {line['events']} times: cool it, profile again")
+        if line["kind"] != "stream":
+            continue
+        device, before, now = line["device"], first[line["device"]], line["bytes_per_s"]
+        if line["slowed"]:
+            found.append(f"throttled: {device} was slowed down by {' and '.join(line['slowed'])}")
+        if now < (1 - FADED) * before:
+            rates = f"{before / 1e9:.1f} GB/s at first and {now / 1e9:.1f} at the end"
+            found.append(f"unsteady: {device} streamed {rates}: heat, or other programs")
+    return tuple(found)
 
 
 def warnings(

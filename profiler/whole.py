@@ -19,6 +19,7 @@ from profiler.cases import cases_of
 from profiler.placements import Placement, calibrating, spec_of
 from profiler.runner import Length, Stop
 from profiler.session import Found, Request, Watcher
+from runtime.disk import PAGING_BYTES
 
 GiB = 2**30
 FULL_SHARE = 0.85  # of free device memory that a calibrating run may fill with weights
@@ -93,11 +94,8 @@ def measured(found: Found, model: Model, request: Request, watch: Watcher) -> li
     left = {name: spec for name, spec in specs.items() if name not in known}
     stop = _stop(found, model, request.seconds, len(known))
     lines = known | (runner.whole_model(model.path, left, request.engine, LENGTH, keep, stop) if left else {})
-    return [
-        Run(p, round(statistics.median(lines[p.name]["decode_ns"])))
-        for p in model.placements
-        if "decode_ns" in lines.get(p.name, {})
-    ]
+    ended = [(p, lines[p.name]) for p in model.placements if "decode_ns" in lines.get(p.name, {})]
+    return [Run(p, round(statistics.median(x["decode_ns"])), x.get("paged_bytes", 0)) for p, x in ended]
 
 
 def _stop(found: Found, model: Model, seconds: float, known: int) -> Stop:
@@ -111,11 +109,13 @@ def calibrated(profile: Profile, measured: Sequence[tuple[Model, Sequence[Run]]]
     """The profile with what the runs of each model tell, and warnings where that is nothing or doubtful."""
     missing = []
     for model, runs in measured:
-        if not runs:
-            missing.append(f"no whole-model run of {model.path.name} ended: its predictions are uncalibrated")
+        used = [run for run in runs if run.paged_bytes < PAGING_BYTES]
+        missing += [_paged(model, run) for run in runs if run not in used]
+        if not used:
+            missing.append(f"no whole-model run of {model.path.name} tells its speed: it is not calibrated")
             continue
         fit = calibrate.model if model.own else calibrate.machine
-        profile = fit(model.inventory, workload(), profile, runs)
+        profile = fit(model.inventory, workload(), profile, used)
     doubts = tuple(
         f"calibration of {c.model[:19] or 'the generated model'}: one of {c.runs} runs is off by "
         f"{c.residual_ppm / 1e4:.0f} %: the machine was not steady, or something else costs time"
@@ -123,6 +123,13 @@ def calibrated(profile: Profile, measured: Sequence[tuple[Model, Sequence[Run]]]
         if c.residual_ppm > DOUBTFUL_PPM
     )
     return profile.model_copy(update={"warnings": (*profile.warnings, *missing, *doubts)})
+
+
+def _paged(model: Model, run: Run) -> str:
+    return (
+        f"paging: {model.path.name} ({run.placement.name}) read {run.paged_bytes >> 20} MiB from disk while "
+        "it was timed: it does not stay in memory, the run says nothing about the processors"
+    )
 
 
 def workload() -> Workload:

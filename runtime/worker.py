@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,9 @@ from planner.engines import Demands
 from planner.errors import EngineProblem
 from planner.loading import LoadSpec
 from planner.plan import Plan, from_text, to_text
+from planner.same_machine import AnotherMachine, Facts, differences
 from runtime import child, dryrun, load, locate, truth
+from runtime.disk import PAGING_BYTES, read_bytes
 from runtime.dryrun import Breakdown
 from runtime.libllama import Engine
 from runtime.logs import Tail
@@ -28,6 +30,7 @@ from runtime.stripe_session import session_for
 T = TypeVar("T")
 
 _DAY_S = 86_400.0
+_WHY_PAGED = "weights not read before, or more of them than stay in memory; such times say little"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,9 @@ class Checks:
     devices: Mapping[str, str]  # tensor to the device it must be on
     shared: tuple[int, ...] = ()  # layers whose KV cache other layers read too
     demands: Demands | None = None  # what the placement asks of a build
+    measured_on: Facts = field(default_factory=dict)  # what the plan's timings belong to
+    here: Facts = field(default_factory=dict)  # the same facts of this machine, its devices left out
+    path: str = ""  # of the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,7 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
     emit({"engine": engine.label})
     if request["checks"]:
         _check_build(engine, request["checks"]["demands"], emit)
+        _check_machine(engine, request["checks"])
     spec, renamed = connect(engine, dryrun.from_json(request["spec"]))
     path = Path(request["model"])
     for name in spec.devices:
@@ -143,7 +150,10 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
             check_items(checks.plan, memory, loaded=True)
             check_caches(checks.plan, {k: _planned_names(v, renamed) for k, v in session.caches().items()})
         emit({"loaded": True})
+        before = read_bytes()
         timings = [_generate(session, _ask_from_json(each), emit) for each in request["asks"]]
+        if (paged := read_bytes() - before) > PAGING_BYTES:
+            emit({"note": f"note: {paged >> 20} MiB came from disk while it computed: {_WHY_PAGED}"})
         last_words = _closing_words(session)
     return {
         "loaded": asdict(Loaded(engine.build.text, took, memory, (*notes, *last_words))),
@@ -160,6 +170,15 @@ def _check_build(engine: Engine, demands: Mapping[str, Any] | None, emit: child.
         raise EngineProblem(engine.label, why)
     if difference := asked.difference(engine.label):
         emit({"note": f"note: {difference}"})
+
+
+def _check_machine(engine: Engine, checks: Mapping[str, Any]) -> None:
+    """AnotherMachine where the plan's timings do not hold for this one."""
+    if not checks["measured_on"]:
+        return
+    now = {**checks["here"], **{d.name: d.description for d in engine.ggml.devices()}}
+    if changes := differences(checks["measured_on"], now):
+        raise AnotherMachine(checks["path"], changes)
 
 
 def _review(
@@ -227,6 +246,9 @@ def _checks_to_json(checks: Checks) -> dict[str, Any]:
         "devices": dict(checks.devices),
         "shared": checks.shared,
         "demands": asdict(checks.demands) if checks.demands else None,
+        "measured_on": dict(checks.measured_on),
+        "here": dict(checks.here),
+        "path": checks.path,
     }
 
 

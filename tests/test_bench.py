@@ -123,10 +123,10 @@ def test_a_prediction_far_off_is_an_answer() -> None:
     plan = sample_plan()
     measured = plan.model_copy(update={"machine": plan.machine.model_copy(update={"measured": True})})
     far, near = result("plan", 9e6, 9e6), result("plan", 2.2e6)  # predicted: 2 ms
-    _judge_prediction(Job(None, measured, SPEC, {}), near)  # type: ignore[arg-type]
-    _judge_prediction(Job(None, plan, SPEC, {}), far)  # type: ignore[arg-type]
+    _judge_prediction(Job(None, measured, SPEC, {}, Path("plan.yaml")), near)  # type: ignore[arg-type]
+    _judge_prediction(Job(None, plan, SPEC, {}, Path("plan.yaml")), far)  # type: ignore[arg-type]
     with pytest.raises(AnswerIsNo, match=r"4.5 times slower than predicted: weights paged"):
-        _judge_prediction(Job(None, measured, SPEC, {}), far)  # type: ignore[arg-type]
+        _judge_prediction(Job(None, measured, SPEC, {}, Path("plan.yaml")), far)  # type: ignore[arg-type]
 
 
 def test_rivals_get_no_more_memory_than_the_plan(

@@ -138,4 +138,12 @@ def test_a_model_that_no_run_of_ended_is_named_and_the_others_are_kept(table: In
     run = Run(full, Predictor(table, whole.workload()).evaluate(BASE, full).decode_ns)
     found = whole.calibrated(BASE, [(made, [run]), (none, [])])
     assert [c.model for c in found.calibrations] == [""]
-    assert any("no whole-model run of slow.gguf" in w for w in found.warnings)
+    assert any("no whole-model run of slow.gguf tells" in w for w in found.warnings)
+
+
+def test_a_run_that_paged_is_named_and_not_fitted(table: Inventory) -> None:
+    full = Placement("all on the GPU", ("CUDA0",) * 25)
+    model = whole.Model(Path("large.gguf"), table, (full,), 2, own=True)
+    found = whole.calibrated(BASE, [(model, [Run(full, 10**12, paged_bytes=9 << 30)])])
+    assert found.calibrations == BASE.calibrations
+    assert any("large.gguf (all on the GPU) read 9216 MiB from disk" in w for w in found.warnings)

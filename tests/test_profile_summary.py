@@ -12,7 +12,7 @@ import pytest
 from planner.profile import Fingerprint
 from planner.same_machine import differences, host_facts
 from planner.timing import Case
-from profiler import host, session, summarise
+from profiler import host, session, summarise, thermal
 from profiler.cases import Job, Place
 from profiler.journal import MAX_AGE_S, Journal
 from profiler.pace import LONGEST_S, SHORTEST_S, Pace
@@ -109,12 +109,12 @@ def test_an_interrupted_profile_continues_from_whole_lines(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_profile_of_another_numa_policy_or_engine_is_recognised() -> None:
+def test_a_profile_of_another_numa_policy_is_recognised() -> None:
     known = host_facts(HERE)
     assert differences(known, host_facts(HERE.model_copy(update={"os": "linux 7"}))) == ()
-    other = HERE.model_copy(update={"numa": "0:0-7 1:8-15 interleave:0-1", "engine": "f"})
+    other = HERE.model_copy(update={"numa": "0:0-7 1:8-15 interleave:0-1", "cores": 4})
     assert differences(known, host_facts(other)) == (
-        "engine was e, is f",
+        "cores was 8, is 4",
         "NUMA policy was 0:0-7 1:8-15 default, is 0:0-7 1:8-15 interleave:0-1",
     )
 
@@ -169,3 +169,25 @@ def test_an_interrupted_profile_of_another_machine_is_named_and_forgotten(tmp_pa
     assert [line["kind"] for line in other.lines] == ["machine"]
     assert "driver was none, is nvidia 595.1; GPUs was 0000:01:00.0 10de:2684" in said[0]
     assert [line["kind"] for line in Journal("m", folder=tmp_path).lines] == ["machine"]
+
+
+def test_what_became_slower_while_it_was_measured_is_named() -> None:
+    device = {"kind": "device", "name": "CPU", "stream_bytes_per_s": 50 * 10**9}
+    steady = {"kind": "stream", "device": "CPU", "bytes_per_s": 48 * 10**9, "slowed": []}
+    assert summarise.slowdowns([device, steady]) == ()
+    faded = {**steady, "bytes_per_s": 30 * 10**9}
+    assert "CPU streamed 50.0 GB/s at first and 30.0 at the end" in summarise.slowdowns([device, faded])[0]
+    hot = summarise.slowdowns([device, {**steady, "slowed": ["heat"]}, {"kind": "heat", "events": 7}])
+    assert hot[0] == "throttled: CPU was slowed down by heat"
+    assert "slowed cores down 7 times" in hot[1]
+
+
+def test_heat_is_read_from_the_kernel_and_from_the_driver_s_bits(tmp_path: Path) -> None:
+    for core, count in enumerate((3, 4)):
+        folder = tmp_path / f"cpu{core}" / "thermal_throttle"
+        folder.mkdir(parents=True)
+        (folder / "core_throttle_count").write_text(f"{count}\n")
+    assert thermal.cpu_events(tmp_path) == 7
+    assert thermal.reasons(0x04 | 0x01) == ()  # idle, at its power limit: ordinary
+    assert thermal.reasons(0x60) == ("heat",)
+    assert thermal.reasons(0x88) == ("hardware slowdown", "power brake")
