@@ -15,6 +15,7 @@ import click
 
 from commands.console import say
 from commands.models import load_inventory, load_profile
+from commands.option_types import Number
 from planner.errors import OptionProblem
 from planner.texts import utf8
 from planner.workload import Workload
@@ -33,20 +34,18 @@ _OPTIONS = (
     click.argument("model", type=_FILE),
     click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine."),
     click.option("--machine", help="A machine description that ships with the program."),
-    click.option(
-        "--budget", default="", help="MiB on each GPU, all told: 21500, 21.5GiB, CUDA0=21500,CUDA1=8000."
-    ),
+    click.option("--budget", help="MiB on each GPU, all told: 21500, 21.5GiB, CUDA0=21500,CUDA1=8000."),
     click.option("--ctx", default="4096", show_default=True, help="Cells of the KV cache, or max."),
     click.option("--ctx-min", type=click.IntRange(1), help="The context may shrink to this to fit."),
     click.option("--kv-type", default="f16", show_default=True, help="Of K and V: f16, q8_0; K/V: q8_0/f16."),
     click.option("--ubatch", type=click.IntRange(1, 65536), default=512, show_default=True),
-    click.option("--workload", "use", default="", help="prompt=512,gen=256,depth=0,seqs=1"),
+    click.option("--workload", "use", help="prompt=512,gen=256,depth=0,seqs=1"),
     click.option("--mtp", is_flag=True, help="Load the NextN/MTP block."),
     click.option("--pin", "pins", multiple=True, help="PATTERN=SITE, for example 'blk.0.*=gpu'."),
     click.option("--contiguous", is_flag=True, help="Whole layers only, one run of layers per device."),
     click.option("--no-cpu", is_flag=True, help="Nothing but the input tables in host memory."),
     click.option("--page", is_flag=True, help="Host weights may exceed memory and are paged from disk."),
-    click.option("--reserve", default="", help="MiB to leave to others: 1024, or CUDA0=2048,CUDA1=512."),
+    click.option("--reserve", help="MiB to leave to others: 1024, or CUDA0=2048,CUDA1=512."),
     click.option("--mmproj", type=_FILE, help="Vision projector to leave room for."),
     click.option("--draft", type=_FILE, help="Draft model to leave room for."),
     click.option(
@@ -60,9 +59,7 @@ _OPTIONS = (
         "--stripes/--no-stripes", default=True, help="Hot experts of a layer on the GPU [with --heat]."
     ),
     click.option("--fit", "engine", help="Compare with --fit of this engine too: library, folder, or auto."),
-    click.option(
-        "--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True, help="Seconds."
-    ),
+    click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True, help="Seconds."),
 )
 
 
@@ -73,18 +70,18 @@ class Asked:
     model: Path
     profile_path: Path | None
     machine: str | None
-    budget: str
+    budget: str | None
     ctx: str
     ctx_min: int | None
     kv_type: str
     ubatch: int
-    use: str
+    use: str | None
     mtp: bool
     pins: tuple[str, ...]
     contiguous: bool
     no_cpu: bool
     page: bool
-    reserve: str
+    reserve: str | None
     mmproj: Path | None
     draft: Path | None
     accept: str | None
@@ -154,7 +151,7 @@ def inputs_of(asked: Asked) -> Inputs:
 
     profile = load_profile(asked.profile_path, asked.machine)
     _note_changes(profile, asked.profile_path)
-    given = parse_budget(asked.budget) if asked.budget else {}
+    given = {} if asked.budget is None else parse_budget(asked.budget)
     inventory = load_inventory(asked.model)
     budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
     workload = workload_of(asked, inventory)
@@ -192,27 +189,33 @@ def workload_of(asked: Asked, inventory: Inventory) -> Workload:
 
     from planner.kernels import kv_problem
 
-    type_k, _, type_v = asked.kv_type.partition("/")
+    type_k, slash, type_v = asked.kv_type.partition("/")
     trained = inventory.number("context_length", 4096)
     if asked.ctx != "max" and not (asked.ctx.isdecimal() and 0 < int(asked.ctx) < 2**31):
         raise OptionProblem("--ctx", asked.ctx, "expected a number of tokens, or max")
     fields: dict[str, Any] = {
         "n_ctx": trained if asked.ctx == "max" else int(asked.ctx),
         "type_k": type_k,
-        "type_v": type_v or type_k,
+        "type_v": type_v if slash else type_k,
         "n_ubatch": asked.ubatch,
         "n_batch": max(2048, asked.ubatch),
         "mtp": asked.mtp,
     }
     half = max(fields["n_ctx"] // 2, 1)  # a short context shortens the workload nobody stated
-    fields |= {"prompt": min(512, half), "gen": min(256, half), **_use(asked.use)}
+    fields |= {
+        "prompt": min(512, half),
+        "gen": min(256, half),
+        **(_use(asked.use) if asked.use is not None else {}),
+    }
     try:
         workload = Workload(**fields)
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        option = {"type_k": "--kv-type", "type_v": "--kv-type"}.get(name, "--workload")
-        raise OptionProblem(option, str(first["input"]), first["msg"].lower()) from None
+        name, value, why = str(first["loc"][0]), first["input"], first["msg"].lower()
+        if name in ("type_k", "type_v"):
+            raise OptionProblem("--kv-type", asked.kv_type, f"{value or 'nothing'}: {why}") from None
+        spelt = {field: key for key, field in _USE.items()}.get(name, name)
+        raise OptionProblem("--workload", f"{spelt}={value}", why) from None
     if _needed(workload) > workload.n_ctx:
         why = f"the workload needs {_needed(workload)} cells"
         raise OptionProblem("--ctx", str(workload.n_ctx), why)
@@ -229,9 +232,11 @@ def _needed(workload: Workload) -> int:
 _USE = {"prompt": "prompt", "gen": "gen", "depth": "depth", "seqs": "n_seq"}
 
 
-def _use(text: str) -> dict[str, int]:
+def _use(text: str | None) -> dict[str, int]:
     found: dict[str, int] = {}
-    for part in text.split(",") if text else ():
+    if text is None:
+        return found
+    for part in text.split(","):
         name, _, value = part.partition("=")
         name = name.strip()
         if name not in _USE or not value.strip().isdecimal() or len(value) > 9:
@@ -246,13 +251,13 @@ def _extras(asked: Asked, profile: Profile, budgets: Mapping[str, int]) -> Extra
     from planner.budget import EVERY, parse_reserve
     from planner.reserve import Extras
 
-    kept = dict(parse_reserve(asked.reserve)) if asked.reserve else {}
+    kept = {} if asked.reserve is None else dict(parse_reserve(asked.reserve))
     gpus = [d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets]
     every = kept.pop(EVERY, 0)
     for name in kept:
         if name not in budgets:
             raise OptionProblem(
-                "--reserve", asked.reserve, f"{name} has no budget; there are {', '.join(budgets)}"
+                "--reserve", asked.reserve or "", f"{name} has no budget; there are {', '.join(budgets)}"
             )
     kept = {name: kept.get(name, every) for name in gpus} | {n: s for n, s in kept.items() if n not in gpus}
     return Extras(

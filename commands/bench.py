@@ -9,6 +9,7 @@ import click
 
 from commands.console import mib, out, out_json, out_table, say, table, write_text
 from commands.engines import Job, engine_options, find_engine, open_job, plan_options, review
+from commands.option_types import Target
 from planner.errors import AnswerIsNo, MachineError, OptionProblem
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
 @click.option("--prompts", default="50,500,2000", show_default=True, help="Prompt lengths in tokens.")
 @click.option("-n", "--tokens", type=click.IntRange(2), default=64, show_default=True, help="Per prompt.")
 @click.option("--json", "as_json", is_flag=True, help="Results as JSON.")
-@click.option("--prometheus", type=click.Path(path_type=Path), help="Also write a Prometheus text file.")
+@click.option("--prometheus", type=Target(), help="Also write a Prometheus text file.")
 @engine_options
 def command(
     model: Path,

@@ -17,7 +17,7 @@ from commands.console import out, progress, read_text, say, write_text
 from commands.engines import device_map_option, engine_options
 from commands.fmt import plan_files
 from commands.inputs import InputLibrary, input_options
-from planner.errors import FileProblem
+from commands.option_types import Number, Target
 
 if TYPE_CHECKING:
     from planner.check import CheckOptions
@@ -32,9 +32,7 @@ _FEW = 8  # plans that are not worth a second process
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @input_options
 @click.option("--no-resolve", is_flag=True, help="Do not solve again to look for a better placement.")
-@click.option(
-    "--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True, help="Seconds a plan."
-)
+@click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True, help="Seconds a plan.")
 @click.option(
     "--max-age",
     type=click.IntRange(1),
@@ -47,8 +45,8 @@ _FEW = 8  # plans that are not worth a second process
 @device_map_option
 @engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-@click.option("--junit", type=click.Path(path_type=Path), help="Write a JUnit XML report here.")
-@click.option("--sarif", type=click.Path(path_type=Path), help="Write a SARIF report here.")
+@click.option("--junit", type=Target(), help="Write a JUnit XML report here.")
+@click.option("--sarif", type=Target(), help="Write a SARIF report here.")
 def command(
     paths: tuple[Path, ...],
     library: InputLibrary,
@@ -73,8 +71,6 @@ def command(
     from planner.check import CheckOptions
 
     files = plan_files(paths)
-    if not files:
-        raise FileProblem(", ".join(map(str, paths)), "no plan files (*.yaml) here")
     options = CheckOptions(not no_resolve, time_limit, datetime.now(UTC).date(), max_age)
     found = _check_all(files, library, options)
     for path in files if listed and not as_json else ():

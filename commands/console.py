@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
+PICTURE = "picture"
 _HEAD_BYTES = 4096
 
 
@@ -90,27 +91,42 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
             if b"\0" in head:  # told before gigabytes are read
-                what = "a model file" if head.startswith(b"GGUF") else "not a text file"
-                raise FileProblem(str(path), f"is {what}, a text file is needed")
+                a_model = "a model file, a text file is needed"
+                what = a_model if head.startswith(b"GGUF") else "not a text file"
+                raise FileProblem(str(path), f"is {what}")
             return io.TextIOWrapper(io.BytesIO(head + file.read()), encoding="utf-8").read()
     except FileNotFoundError:
         raise FileProblem(str(path), "no such file") from None
     except IsADirectoryError:
         raise FileProblem(str(path), "is a folder, a file is needed") from None
     except UnicodeDecodeError:
-        raise FileProblem(str(path), "not a text file") from None
+        raise FileProblem(str(path), "is not a text file") from None
     except OSError as problem:
         raise FileProblem(str(path), problem.strerror or str(problem)) from None
 
 
+def check_target(path: Path, kind: str) -> None:
+    """FileProblem where a file of that kind (of planner.texts; PICTURE; "" for others) may not be written.
+
+    Only a file of the same kind is ever replaced, and a model never.
+    """
+    if path.is_dir():
+        raise FileProblem(str(path), "is a folder, a file is needed")
+    old = _head(path)
+    if old.startswith(b"GGUF"):
+        raise FileProblem(str(path), "is a model file: not replaced")
+    if b"\0" in old and kind != PICTURE:
+        raise FileProblem(str(path), "is not a text file: not replaced")
+    was = kind_of(old.decode(errors="replace"))
+    if was not in ("", kind):
+        raise FileProblem(str(path), f"is {named(was)}: not replaced by anything else")
+    if not path.exists() and not path.parent.is_dir():
+        raise FileProblem(str(path), f"cannot write here: there is no folder {path.parent}")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all; it may replace a text of its own kind only."""
-    old = _head(path)
-    if b"\0" in old:
-        raise FileProblem(str(path), "is not a text file: not replaced")
-    kind = kind_of(old.decode(errors="replace"))
-    if kind not in ("", kind_of(text)):
-        raise FileProblem(str(path), f"is {named(kind)}: not replaced by anything else")
+    check_target(path, kind_of(text))
     with replacing(path) as file:
         file.write(utf8(text).encode())
 
@@ -121,10 +137,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
     A link stays a link: what it leads to is replaced. A device or pipe is written to as it is.
     """
-    if path.is_dir():
-        raise FileProblem(str(path), "is a folder, a file is needed")
-    if _head(path).startswith(b"GGUF"):
-        raise FileProblem(str(path), "is a model file: not replaced")
     try:
         with _straight(path) if path.exists() and not path.is_file() else _renamed(path) as file:
             yield file

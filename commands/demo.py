@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.console import out, say
+from commands.option_types import Number
 from planner.errors import AtsplanError, FileProblem, MachineError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class StepFailed(AtsplanError):
 @click.option(
     "--engine", metavar="PATH", help="llama.cpp library or build folder [default: the installed one]."
 )
-@click.option("--seconds", type=click.FloatRange(1), default=6.0, show_default=True, help="For each profile.")
+@click.option("--seconds", type=Number(1), default=6.0, show_default=True, help="For each profile.")
 def command(folder: Path, small: bool, engine: str | None, seconds: float) -> None:
     """Take a real model and a generated mixture of experts through every step on this machine."""
     started = time.monotonic()

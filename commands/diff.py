@@ -29,11 +29,12 @@ def command(before: Path, after: Path, model: Path | None, as_json: bool) -> Non
 
     old = from_text(read_text(before), str(before))
     new = from_text(read_text(after), str(after))
+    tensors = _tensors(model) if model else {}
     found = difference(old, new)
     if as_json:
         out_json(_as_json(found, old, new))
     elif found:
-        _print(found, old, new, _tensors(model) if model else {})
+        _print(found, old, new, tensors)
     if found:
         raise SystemExit(1)
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import out, out_json, say
+from commands.console import PICTURE, out, out_json, say
 from commands.figures import check_name
 from commands.inputs import InputLibrary, input_options
 from commands.models import load_plan
+from commands.option_types import Number, Target
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("path", metavar="PLAN", type=click.Path(path_type=Path))
 @input_options
-@click.option("--time-limit", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True)
+@click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the plan: .png, .svg or .pdf.")
+@click.option("--plot", type=Target(PICTURE), help="Draw the plan: .png, .svg or .pdf.")
 def command(
     path: Path,
     library: InputLibrary,

@@ -10,6 +10,7 @@ import click
 from commands.console import ms, out, say, write_text
 from commands.engines import parse_map
 from commands.models import load_plan
+from commands.option_types import Target
 
 if TYPE_CHECKING:
     from planner.check import Inputs
@@ -36,7 +37,7 @@ FORMATS = ("llama-server", "llama-cli", "preset", "env", "json", "llama-cpp-pyth
 @click.option("--mmproj", default="", help="Vision projector to load beside the model.")
 @click.option("--draft", default="", help="Draft model [the plan's].")
 @click.option("--exact", is_flag=True, help="Refuse when the tool cannot express the whole plan.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write here [default: stdout].")
+@click.option("-o", "--output", type=Target(), help="Write here [default: stdout].")
 def command(
     plan_path: Path,
     form: str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from commands.console import replacing
+from commands.console import PICTURE, check_target, replacing
 from planner.errors import InputError, OptionProblem
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -33,6 +33,7 @@ def pyplot() -> Any:
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure whole or not at all, without dates and versions, and close it."""
+    check_target(path, PICTURE)
     with replacing(path) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=130, metadata=_DATED[path.suffix])
     pyplot().close(figure)

@@ -57,11 +57,16 @@ def _repriced(plan: Plan, path: Path, library: InputLibrary) -> Plan:
 
 
 def plan_files(paths: tuple[Path, ...]) -> list[Path]:
-    """The files named, and every *.yaml directly inside the folders named, in sorted order."""
+    """The files named, and every *.yaml directly inside the folders named, in sorted order.
+
+    FileProblem when there is none.
+    """
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
             found += sorted(p for p in path.glob("*.yaml") if p.is_file())
         else:
             found.append(path)
+    if not found:
+        raise FileProblem(", ".join(map(str, paths)), "no plan files (*.yaml) here")
     return found

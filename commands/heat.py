@@ -12,6 +12,7 @@ from commands.console import say
 from commands.heat_files import describe, read_heat, read_orders, read_profile, shape_of, write_result
 from commands.heat_report import report
 from commands.heat_trace import trace
+from commands.option_types import Number, Target
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ PHASES = ("prefill", "decode", "mixed")
 model_option = click.option(
     "--model", type=FILE, help="GGUF or inventory.yaml to check ids and layers against."
 )
-out_option = click.option("-o", "--out", type=FILE, help="Where to write [default: stdout].")
+out_option = click.option("-o", "--out", type=Target("heat file"), help="Where to write [default: stdout].")
 
 
 @click.group(short_help="Expert routing: trace, import, merge, report, export.")
@@ -51,7 +52,12 @@ def command() -> None:
     default="heat",
     help="Which one of a perms.json.",
 )
-@click.option("--trace", "trace_out", type=FILE, help="Also write the routing trace, when the file has one.")
+@click.option(
+    "--trace",
+    "trace_out",
+    type=Target("routing trace"),
+    help="Also write the routing trace, when the file has one.",
+)
 def import_(
     files: tuple[Path, ...],
     model: Path | None,
@@ -115,7 +121,7 @@ def _named(heat: Heat, source: str, phase: str | None, tokens: int | None) -> He
 @command.command()
 @click.argument("files", nargs=-1, required=True, type=FILE)
 @click.option(
-    "-w", "--weight", "weights", multiple=True, type=click.FloatRange(0), help="One for each file, in order."
+    "-w", "--weight", "weights", multiple=True, type=Number(0, 1e6), help="One for each file, in order."
 )
 @model_option
 @out_option
@@ -141,9 +147,7 @@ def merge(files: tuple[Path, ...], weights: tuple[float, ...], model: Path | Non
     help="moe-trace: pos,layer,ids CSV; moe-layer-perf: JSON; perms: mbolt's JSON; heat: our own.",
 )
 @click.option("--model", type=FILE, help="GGUF or inventory.yaml: what an expert weighs, for --budget.")
-@click.option(
-    "--budget", type=click.FloatRange(0, min_open=True), help="MiB for hot experts [default: all of them]."
-)
+@click.option("--budget", type=Number(0, min_open=True), help="MiB for hot experts [default: all of them].")
 @click.option("--per-layer", type=click.IntRange(1), help="At most so many experts in a layer.")
 @out_option
 def export(

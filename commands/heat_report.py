@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import out, out_json, out_table, say, table
+from commands.console import PICTURE, out, out_json, out_table, say, table
 from commands.heat_files import describe, read_heat, shape_of
+from commands.option_types import Number, Target
 from planner.errors import AnswerIsNo, OptionProblem
 
 if TYPE_CHECKING:
@@ -24,17 +25,13 @@ FEW_SOURCES = 3  # below it, the interval says nothing
 @click.option("--phase", type=click.Choice(("prefill", "decode")), help="Only this phase, where it is known.")
 @click.option(
     "--resident",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=Number(0, 1, min_open=True, max_open=True),
     default=0.25,
     show_default=True,
     help="Share of the experts held, for the table, the transfer and the verdict.",
 )
-@click.option(
-    "--map", "map_path", type=click.Path(path_type=Path), help="Picture layers x experts (.png or .svg)."
-)
-@click.option(
-    "--curves", "curve_path", type=click.Path(path_type=Path), help="Picture of coverage (.png or .svg)."
-)
+@click.option("--map", "map_path", type=Target(PICTURE), help="Picture layers x experts (.png or .svg).")
+@click.option("--curves", "curve_path", type=Target(PICTURE), help="Picture of coverage (.png or .svg).")
 @click.option("--check", is_flag=True, help="Exit 1 when there is no exploitable skew.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
 def report(

@@ -12,6 +12,7 @@ import click
 from commands.console import ms, progress, read_text, say
 from commands.engines import open_job
 from commands.heat_files import describe, write_result
+from commands.option_types import Number, Target
 from planner.errors import FieldProblem, FileProblem, OptionProblem
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     "-n", "--gen", type=click.IntRange(1), default=64, show_default=True, help="Tokens written to each."
 )
 @click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
-@click.option("--temp", type=click.FloatRange(0), default=0.8, show_default=True, help="0: greedy.")
+@click.option("--temp", type=Number(0), default=0.8, show_default=True, help="0: greedy.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Load as a plan says.")
 @click.option(
@@ -50,12 +51,8 @@ if TYPE_CHECKING:
     "--engine", metavar="PATH", help="llama.cpp library or build folder [default: the installed one]."
 )
 @click.option("--no-cost", is_flag=True, help="Do not load once more to measure what watching costs.")
-@click.option(
-    "--trace", "trace_out", type=click.Path(path_type=Path), help="Also write every choice, in order."
-)
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), help="Where to write heat.csv [default: stdout]."
-)
+@click.option("--trace", "trace_out", type=Target("routing trace"), help="Also write every choice, in order.")
+@click.option("-o", "--out", type=Target("heat file"), help="Where to write heat.csv [default: stdout].")
 def trace(
     model: Path,
     texts: tuple[str, ...],

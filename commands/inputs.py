@@ -58,6 +58,8 @@ class InputLibrary:
             self._add_model(path)
         for path in profiles:
             self._add_profile(path)
+        for path in heats:
+            _check_heat(path)
 
     def of(self, plan: Plan, path: Path) -> Inputs:
         """The inputs with the digests that the plan names; None for those that are not there."""
@@ -134,6 +136,13 @@ class InputLibrary:
         from planner.records import digest
 
         self._profiles[digest(to_text(profile))] = profile
+
+
+def _check_heat(path: Path) -> None:
+    """A file given by hand is read even where no plan asks for it: a wrong name is not passed over."""
+    from planner.heat import from_text
+
+    from_text(read_text(path), str(path))
 
 
 def heat_options(path: Path, inventory: Inventory, workload: Workload) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import click
 
 from commands.console import mib, out, out_json, out_table, say, table, write_text
 from commands.models import load_inventory
+from commands.option_types import Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,10 @@ _FILE = click.Path(path_type=Path)
 @click.command()
 @click.argument("model", type=_FILE)
 @click.option(
-    "-o", "--output", type=_FILE, help="Write the inventory as YAML: the model's table without weights."
+    "-o",
+    "--output",
+    type=Target("inventory"),
+    help="Write the inventory as YAML: the model's table without weights.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The summary for a program.")
 @click.option("--mmproj", type=_FILE, help="A vision projector that is loaded beside the model.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands import console
+from commands.option_types import Number, Target
 
 if TYPE_CHECKING:
     from planner.inventory import Inventory
@@ -20,13 +21,11 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_n
 
 @click.command(short_help="Measure this machine for a model.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Where to write the profile (YAML).")
+@click.option("-o", "--out", type=Target("profile"), help="Where to write the profile (YAML).")
 @click.option("--engine", help="llama.cpp library or build folder [default: the installed one].")
 @click.option("--device", "devices", multiple=True, help="Measure this device beside the CPU; repeatable.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [default: find the best].")
-@click.option(
-    "--seconds", type=click.FloatRange(1), default=75.0, show_default=True, help="Aim for all of it."
-)
+@click.option("--seconds", type=Number(1), default=75.0, show_default=True, help="Aim for all of it.")
 @click.option("--ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt batch.")
 @click.option("--depth", type=click.IntRange(0), default=65536, show_default=True, help="Deepest attention.")
 @click.option(
@@ -57,8 +56,6 @@ def command(
     """
     from profiler.session import Request
 
-    if out is not None and not out.parent.is_dir():
-        raise click.BadParameter(f"{out.parent} is no folder", param_hint="--out")
     request = Request(
         engine=engine,
         devices=devices,

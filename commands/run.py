@@ -10,6 +10,7 @@ import click
 
 from commands.console import ms, out, out_json, say
 from commands.engines import Job, engine_options, open_job, plan_options
+from commands.option_types import Number
 from commands.smoke import smoke as prove
 from planner.errors import OptionProblem
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("-p", "--prompt", help="The prompt [default: read stdin].")
 @click.option("-n", "--tokens", type=click.IntRange(1), default=128, show_default=True, help="At most.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
-@click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: greedy.")
+@click.option("--temp", type=Number(0, 100), default=0.0, show_default=True, help="0: greedy.")
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=1, show_default=True, help="For --temp above 0."
 )

@@ -9,6 +9,7 @@ import click
 
 from commands.console import ms, out, out_json, out_table, progress, say, table
 from commands.heat_files import read_heat, read_profile, shape_of
+from commands.option_types import Number
 from planner.errors import InputError, OptionProblem
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ SHARES = (0.0625, 0.125, 0.25, 0.5)  # of the experts, where no slots are asked 
 @click.option("--serial", is_flag=True, help="Ids of a step ask one after another, not all at once.")
 @click.option(
     "--half-life",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     default=16,
     show_default=True,
     help="Steps, of decaying counts.",
@@ -47,16 +48,14 @@ SHARES = (0.0625, 0.125, 0.25, 0.5)  # of the experts, where no slots are asked 
     help="Steps that are not counted; the static set is chosen on them [default: half].",
 )
 @click.option("--hot", type=FILE, help="Heat that the static set is chosen on instead.")
-@click.option(
-    "--budget", type=click.FloatRange(0, min_open=True), help="MiB: recommend the engine's MoE cache size."
-)
-@click.option("--fixed-ms", type=click.FloatRange(0), help="Time of a step without misses.")
-@click.option("--miss-ms", type=click.FloatRange(0), help="Time of one miss.")
-@click.option("--recall", type=click.FloatRange(0, 1), help="Look-ahead: share of misses it names in time.")
+@click.option("--budget", type=Number(0, min_open=True), help="MiB: recommend the engine's MoE cache size.")
+@click.option("--fixed-ms", type=Number(0), help="Time of a step without misses.")
+@click.option("--miss-ms", type=Number(0), help="Time of one miss.")
+@click.option("--recall", type=Number(0, 1), help="Look-ahead: share of misses it names in time.")
 @click.option("--width", type=click.IntRange(1), help="Look-ahead: experts it fetches a step.")
 @click.option(
     "--spare",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     default=0.0,
     show_default=True,
     help="Look-ahead: share of the fixed time in which the link is free.",

@@ -10,6 +10,7 @@ import click
 
 from commands.asking import Asked, asking, inputs_of
 from commands.console import mib, ms, out, out_json, out_table, say, table, write_text
+from commands.option_types import Target
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
@@ -19,13 +20,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @asking
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where to write the plan.")
+@click.option("-o", "--output", type=Target("plan"), help="Where to write the plan.")
 @click.option(
     "--quant", "quants", multiple=True, help="What if: REGEX=TYPE, for example 'ffn_.*_exps=iq2_xs'."
 )
-@click.option(
-    "--tensor-types", type=click.Path(path_type=Path), help="Write --quant as a llama-quantize map."
-)
+@click.option("--tensor-types", type=Target(), help="Write --quant as a llama-quantize map.")
 @click.option("--json", "as_json", is_flag=True, help="The plan as JSON.")
 def command(
     asked: Asked,

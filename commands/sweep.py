@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.asking import Asked, Inputs, asking, inputs_of
-from commands.console import mib, out_json, out_table, progress, table
+from commands.console import PICTURE, mib, out_json, out_table, progress, table
 from commands.figures import check_name, pyplot, save
+from commands.option_types import Target
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
@@ -39,14 +40,18 @@ class Point:
 @asking
 @click.option("--budgets", required=True, help="FIRST:LAST:STEP in MiB, on the swept device.")
 @click.option("--device", help="The device whose budget is swept [default: the first GPU].")
-@click.option("--plot", type=click.Path(path_type=Path), help="Write a picture: .png, .svg or .pdf.")
+@click.option("--plot", type=Target(PICTURE), help="Write a picture: .png, .svg or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def command(asked: Asked, budgets: str, device: str | None, plot: Path | None, as_json: bool) -> None:
     """Plan MODEL for a range of budgets."""
+    from planner.budget import parse_budget
+
     sizes = parse_range(budgets)
     check_name(plot, "--plot")
     inputs = inputs_of(asked)
     swept = _device(inputs, device)
+    if asked.budget is not None and swept in parse_budget(asked.budget):
+        raise OptionProblem("--budget", asked.budget, f"{swept} is what --budgets sweeps")
     points = _points(inputs, swept, sizes)
     if plot is not None:
         draw(points, f"{inputs.inventory.name} on {inputs.profile.name}, budget of {swept}", plot)

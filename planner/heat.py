@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from planner.errors import FieldProblem, InputError
+from planner.texts import mistaken
 
 MAGIC = "# heat: 1"
 COLUMNS = "layer,expert,count"
@@ -150,6 +151,8 @@ def to_text(heat: Heat) -> str:
 
 def from_text(text: str, path: str) -> Heat:
     """Heat from `heat.csv` text; FieldProblem names the line of what is wrong."""
+    if why := mistaken(text, "heat file"):
+        raise FieldProblem(path, 1, "", why)
     reader = _Reader(path)
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():

@@ -72,6 +72,8 @@ def load(text: str, kind: type[R], path: str) -> R:
     Raises FieldProblem with the line for a syntax error, an unknown or missing key, a wrong type
     or value, a repeated key. `path` is only used in messages.
     """
+    if not text.strip():
+        raise FieldProblem(path, 0, "", "empty file")
     if why := mistaken(text, kind.__name__.lower()):
         raise FieldProblem(path, 1, "", why)
     node = _compose(text, path)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from planner import heat as heats
 from planner.errors import FieldProblem
 from planner.heat import MAX_EXPERTS, Heat, Part, Phase
+from planner.texts import mistaken
 
 Ints = NDArray[np.int32]
 
@@ -139,6 +140,8 @@ def to_text(trace: Trace) -> str:
 
 def from_text(text: str, path: str) -> Trace:
     """Trace from `trace.csv` text; FieldProblem names the line of what is wrong."""
+    if why := mistaken(text, "routing trace"):
+        raise FieldProblem(path, 1, "", why)
     head: dict[str, str] = {}
     sources: list[str] = []
     rows: list[Row] = []

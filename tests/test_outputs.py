@@ -50,7 +50,7 @@ def test_a_plan_does_not_replace_a_model(tmp_path: Path, dense_model: Path) -> N
     target = tmp_path / "m.gguf"
     target.write_bytes(dense_model.read_bytes())
     result = solve(target)
-    assert (result.exit_code, result.stderr) == (2, f"atsplan: {target}: is not a text file: not replaced\n")
+    assert (result.exit_code, result.stderr) == (2, f"atsplan: {target}: is a model file: not replaced\n")
     assert target.read_bytes() == dense_model.read_bytes()
 
 
@@ -129,3 +129,52 @@ def test_names_in_no_encoding(tmp_path: Path, dense_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "\\udcff.gguf" in target.read_text(encoding="utf-8")
     assert utf8("ü\udcff") == "ü\\udcff"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["solve", TABLE, "--profile", PROFILE, "-o"],
+        ["sweep", TABLE, "--profile", PROFILE, "--budgets", "500:900:200", "--plot"],
+        ["explain", PLAN, "--plot"],
+        ["check", PLAN, "--junit"],
+        ["export", PLAN, "-o"],
+        ["inventory", TABLE, "-o"],
+        ["profile", TABLE, "-o"],
+        ["heat", "trace", "missing.gguf", "--text", "x", "-o"],
+        ["heat", "import", HEAT, "-o"],
+    ],
+)
+def test_a_target_that_cannot_be_is_told_before_any_work(tmp_path: Path, arguments: list[str | Path]) -> None:
+    target = tmp_path / "no" / "x.svg"
+    result = CliRunner().invoke(main, [*map(str, arguments), str(target)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"atsplan: {target}: cannot write here: there is no folder {target.parent}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["solve", TABLE, "--time-limit", "nan"], "nan is not a finite number"),
+        (["heat", "merge", HEAT, "-w", "nan"], "nan is not a finite number"),
+        (["heat", "merge", HEAT, "-w", "inf"], "inf is not in the range"),
+        (["heat", "merge", HEAT, "-w", "1e300"], "1e+300 is not in the range"),
+        (["profile", "--seconds", "inf"], "inf is not a finite number"),
+        (["heat", "trace", "m.gguf", "--temp", "inf"], "inf is not a finite number"),
+    ],
+)
+def test_numbers_are_numbers(arguments: list[str | Path], why: str) -> None:
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert why in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["check", PLAN, "--no-resolve", "--heat"], ["diff", PLAN, PLAN, "--model"], ["fmt"]]
+)
+def test_a_file_given_by_hand_is_read(tmp_path: Path, arguments: list[str | Path]) -> None:
+    """Also where nothing asks for it: a wrong name is not passed over."""
+    (tmp_path / "empty").mkdir()
+    result = CliRunner().invoke(main, [*map(str, arguments), str(tmp_path / "empty")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert str(tmp_path / "empty") in result.stderr and result.stderr.count("\n") == 1

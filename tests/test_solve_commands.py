@@ -67,8 +67,13 @@ def test_json_is_the_plan(model: Path) -> None:
         (("--budget", "2000", "--ctx", "4096", "--ctx-min", "8192"), 2, "above the context"),
         (("--budget", "2000", "--workload", "prompt=9000"), 2, "needs 9256 cells"),
         (("--budget", "2000", "--workload", "prompts=9"), 2, "expected prompt="),
-        (("--budget", "2000", "--workload", "gen=0"), 2, "greater than 0"),
-        (("--budget", "2000", "--kv-type", "q9_0"), 2, "--kv-type"),
+        (("--budget", "2000", "--workload", "gen=0"), 2, "--workload gen=0: input should be greater than 0"),
+        (("--budget", "2000", "--workload", "seqs=0"), 2, "--workload seqs=0: "),
+        (("--budget", "2000", "--workload", ""), 2, "expected prompt="),
+        (("--budget", ""), 2, "expected a size"),
+        (("--budget", "2000", "--reserve", ""), 2, "expected a size"),
+        (("--budget", "2000", "--kv-type", "q9_0"), 2, "--kv-type q9_0: q9_0: "),
+        (("--budget", "2000", "--kv-type", "f16/"), 2, "--kv-type f16/: nothing: "),
         (("--budget", "2000", "--pin", "nothing"), 2, "PATTERN=SITE"),
         (("--budget", "2000", "--pin", "blk.77.*=cpu"), 2, "matches no tensor"),
         (("--budget", "2000", "--reserve", "CUDA5=100"), 2, "has no budget"),
@@ -90,6 +95,16 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(model: Path, tmp_path: Pat
     before = sorted(tmp_path.iterdir())
     found = solve(model, "--budget", "2000", "-o", tmp_path / "no" / "plan.yaml")
     assert found.exit_code == 2 and sorted(tmp_path.iterdir()) == before
+
+
+def test_the_swept_budget_is_not_given_twice(model: Path) -> None:
+    ranged = ["--budgets", "2000:3000:1000"]
+    given = ["sweep", str(model), "--machine", "rtx4090-ddr5", *ranged, "--budget", "CUDA0=7"]
+    found = CliRunner().invoke(main, given)
+    assert (found.exit_code, found.stderr) == (
+        2,
+        "atsplan: --budget CUDA0=7: CUDA0 is what --budgets sweeps\n",
+    )
 
 
 def test_the_largest_context(model: Path) -> None:
