@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planner import kv
+from planner import kv, timing
 from planner.arch import Layers, layers_of
 from planner.choices import Chooser
 from planner.inventory import Inventory
 from planner.opaque import host_bound
 from planner.options import SolveOptions
 from planner.pins import agrees, pinned
-from planner.price import OFFLOAD_BATCH, Prices
+from planner.price import OFFLOAD_BATCH, Prices, state_case
 from planner.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
 from planner.profile import Device, Profile
 from planner.room import Room, room_of
@@ -21,6 +21,7 @@ from planner.workload import Workload
 
 INPUT = "input"
 OUTPUT = "output"
+UNFUSED = "unfused delta net"
 _FIGURES = 10_000  # times are rounded to this share of a token, at least: finer is noise, and slow to prove
 _ON_HOST = frozenset({Kind.EMBEDDING, Kind.LOOKUP})
 _NOT_LOADED = frozenset({Kind.FOREIGN})
@@ -250,12 +251,26 @@ def _mixed(
     recurrent = {f"blk.{n}" for n, is_recurrent in enumerate(model.layers.recurrent) if is_recurrent}
     if not any(_delta_net(t.name) for t in model.inventory.tensors) or not recurrent:
         return (graph,)
-    # A delta-net layer away from the GPU switches the fused operator off everywhere: the state is
-    # then read and written by some ten small operators in each such layer.
-    extra = 10 * max(d.op_overhead_ns for d in devices if d.kind != "cpu") * len(recurrent)
+    # A delta-net layer away from the GPU switches the fused operator off everywhere.
+    extra = max(unfused_ns(prices, d)[0] for d in devices if d.kind != "cpu") * len(recurrent)
     which = tuple(i for i, d in enumerate(decisions) if d.name in recurrent)
-    unfused = Mixed("unfused delta net", which, prices.per_token(extra), extra * steps, layers_only=True)
+    unfused = Mixed(UNFUSED, which, prices.per_token(extra), extra * steps, layers_only=True)
     return (graph, unfused)
+
+
+def unfused_ns(prices: Prices, device: Device) -> tuple[int, bool]:
+    """What a delta-net layer takes more without its fused operator, and whether that was measured.
+
+    Not measured: the state is read and written by some ten small operators instead of one.
+    """
+    case = state_case(prices.inventory, 1)
+    fused, unfused = (
+        timing.lookup(prices.profile, op, case.type, case.shape, 1, device.name)
+        for op in (case.op, timing.UNFUSED_DELTA_NET)
+    )
+    if unfused.basis == "measured" and fused.basis == "measured":
+        return max(unfused.ns - fused.ns, 0), True
+    return 10 * device.op_overhead_ns, False
 
 
 def _delta_net(name: str) -> bool:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from planner.baselines import Candidate
 from planner.budget import tight
-from planner.cost import OUTPUT, Model, Priced, decision_of
+from planner.cost import OUTPUT, UNFUSED, Model, Priced, decision_of, unfused_ns
 from planner.engines import computing_devices, device_of, range_of
 from planner.evaluate import Evaluation
 from planner.gguf_header import one_line
@@ -303,8 +303,23 @@ def _notes(
     found += [text for use in _uses(chosen, budgets, options) if (text := _tight(use, profile))]
     found += _ceilings(chosen)
     found += _paged(chosen, budgets, options)
+    found += _assumed(chosen)
     found += [f"profile: {warning}" for warning in profile.warnings]
     return tuple(found)
+
+
+def _assumed(chosen: Chosen) -> list[str]:
+    """Figures of the cost model that the profile does not hold, where they bear on this plan."""
+    prices = chosen.priced.prices
+    devices = [prices.profile.device(d.device) for d in chosen.priced.problem.devices if not d.host]
+    if all(unfused_ns(prices, device)[1] for device in devices):
+        return []
+    return [
+        "assumed, not measured: a delta-net layer on the CPU beside a GPU turns a fused kernel off in all of "
+        f"them, for {mixed.decode_ns / 1e6:.2f} ms a token"
+        for mixed in chosen.priced.problem.mixed
+        if mixed.name == UNFUSED
+    ]
 
 
 def _overfull(candidate: Candidate) -> str:

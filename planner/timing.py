@@ -22,7 +22,10 @@ Basis = Literal["measured", "between", "scaled", "roofline"]
 NS_PER_S = 10**9
 KV_STEP = 256  # the engine reads the cache in steps of so many cells
 # Operators of recurrent mixers: the shape is that of the state, kept in f32 and read and written every token.
-STATE_OPS = frozenset({"GATED_DELTA_NET", "SSM_SCAN", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN"})
+UNFUSED_DELTA_NET = "UNFUSED_DELTA_NET"  # not ggml's: the elementwise operators that do the fused one's work
+STATE_OPS = frozenset(
+    {"GATED_DELTA_NET", UNFUSED_DELTA_NET, "SSM_SCAN", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN"}
+)
 
 UNKNOWN = GgmlType(
     "unknown", 256, 144

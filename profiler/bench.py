@@ -118,7 +118,8 @@ class Bench:
         lib = self.ggml.lib
         with ExitStack() as stack:
             weights = stack.enter_context(self.ggml.context(2 * nodes + 8))
-            work = stack.enter_context(self.ggml.context(3 * nodes + 16, _graph_size(nodes)))
+            size = _graph_size(nodes * graphs.operators_per_node(case))
+            work = stack.enter_context(self.ggml.context(size, size))
             parts = graphs.build(self.ggml, weights, work, case, nodes)
             if parts.weights and self.convert and not plain:
                 stack.callback(lib.ggml_backend_buffer_free, self._allocate(weights, self.convert))
@@ -136,7 +137,7 @@ class Bench:
             if self.convert and parts.weights and not plain:
                 self._set_converted(parts.weights)
             graphs.set_inputs(self.ggml, parts)
-            graph = lib.ggml_new_graph_custom(work, _graph_size(nodes), False)
+            graph = lib.ggml_new_graph_custom(work, size, False)
             for node in parts.nodes:
                 lib.ggml_build_forward_expand(graph, node)
             yield graph
@@ -153,7 +154,8 @@ class Bench:
             return 0
         lib = self.ggml.lib
         own = lib.ggml_backend_dev_buffer_type(self.device.handle)
-        stride = -(-int(lib.ggml_backend_buft_get_alloc_size(own, nodes[0])) // 4096) * 4096
+        largest = max(int(lib.ggml_backend_buft_get_alloc_size(own, node)) for node in nodes)
+        stride = -(-largest // 4096) * 4096
         buffer = lib.ggml_backend_buft_alloc_buffer(own, 2 * stride)
         if not buffer:
             raise EngineProblem(self.ggml.name, f"no memory for results on {self.device.name}")

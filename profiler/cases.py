@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.inventory import Inventory, Tensor
 from planner.roles import Part, Role, part_of
-from planner.timing import Case
+from planner.timing import UNFUSED_DELTA_NET, Case
 
 DEPTHS = (0, 4096, 16384, 65536)
 VERIFY_BATCHES = (2, 8)  # speculative decoding checks 2 to 8 tokens; between them the line holds
@@ -161,6 +161,8 @@ def _state_cases(inventory: Inventory, n_ubatch: int) -> Iterator[Case]:
     if shape:
         op = "GATED_DELTA_NET" if _is_delta_net(inventory) else "SSM_SCAN"
         yield from (Case(op, "f32", shape, batch) for batch in (1, 16, n_ubatch))
+        if op == "GATED_DELTA_NET":
+            yield Case(UNFUSED_DELTA_NET, "f32", shape, 1)
 
 
 def state_shape(inventory: Inventory) -> tuple[int, int, int] | tuple[()]:

@@ -10,7 +10,7 @@ import ctypes as c
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from planner.timing import Case, kv_cells
+from planner.timing import UNFUSED_DELTA_NET, Case, kv_cells
 from runtime.ggml import Ggml, Handle
 
 
@@ -48,9 +48,14 @@ def weight_shape(case: Case) -> tuple[str, tuple[int, ...]]:
     if case.op == "FLASH_ATTN_EXT":
         head_dim, _, n_head_kv = case.shape
         return case.type, (head_dim, kv_cells(case), n_head_kv)
-    if case.op == "GATED_DELTA_NET":
+    if case.op in ("GATED_DELTA_NET", UNFUSED_DELTA_NET):
         return case.type, (case.shape[1], case.shape[1], case.shape[2])
     return case.type, case.shape
+
+
+def operators_per_node(case: Case) -> int:
+    """ggml operators that do one node's work."""
+    return 11 if case.op == UNFUSED_DELTA_NET else 1
 
 
 def weights_per_node(case: Case) -> int:
@@ -132,6 +137,31 @@ def _delta_net(ggml: Ggml, weights: Handle, work: Handle, case: Case, nodes: int
     return parts
 
 
+def _unfused_delta_net(ggml: Ggml, weights: Handle, work: Handle, case: Case, nodes: int) -> Parts:
+    """One token of the delta rule from elementwise operators, as an engine computes it without the fused one.
+
+    S <- exp(g) S; S <- S + k (b (v - k S)); the output is q S.
+    """
+    _, size, heads = case.shape
+    parts, lib = Parts(_copies(ggml, weights, case, nodes)), ggml.lib
+    shapes = [(size, 1, heads), (size, 1, heads), (1, size, heads), (1, 1, heads), (1, 1, heads)]
+    inputs = [ggml.new_tensor(work, "f32", shape) for shape in shapes]
+    parts.inputs = [(x, ramp(_count(shape))) for x, shape in zip(inputs, shapes, strict=True)]
+    q, k, v, gate, beta = inputs
+
+    def step(name: str, *operands: Handle) -> Handle:
+        parts.nodes.append(getattr(lib, f"ggml_{name}")(work, *operands))
+        return parts.nodes[-1]
+
+    for state in parts.weights:
+        kept = step("mul", state, step("exp", gate))
+        known = step("sum_rows", step("mul", kept, k))
+        change = step("mul", step("sub", v, known), beta)
+        after = step("add", kept, step("mul", step("repeat", k, kept), change))
+        step("sum_rows", step("mul", after, q))
+    return parts
+
+
 def _ssm_scan(ggml: Ggml, weights: Handle, work: Handle, case: Case, nodes: int) -> Parts:
     d_state, head_dim, heads = case.shape
     parts = Parts(_copies(ggml, weights, case, nodes))
@@ -170,6 +200,7 @@ BUILDERS: dict[str, Build] = {
     "GET_ROWS": _get_rows,
     "FLASH_ATTN_EXT": _flash_attention,
     "GATED_DELTA_NET": _delta_net,
+    UNFUSED_DELTA_NET: _unfused_delta_net,
     "SSM_SCAN": _ssm_scan,
     "RMS_NORM": _norms,
     "CONT": _copy,

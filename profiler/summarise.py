@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.errors import MachineError
 from planner.profile import Device, Fingerprint, Link, OpTiming, Profile
-from planner.timing import Case, bytes_read
+from planner.timing import STATE_OPS, Case, bytes_read
 from profiler.cases import Job, Place
 from profiler.samples import possible
 
@@ -106,7 +106,7 @@ def _verdict(job: Job, line: Line, streams: Mapping[str, int]) -> Verdict:
 
 def compulsory_bytes(case: Case) -> int:
     """Bytes that no cache can have saved. A recurrent state is small enough to stay in one."""
-    if case.op in ("GATED_DELTA_NET", "SSM_SCAN", "GET_ROWS", "RMS_NORM"):
+    if case.op in STATE_OPS or case.op in ("GET_ROWS", "RMS_NORM"):
         return 0
     if case.op == "MUL_MAT_ID" and case.batch > 1:
         case = replace(case, batch=1)  # of several tokens only one is sure to use experts of its own

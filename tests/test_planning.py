@@ -8,12 +8,16 @@ from planning_models import MIB, dense, machine, moe, plan, real, sites
 from planner.baselines import layer_devices
 from planner.budget import budgets_for, parse_budget, parse_reserve
 from planner.context import Keep, largest_context
+from planner.cost import UNFUSED, model_of, price
 from planner.errors import OptionProblem
 from planner.options import CachePoint, Pin, Reserve, SolveOptions
 from planner.plan import Plan, to_text
 from planner.predict import predict
+from planner.price import state_case
+from planner.profile import OpTiming, Profile
 from planner.refusal import Infeasible
 from planner.requant import parse_rule, requantised, tensor_types
+from planner.timing import UNFUSED_DELTA_NET
 from planner.workload import Workload
 
 NO_CPU = SolveOptions(no_cpu=True)
@@ -326,6 +330,37 @@ def test_one_recurrent_layer_on_the_cpu_costs_all_of_them() -> None:
     experts_only = mixed(-1, {"blk.0.experts": "cpu"})
     assert mixed(3, {}) == experts_only  # layer 3 attends
     assert mixed(0, {}) > experts_only > 0
+
+
+def test_that_cost_is_measured_where_the_profile_has_it_and_else_said_to_be_assumed() -> None:
+    model, work = real("Qwen3.6-35B-A3B-q4_K"), Workload()
+    fused = state_case(model, 1)
+
+    def case(op: str, ns: int) -> OpTiming:
+        return OpTiming(
+            op=op,
+            type="f32",
+            shape=fused.shape,
+            batch=1,
+            device="CUDA0",
+            buffer="CUDA0",
+            time_ns=ns,
+            spread_ns=0,
+            samples=9,
+        )
+
+    def extra(profile: Profile) -> int:
+        budgets = budgets_for(profile, parse_budget("8000"))
+        problem = price(model_of(model, work), profile, budgets, work, SolveOptions()).problem
+        return next(m.decode_ns for m in problem.mixed if m.name == UNFUSED)
+
+    told = "assumed, not measured: a delta-net layer"
+    timings = (case(fused.op, 9_000), case(UNFUSED_DELTA_NET, 109_000))
+    known = machine().model_copy(update={"timings": timings})
+    assert extra(known) == 30 * 100_000 != extra(machine())  # thirty such layers
+    assert any(note.startswith(told) for note in plan(model, "8000").notes)
+    assert not any(note.startswith(told) for note in plan(model, "8000", on=known).notes)
+    assert not any(note.startswith(told) for note in plan(moe(), "2000").notes)
 
 
 # Experts.

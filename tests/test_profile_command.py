@@ -85,6 +85,7 @@ EVERY_OPERATOR = (
     Case("FLASH_ATTN_EXT", "q8_0", (64, 4, 2), 16, depth=300),
     Case("GATED_DELTA_NET", "f32", (64, 64, 4), 1),
     Case("GATED_DELTA_NET", "f32", (64, 64, 4), 16),
+    Case("UNFUSED_DELTA_NET", "f32", (64, 64, 4), 1),
     Case("SSM_SCAN", "f32", (128, 64, 8), 1),  # Mamba-2
     Case("SSM_SCAN", "f32", (16, 1, 512), 16),  # Mamba-1
     Case("RMS_NORM", "f32", (256,), 16),
