@@ -59,6 +59,11 @@ _OPTIONS = (
         "--stripes/--no-stripes", default=True, help="Hot experts of a layer on the GPU [with --heat]."
     ),
     click.option("--fit", "engine", help="Compare with --fit of this engine too: library, folder, or auto."),
+    click.option(
+        "--cache",
+        type=_FILE,
+        help="Routing trace: lets the engine's MoE cache (llama.cpp b11548 and later) hold host experts.",
+    ),
     click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True, help="Seconds."),
 )
 
@@ -88,6 +93,7 @@ class Asked:
     heat: Path | None
     stripes: bool
     engine: str | None
+    cache: Path | None
     time_limit: float
 
 
@@ -299,6 +305,7 @@ def _options(
         time_limit_s=asked.time_limit,
         command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
         **_heat(asked, inventory, workload),
+        **_cache(asked),
     )
 
 
@@ -306,3 +313,9 @@ def _heat(asked: Asked, inventory: Inventory, workload: Workload) -> dict[str, A
     from commands.inputs import heat_options
 
     return heat_options(asked.heat, inventory, workload) if asked.heat else {}
+
+
+def _cache(asked: Asked) -> dict[str, Any]:
+    from commands.inputs import cache_options
+
+    return cache_options(asked.cache, asked.model) if asked.cache else {}

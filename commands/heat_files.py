@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from commands.console import say, write_text
 from commands.models import load_inventory
-from planner.errors import FileProblem
+from planner.errors import FileProblem, InputError
 
 if TYPE_CHECKING:
     from planner.gguf_header import Bytes
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from planner.heat_formats import Imported
     from planner.heat_orders import Orders
     from planner.moe import MoeShape
+    from planner.routing import Trace
 
 
 @contextmanager
@@ -51,6 +52,15 @@ def read_profile(path: Path, model: Path | None = None, n_expert: int = 0) -> Im
     for note in found.notes:
         say(f"{path}: {note}")
     return found
+
+
+def decode_trace(found: Imported, path: Path) -> Trace:
+    """The routing of single tokens, for what depends on its order; InputError where there is none."""
+    if found.trace is None:
+        raise InputError(f"{path}: counts only: a cache needs the order of the choices, a trace")
+    if not found.trace.decode.any():
+        raise InputError(f"{path}: no decode steps: expert caches serve decoding, prefill touches nearly all")
+    return found.trace
 
 
 def read_heat(path: Path, model: Path | None = None) -> Heat:

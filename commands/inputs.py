@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.console import read_text
-from planner.errors import FileProblem
+from commands.console import read_text, say
+from planner.errors import FileProblem, InputError
 
 if TYPE_CHECKING:
     from planner.check import Inputs
@@ -143,6 +143,22 @@ def _check_heat(path: Path) -> None:
     from planner.heat import from_text
 
     from_text(read_text(path), str(path))
+
+
+def cache_options(path: Path, model: Path) -> dict[str, Any]:
+    """Fields of SolveOptions from a routing trace: what sizes of the engine's MoE cache would serve."""
+    from commands.heat_files import decode_trace, read_profile, shape_of
+    from planner.cache_model import hit_curve
+    from planner.simulate import demand_of
+
+    trace, shape = decode_trace(read_profile(path, model), path), shape_of(model)
+    demand = demand_of(trace, per_layer=False)
+    curve = hit_curve(demand, shape.n_used if shape else trace.n_used, demand.n_steps // 2)
+    if not curve:
+        raise InputError(f"{path}: {demand.n_steps} decode steps: too few to tell what a cache would serve")
+    told = ", ".join(f"{p.hit_ppm / 1e4:.0f} % with {p.share_ppm / 1e4:.0f} %" for p in curve)
+    say(f"{path}: choices that a MoE cache serves, by the experts it holds: {told}")
+    return {"cache": curve}
 
 
 def heat_options(path: Path, inventory: Inventory, workload: Workload) -> dict[str, Any]:

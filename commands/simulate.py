@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.console import ms, out, out_json, out_table, progress, say, table
-from commands.heat_files import read_heat, read_profile, shape_of
+from commands.heat_files import decode_trace, read_heat, read_profile, shape_of
 from commands.option_types import Number
 from planner.errors import InputError, OptionProblem
 
@@ -87,7 +87,7 @@ def command(
     from planner import simulate as sim
 
     found = read_profile(file, model)
-    trace = _decode(found, file)
+    trace = decode_trace(found, file)
     whole = sim.demand_of(trace, per_layer=not shared)
     demand = sim.one_by_one(whole) if serial else whole
     after = demand.n_steps // 2 if warm_up is None else min(warm_up, demand.n_steps - 1)
@@ -105,14 +105,6 @@ def command(
     _print(runs, demand, whole, times)
     _print_ahead(runs, times, ahead)
     return _print_advice(advice)
-
-
-def _decode(found: Imported, file: Path) -> Trace:
-    if found.trace is None:
-        raise InputError(f"{file}: counts only: a cache needs the order of the choices, a trace")
-    if not found.trace.decode.any():
-        raise InputError(f"{file}: no decode steps: expert caches serve decoding, prefill touches nearly all")
-    return found.trace
 
 
 def _policies(names: tuple[str, ...], half_life: float, static: bool) -> list[Policy]:

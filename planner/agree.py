@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from planner.arch import layers_of
 from planner.errors import InputError
+from planner.expert_cache import faults as cache_faults
 from planner.inventory import Inventory
 from planner.kv import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.loading import LoadSpec, plan_layer_devices
@@ -42,6 +43,7 @@ def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
         or _unit_faults(plan, inventory)
         or _tensor_faults(plan, inventory)
         or _cache_faults(plan, inventory)
+        or list(cache_faults(plan))
     )
     if faults:
         raise Contradiction(path, tuple(faults))

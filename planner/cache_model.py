@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from planner.errors import AnswerIsNo, InputError
 from planner.heat_found import StepCost
-from planner.simulate import POLICIES, Demand, Replay, replay
+from planner.plan import CachePoint
+from planner.simulate import Demand, Replay
 
 Ints = NDArray[np.int64]
 
+SHARES_PPM = tuple(62_500 * n for n in range(1, 13))  # of the experts: a sixteenth to three quarters
+_PPM = 10**6
 ENOUGH = 0.98  # of the hit rate that the whole budget gives: what is beyond it buys little
 
 
@@ -137,11 +140,68 @@ def advise(
     most = min(budget_bytes // expert_bytes, demand.n_items)
     if most < n_used:
         raise CacheTooSmall(budget_bytes, n_used * expert_bytes)
+    depths = lru_depths(demand, after)
+    steps = max(1, demand.n_steps - after)
     sizes = sorted({max(n_used, round(most * (i + 1) / points)) for i in range(points)})
-    curve = [_advice(replay(demand, POLICIES["lru"], slots, after=after), expert_bytes) for slots in sizes]
+    curve = [_advice(depths, slots, steps, expert_bytes) for slots in sizes]
     enough = ENOUGH * curve[-1].hit_rate
     return next(entry for entry in curve if entry.hit_rate >= enough), curve
 
 
-def _advice(run: Replay, expert_bytes: int) -> CacheAdvice:
-    return CacheAdvice(run.slots * expert_bytes, run.slots, run.hit_rate, float(run.misses.mean()))
+def _advice(depths: Ints, slots: int, steps: int, expert_bytes: int) -> CacheAdvice:
+    hits = int((depths < slots).sum())
+    rate, misses = hits / max(1, len(depths)), (len(depths) - hits) / steps
+    return CacheAdvice(slots * expert_bytes, slots, rate, misses)
+
+
+def hit_curve(demand: Demand, n_used: int, after: int = 0) -> tuple[CachePoint, ...]:
+    """What sizes of one cache for all layers serve, by their share of the experts; ascending, concave.
+
+    `demand` is of the shared kind, its first `after` steps are not counted. Sizes that some mixture of a
+    smaller and a larger one would beat are left out, as are those that hold no token's experts.
+    """
+    depths = lru_depths(demand, after)
+    found = []
+    for share in SHARES_PPM:
+        slots = demand.n_items * share // _PPM
+        hits = int((depths < slots).sum()) * _PPM // max(1, len(depths))
+        if slots >= n_used and hits:
+            found.append(CachePoint(share_ppm=share, hit_ppm=hits))
+    return _concave(found)
+
+
+def _concave(points: Sequence[CachePoint]) -> tuple[CachePoint, ...]:
+    """The points on the upper hull of all of them and nothing at no size."""
+    hull: list[tuple[int, int]] = [(0, 0)]
+    for x, y in ((p.share_ppm, p.hit_ppm) for p in points):
+        while len(hull) > 1 and _turns_up(hull[-2], hull[-1], (x, y)):
+            hull.pop()
+        if y > hull[-1][1]:
+            hull.append((x, y))
+    return tuple(CachePoint(share_ppm=x, hit_ppm=y) for x, y in hull[1:])
+
+
+def _turns_up(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:
+    """Whether the middle point is not above the line between the others."""
+    return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def lru_depths(demand: Demand, after: int = 0) -> Ints:
+    """For each id asked for, how many others were used since; never used is deeper than any cache.
+
+    An LRU cache of so many slots or fewer misses it, one with more serves it: one pass for all sizes that
+    hold an event's ids. Only for one bank; the first `after` steps are not counted.
+    """
+    if demand.ids.shape[1] != 1:
+        raise ValueError("one cache for all layers has one bank")
+    last = np.full(demand.n_items, -1, dtype=np.int64)
+    width = demand.ids.shape[2]
+    found = []
+    for event, step, ids in zip(range(len(demand.ids)), demand.steps, demand.ids[:, 0], strict=True):
+        asked = ids[ids >= 0]
+        seen = last[asked]
+        if step >= after:
+            depth = np.count_nonzero(last[None, :] > seen[:, None], axis=1)
+            found.append(np.where(seen < 0, demand.n_items, depth))
+        last[asked] = event * width + np.arange(width - 1, width - 1 - len(asked), -1)  # best ranks last
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 from planner.kernels import attends
 from planner.options import SolveOptions
+from planner.plan import CachePoint
 from planner.price import OFFLOAD_BATCH, Prices, Times
 from planner.problem import Option
 from planner.profile import Device
 from planner.room import Room
 from planner.stripes import Stripe, stripe_widths
-from planner.units import BOUND, Kind, Unit, movable
+from planner.units import BOUND, Kind, Unit
 
 PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
+_CACHED_BATCH = 32  # tokens a step up to which the engine uses its MoE cache
 _PPM = 10**6
 
 
@@ -28,6 +30,7 @@ class Spot:
     times: Times
     host: bool = False
     shares: tuple[int, ...] = ()
+    splits: int = 0
 
 
 class Chooser:
@@ -59,9 +62,13 @@ class Chooser:
         return self.cpu >= 0 and option.memory[self.cpu] > 0
 
     def exclusive(self) -> tuple[tuple[int, ...], ...]:
-        """Shares that exclude each other: one size of MoE cache for all layers."""
-        first = PER_DEVICE * len(self.devices)
-        return (tuple(range(first, first + len(self.options.cache))),) if self.options.cache else ()
+        """Shares that exclude each other: the engine is told one size, and divides it among all GPUs.
+
+        So one GPU has the cache, and no layer of any GPU has its experts on the host beside it.
+        """
+        if not self.options.cache:
+            return ()
+        return (tuple(range(self._cache_share(0, 0), self._cache_share(len(self.devices), 0) + 1)),)
 
     def layer(self, name: str, units: tuple[Unit, ...], kv: int, state: int) -> list[Option]:
         """Options of a layer (or the output head) that keeps `kv` and `state` bytes beside its weights."""
@@ -99,10 +106,11 @@ class Chooser:
         if apart and self.cpu >= 0:
             streams = device.kind == "gpu" and unit.kind is not Kind.OUTPUT  # one row a sequence: too few
             times = self._host_times(unit, d if streams else -1)
-            moved = sum(self.prices.tensors[name].size_bytes for name in movable(unit))
+            moved = self.prices.moved_bytes(unit)
             memory = [0] * len(self.devices)
             memory[self.cpu], memory[d] = moved, unit.size_bytes - moved
-            yield Spot("cpu", tuple(memory), times, True)
+            shares = self._no_cache() if unit.kind is Kind.EXPERTS else ()
+            yield Spot("cpu", tuple(memory), times, True, shares)
         if unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
             yield from self._stripes(unit, d, here)
             yield from self._cached(unit, d, here)
@@ -134,27 +142,44 @@ class Chooser:
             yield Spot(f"stripe:{device.name}:{stripe.k}", tuple(memory), times)
 
     def _cached(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
-        """Experts on the host behind the engine's cache, which holds the same share of every layer."""
+        """Experts on the host behind the engine's cache: decoded on the GPU, prompts like host weights."""
         device = self.devices[d]
-        if not self.options.op_offload:
-            return  # without it no operator of host weights reaches the device, the cache's neither
         if device.memory_pool and device.memory_pool == self.devices[self.cpu].memory_pool:
             return  # one memory: a cache would only copy within it
+        moved = self.prices.moved_bytes(unit)
+        there = self._there(d, unit) + self._hand_over(self.cpu, d, 1)
+        prefill = self._host_times(unit, d).prefill_ns + there.prefill_ns
+        streaming = (PER_DEVICE * d + 1, PER_DEVICE * d + 2) if self._streams(d) else ()
         for n, point in enumerate(self.options.cache):
+            if not serves(point, unit, self.prices.step_tokens):
+                continue
             memory = [0] * len(self.devices)
-            memory[d] = unit.size_bytes * point.share_ppm // _PPM
-            memory[self.cpu] = unit.size_bytes
-            if memory[d] * unit.experts < unit.used * unit.size_bytes:
-                continue  # the engine leaves a layer out whose slots are fewer than it uses
-            missed = unit.active_bytes * self.prices.step_tokens * (_PPM - point.hit_ppm) // _PPM
-            copied = self.prices.copy_ns(self.devices[self.cpu].name, device.name, missed)
-            asked = self.prices.copy_ns(device.name, self.devices[self.cpu].name, 4 * unit.used)
-            waited = self.prices.per_token(copied + asked)
-            prefill = self._host_times(unit, d).prefill_ns
-            times = Times(here.decode_ns + waited, prefill, 0)
-            streaming = (PER_DEVICE * d + 1, PER_DEVICE * d + 2) if self._streams(d) else ()
-            shares = (*streaming, PER_DEVICE * len(self.devices) + n)
-            yield Spot(f"cache:{device.name}:{point.share_ppm}", tuple(memory), times, shares=shares)
+            memory[d] = unit.size_bytes - moved + moved * point.share_ppm // _PPM
+            memory[self.cpu] = moved
+            times = Times(here.decode_ns + self._misses_ns(unit, d, point), prefill, 0)
+            shares = (*streaming, self._cache_share(d, n))
+            yield Spot(
+                f"cache:{device.name}:{point.share_ppm}", tuple(memory), times, shares=shares, splits=1
+            )
+
+    def _misses_ns(self, unit: Unit, d: int, point: CachePoint) -> int:
+        """The router's choice read back, a new split, and every expert that is not there copied."""
+        host, device = self.devices[self.cpu].name, self.devices[d].name
+        copy, missing = self.prices.copy_ns, _PPM - point.hit_ppm
+        wanted = unit.used * self.prices.step_tokens
+        missed = unit.active_bytes * self.prices.step_tokens * missing // _PPM
+        each = copy(host, device, 0)
+        uploads = copy(host, device, missed) - each + each * wanted * missing // _PPM
+        waited = self.prices.calibration.split_ns + copy(device, host, 4 * wanted) + uploads
+        return self.prices.per_token(waited)
+
+    def _cache_share(self, d: int, n: int) -> int:
+        """The share of the `n`-th cache size on a device."""
+        return PER_DEVICE * len(self.devices) + d * len(self.options.cache) + n
+
+    def _no_cache(self) -> tuple[int, ...]:
+        """The share of experts on the host, which the engine would cache whether planned so or not."""
+        return (self._cache_share(len(self.devices), 0),) if self.options.cache else ()
 
     def _option(self, d: int, units: tuple[Unit, ...], spots: tuple[Spot, ...], kept: int) -> Option:
         """One combination of spots, with the changes of device inside the layer."""
@@ -191,7 +216,7 @@ class Chooser:
             prefill_ns=times.prefill_ns,
             memory=tuple(memory),
             shares=tuple(sorted(shares)),
-            splits=splits,
+            splits=splits + sum(s.splits for s in spots),
             parts=tuple(s.times.decode_ns for s in spots),
         )
 
@@ -223,6 +248,13 @@ class Chooser:
 
     def _bytes(self, device: int, size: int) -> tuple[int, ...]:
         return tuple(size if i == device else 0 for i in range(len(self.devices)))
+
+
+def serves(point: CachePoint, unit: Unit, tokens: int) -> bool:
+    """Whether the engine caches a layer at this size and asks the cache for a step of this many tokens."""
+    slots = unit.experts * point.share_ppm // _PPM
+    wanted = min(unit.used * tokens, unit.experts)
+    return slots >= max(unit.used, wanted) and tokens <= _CACHED_BATCH
 
 
 def _blend(hot: Times, cold: Times, stripe: Stripe) -> Times:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from planner import kv, timing
 from planner.arch import Layers, layers_of
 from planner.choices import Chooser
-from planner.inventory import Inventory
+from planner.inventory import Inventory, by_name
 from planner.opaque import host_bound
 from planner.options import SolveOptions
 from planner.pins import agrees, pinned
@@ -16,7 +16,7 @@ from planner.price import OFFLOAD_BATCH, Prices, state_case
 from planner.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
 from planner.profile import Device, Profile
 from planner.room import Room, room_of
-from planner.units import Kind, Unit, UnitTable, units_of
+from planner.units import Kind, Unit, UnitTable, movable, units_of
 from planner.workload import Workload
 
 INPUT = "input"
@@ -103,7 +103,7 @@ def price(
     n_gpus = sum(d.kind != "cpu" for d in devices)
     rooms = {d.name: room_of(model.inventory, workload, d, n_gpus) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
-    shares += tuple(Share(f"cache of {point.share_ppm} ppm", 0, 0) for point in options.cache)
+    shares += _cache_shares(model, devices, options)
     chooser = Chooser(prices, devices, options, rooms)
     units = [u for _, g in model.groups for u in g]
     wanted = host_bound(model.inventory, units, profile)
@@ -161,6 +161,29 @@ def _shares(index: int, device: Device, room: Room) -> tuple[Share, ...]:
         Share(f"{device.name} streams", index, room.staging_bytes - shared),
         Share(f"{device.name} has the head", index, room.head_bytes - shared),
     )
+
+
+def _cache_shares(model: Model, devices: tuple[Device, ...], options: SolveOptions) -> tuple[Share, ...]:
+    """What each size of the engine's MoE cache takes beside its part of every layer, by device.
+
+    The engine adds one slot for each set of layers whose experts are alike, and is told whole MiB. The last
+    share stands for experts on the host without a cache.
+    """
+    if not options.cache:
+        return ()
+    tensors = by_name(model.inventory)
+    slots = {
+        tuple((tensors[n].type, tensors[n].shape) for n in movable(u)): u.size_bytes // u.experts
+        for u in model.units
+        if u.kind is Kind.EXPERTS
+    }
+    extra = sum(slots.values()) + 2**20
+    found = [
+        Share(f"{d.name} has a cache of {point.share_ppm} ppm", i, extra)
+        for i, d in enumerate(devices)
+        for point in options.cache
+    ]
+    return (*found, Share("experts on the host without a cache", 0, 0))
 
 
 def _pools(devices: tuple[Device, ...], profile: Profile, reserved: Mapping[str, int]) -> tuple[Pool, ...]:

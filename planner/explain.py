@@ -55,6 +55,8 @@ def _place(site: str) -> str:
     kind, _, rest = site.partition(":")
     if kind == "stripe":
         return f"{rest.rsplit(':', 1)[0]}, hot ones there and the others across the bus"
+    if kind == "cache":
+        return f"{rest.rsplit(':', 1)[0]}, through the engine's MoE cache"
     return "the CPU" if site == "cpu" else rest
 
 

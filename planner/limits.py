@@ -60,10 +60,11 @@ def share_sets(problem: Problem, memories: list[Memory]) -> list[frozenset[int]]
     free = frozenset(range(len(problem.shares))) - costly
     asked = {frozenset(o.shares) & costly for _, _, o in problem.each_option()}
     unions: set[frozenset[int]] = {frozenset()}
+    groups = [frozenset(group) for group in problem.exclusive]
     for each in sorted(asked, key=sorted):
-        unions |= {each | other for other in unions}
-    legal = [u for u in unions if all(len(u & set(group)) <= 1 for group in problem.exclusive)]
-    return [u | free for u in sorted(legal, key=lambda u: (len(u), sorted(u)))]
+        joined = {each | other for other in unions}
+        unions |= {u for u in joined if all(len(u & group) <= 1 for group in groups)}
+    return [u | free for u in sorted(unions, key=lambda u: (len(u), sorted(u)))]
 
 
 def share_memory(problem: Problem, memories: list[Memory], paid: frozenset[int]) -> Ints:

@@ -74,6 +74,7 @@ def load_spec(plan: Plan) -> LoadSpec:
     devices = plan_layer_devices(plan)
     runs, notes = _at_most(MAX_DEVICES, _runs(devices))
     overrides = tuple((o.pattern, _legal(o.buffer)) for o in plan.overrides)
+    cache_bytes = sum(use.cache_bytes for use in plan.devices)
     used = [use.name for use in plan.devices if use.compute_bytes or use.weights_bytes]
     return _listed(
         LoadSpec(
@@ -82,7 +83,8 @@ def load_spec(plan: Plan) -> LoadSpec:
             n_gpu_layers=0,
             overrides=overrides,
             workload=plan.workload,
-            cache_bytes=sum(use.cache_bytes for use in plan.devices),
+            cache_bytes=cache_bytes,
+            use_extra_bufts=not cache_bytes,  # the engine caches no weights in layouts of the CPU's own
             threads=plan.machine.threads,
             op_offload=plan.op_offload,
             notes=notes,

@@ -1,4 +1,4 @@
-"""The nearest plan that stock llama.cpp tools can load: no stripes, no sized cache, CPU layers first."""
+"""The nearest plan that stock llama.cpp tools can load: no stripes, CPU layers first."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ def nearest(plan: Plan) -> Plan:
     """
     before = plan_layer_devices(plan)
     after = (*sorted(before[:-1], key=lambda device: device != CPU), before[-1])
-    units = tuple(p.model_copy(update={"site": _site(p, before, after)}) for p in plan.units)
+    cached = next((p.site for p in plan.units if p.site.startswith("cache:")), "cpu")
+    units = tuple(p.model_copy(update={"site": _site(p, before, after, cached)}) for p in plan.units)
     # Pins name units whose layers have moved.
     free = plan.constraints.model_copy(update={"pins": ()})
     return plan.model_copy(update={"layers": _ranges(after), "units": units, "constraints": free})
 
 
-def _site(placement: Placement, before: Sequence[str], after: Sequence[str]) -> str:
-    kind = placement.site.partition(":")[0]
-    if kind in ("stripe", "cache"):
-        return "cpu"
+def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cached: str) -> str:
+    """The legal site; `cached` is that of host experts of device layers, "cpu" without a MoE cache."""
     layer = _layer(placement.unit)
+    if placement.site.startswith("stripe:"):
+        return cached
+    if layer is not None and placement.unit.endswith(".experts") and placement.site in ("cpu", cached):
+        return "cpu" if after[layer] == CPU else cached
     if layer is None or layer >= len(before) or before[layer] == after[layer]:
         return placement.site
     # Weights that were on the CPU stay there, or a layer new to the device would not fit.

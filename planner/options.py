@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.plan import EngineFit, ExpertOrder, Speculation
+from planner.plan import CachePoint, EngineFit, ExpertOrder, Speculation
 
 MAX_ENGINE_DEVICES = 16  # llama_max_devices: entries of the device list, repeats included
 
@@ -30,14 +30,6 @@ class Reserve:
     def opens(self) -> bool:
         """Whether its device is in use on its account, even where no layer of the model is."""
         return self.name.startswith(("projector", "draft"))
-
-
-@dataclass(frozen=True, slots=True)
-class CachePoint:
-    """One point of a MoE cache's hit curve."""
-
-    share_ppm: int  # of a layer's expert bytes held in the cache
-    hit_ppm: int  # of routed choices served
 
 
 @dataclass(frozen=True, slots=True)

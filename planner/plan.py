@@ -182,6 +182,13 @@ class Reserved(Record):
     size_bytes: int = Field(ge=0)
 
 
+class CachePoint(Record):
+    """One size of the engine's MoE cache: experts are kept for all cached layers together, last used last."""
+
+    share_ppm: int = Field(gt=0, le=1_000_000)  # of the cached layers' experts it holds
+    hit_ppm: int = Field(ge=0, le=1_000_000)  # of routed choices it serves
+
+
 class Constraints(Record):
     """What the solver was asked to respect, so that a check can ask the same again."""
 
@@ -195,6 +202,7 @@ class Constraints(Record):
     reserves: tuple[Reserved, ...] = ()
     heat_digest: str = ""  # of the heat file that expert coverage comes from
     stripes: bool = True  # hot experts may live on the GPU, given heat
+    cache: tuple[CachePoint, ...] | None = None  # the engine has a MoE cache; sizes to choose from, concave
 
 
 class Plan(Record):

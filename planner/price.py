@@ -17,7 +17,7 @@ from planner.plan import Speculation
 from planner.profile import Calibration, Profile
 from planner.roles import Role, part_of
 from planner.sliding import sliding_layers, window
-from planner.units import Kind, Unit
+from planner.units import Kind, Unit, movable
 from planner.workload import Workload
 
 OFFLOAD_BATCH = 32  # from this batch on the engine copies host weights to a GPU and computes there
@@ -135,6 +135,10 @@ class Prices:
         if unit.layer is not None and batch >= self.workload.n_ubatch:
             touched = min(touched, self.distinct.get(unit.layer, touched))
         return round(unit.size_bytes * touched / unit.experts)
+
+    def moved_bytes(self, unit: Unit) -> int:
+        """Weights of a unit that can live elsewhere than on its layer device."""
+        return sum(self.tensors[name].size_bytes for name in movable(unit))
 
     def copy_ns(self, source: str, target: str, size_bytes: int) -> int:
         """Time of one copy between two devices; through the host where they have no link of their own."""

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from planner.baselines import Candidate
-from planner.budget import tight
-from planner.cost import OUTPUT, UNFUSED, Model, Priced, decision_of, unfused_ns
+from planner.cost import OUTPUT, Model, Priced, decision_of
 from planner.engines import computing_devices, device_of, range_of
 from planner.evaluate import Evaluation
-from planner.gguf_header import one_line
-from planner.given import NAME as FIT
-from planner.opaque import host_types
+from planner.expert_cache import cached_bytes
+from planner.notes import Subject, notes_of
 from planner.options import SolveOptions
 from planner.overrides import overrides_of
 from planner.plan import (
@@ -36,11 +34,11 @@ from planner.profile import Profile, to_text
 from planner.reasons import reason
 from planner.records import digest
 from planner.same_machine import facts_of
-from planner.units import Unit, foreign_note
+from planner.units import Unit
 from planner.workload import Workload
 
 _PPM = 10**6
-_SHOWN = 5  # names in a note
+_MIB = 2**20
 _FEW_THREADS = 4
 _ERROR_PPM = {True: 150_000, False: 300_000}  # without calibration: measured operators, assumed machine
 
@@ -71,7 +69,8 @@ def record(
     sites = sites_of(chosen, devices)
     units = priced.model.units
     placements = tuple(_placement(chosen, unit, sites[unit.name]) for unit in units)
-    notes = (*_notes(chosen, profile, budgets, options), *map(_overfull, stock))
+    uses = _uses(chosen, budgets, options)
+    subject = Subject(priced, chosen.evaluation, chosen.rule, uses, placements, stock)
     return Plan(
         command=options.command,
         version=version("atsplan"),
@@ -80,14 +79,14 @@ def record(
         engines=_engines(priced.model, sites, workload),
         workload=workload,
         constraints=constraints_of(budgets, options),
-        devices=_uses(chosen, budgets, options),
+        devices=uses,
         layers=ranges(devices),
         op_offload=priced.op_offload,
         speculation=options.speculation,
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),
         fit=options.fit,
-        notes=tuple(filter(None, notes)),
+        notes=notes_of(subject, budgets, options),
         units=placements,
         overrides=overrides_of(priced.model.inventory, units, [sites[u.name] for u in units], devices),
         experts=_orders(sites, units, options),
@@ -107,6 +106,7 @@ def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constra
         ),
         heat_digest=options.heat_digest,
         stripes=options.stripes,
+        cache=options.cache or None,
     )
 
 
@@ -232,32 +232,25 @@ def _use(chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptio
         return None
     kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
     asked = {s for _, option in _pairs(chosen) for s in option.shares}
-    once = sum(s.size_bytes for i, s in enumerate(problem.shares) if i in asked and s.device == d)
+    mine = [s for i, s in enumerate(problem.shares) if i in asked and s.device == d]
+    once = sum(s.size_bytes for s in mine)
     context = chosen.priced.prices.profile.device(device.device).context_bytes if once or opened else 0
-    cache = _cache_bytes(chosen, device.device)
+    sites = {unit: site for d, o in _pairs(chosen) for unit, site in zip(d.units, o.sites, strict=True)}
+    sizes = {u.name: chosen.priced.prices.moved_bytes(u) for u in model.units if u.name in sites}
+    cached = cached_bytes(sites, sizes, device.device)
+    # In whole MiB, as the stock tools' option says it; what is left over lies with the compute buffer.
+    cache = (cached + sum(s.size_bytes for s in mine if " cache of " in s.name)) // _MIB * _MIB
     reserved = sum(r.size_bytes for r in options.reserves if r.device == device.device)
     return DeviceUse(
         name=device.device,
         kind=device.kind,
         budget_bytes=budgets[device.device],
-        weights_bytes=total - kv - state - once - cache,
+        weights_bytes=total - kv - state - once - cached,
         kv_bytes=kv,
         state_bytes=state,
-        compute_bytes=max(once - context, 0),
+        compute_bytes=max(once + cached - cache - context, 0),
         cache_bytes=cache,
         reserve_bytes=context + reserved,
-    )
-
-
-def _cache_bytes(chosen: Chosen, device: str) -> int:
-    """What the engine's MoE cache holds on a device: its share of every layer behind it."""
-    sizes = {unit.name: unit.size_bytes for unit in chosen.priced.model.units}
-    sites = [pair for d, o in _pairs(chosen) for pair in zip(d.units, o.sites, strict=True)]
-    prefix = f"cache:{device}:"
-    return sum(
-        sizes[unit] * int(site.removeprefix(prefix)) // _PPM
-        for unit, site in sites
-        if site.startswith(prefix)
     )
 
 
@@ -287,88 +280,6 @@ def _placement(chosen: Chosen, unit: Unit, site: str) -> Placement:
                 why=reason(problem, decision, option, index, unit),
             )
     return Placement(unit=unit.name, site=site, size_bytes=unit.size_bytes, time_ns=0, why="not loaded")
-
-
-def _notes(
-    chosen: Chosen, profile: Profile, budgets: Mapping[str, int], options: SolveOptions
-) -> tuple[str, ...]:
-    found = []
-    if not profile.measured:
-        found.append(f"assumed, not measured: {profile.name}")
-    if chosen.rule:
-        found.append(f"same as the stock rule {chosen.rule}, or not told apart from it")
-    if not any(r.name.startswith("projector") for r in options.reserves):
-        found.append("no memory reserved for a vision projector (--mmproj)")
-    found += _unrecognised(chosen.priced.model, profile)
-    found += [text for use in _uses(chosen, budgets, options) if (text := _tight(use, profile))]
-    found += _ceilings(chosen)
-    found += _paged(chosen, budgets, options)
-    found += _assumed(chosen)
-    found += [f"profile: {warning}" for warning in profile.warnings]
-    return tuple(found)
-
-
-def _assumed(chosen: Chosen) -> list[str]:
-    """Figures of the cost model that the profile does not hold, where they bear on this plan."""
-    prices = chosen.priced.prices
-    devices = [prices.profile.device(d.device) for d in chosen.priced.problem.devices if not d.host]
-    if all(unfused_ns(prices, device)[1] for device in devices):
-        return []
-    return [
-        "assumed, not measured: a delta-net layer on the CPU beside a GPU turns a fused kernel off in all of "
-        f"them, for {mixed.decode_ns / 1e6:.2f} ms a token"
-        for mixed in chosen.priced.problem.mixed
-        if mixed.name == UNFUSED
-    ]
-
-
-def _overfull(candidate: Candidate) -> str:
-    """--fit goes by the engine's own count of memory; the one here is a little above it, and decides."""
-    found = candidate.evaluation
-    if candidate.name != FIT or found is None or not found.violations:
-        return ""
-    return f"{FIT} ({candidate.setting}) does not fit as memory is counted here: {found.violations[0]}"
-
-
-def _tight(use: DeviceUse, profile: Profile) -> str:
-    return tight(profile.device(use.name), use.used_bytes)
-
-
-def _unrecognised(model: Model, profile: Profile) -> list[str]:
-    """What this program does not know of the model, and what it did about it."""
-    found = []
-    if model.table.unknown:
-        names = [one_line(name) for name in model.table.unknown]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        found.append(f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}")
-    if any(model.layers.attention) and not any(model.kv.values()):
-        found.append("the file does not say how wide its attention is: the KV cache is not counted")
-    if foreign := foreign_note(model.units):
-        found.append(foreign)
-    opaque = host_types(model.inventory, profile)
-    return found + [
-        f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere" for kind in opaque
-    ]
-
-
-def _ceilings(chosen: Chosen) -> list[str]:
-    """What devices that share one memory may hold together."""
-    return [
-        f"{pool.name}: one memory, counted once; at most {pool.capacity_bytes >> 20} MiB together"
-        for pool in chosen.priced.problem.pools
-    ]
-
-
-def _paged(chosen: Chosen, budgets: Mapping[str, int], options: SolveOptions) -> list[str]:
-    """A warning in numbers where host weights exceed memory on request."""
-    found = []
-    for d, device in enumerate(chosen.priced.problem.devices):
-        over = chosen.evaluation.memory[d] - budgets[device.device]
-        if options.page and device.host and over > 0:
-            found.append(
-                f"will page from disk: {over >> 20} MiB more than host memory; slower than predicted"
-            )
-    return found
 
 
 def _orders(

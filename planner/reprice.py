@@ -63,6 +63,7 @@ def asked(plan: Plan, known: SolveOptions) -> SolveOptions:
         stripes=constraints.stripes,
         speculation=plan.speculation,
         fit=plan.fit if plan.fit and plan.fit.n_ctx == plan.workload.n_ctx else None,
+        cache=constraints.cache or (),
         command=plan.command,
     )
 

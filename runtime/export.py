@@ -172,6 +172,7 @@ def _not_in_python(placed: Stock) -> list[str]:
         "the NextN/MTP block": work.mtp,
         f"{work.n_seq} sequences at once": work.n_seq > 1,
         f"remote devices ({', '.join(placed.rpc)})": bool(placed.rpc),
+        f"a MoE cache ({spec.cache_bytes // 2**20} MiB)": spec.cache_bytes > 0,
         "plain CPU buffers (no repacking)": not spec.use_extra_bufts,
     }
     return [f"llama-cpp-python cannot be told: {what}" for what, asked in lacks.items() if asked]

@@ -1,8 +1,8 @@
 """The nearest placement that stock llama.cpp tools can be told, and their options for it.
 
-The tools list no CPU among devices, split a device list of at most 15 entries, know no stripes, and take
-no MoE cache size. What they cannot express is said in `Stock.notes` and replaced by the nearest legal
-form: layers of the CPU between device layers keep their weights there by overrides.
+The tools list no CPU among devices, split a device list of at most 15 entries, and know no stripes. What
+they cannot express is said in `Stock.notes` and replaced by the nearest legal form: layers of the CPU
+between device layers keep their weights there by overrides.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def stock(spec: LoadSpec, n_blocks: int) -> Stock:
     for pattern, _ in spec.overrides:
         if set(pattern) & set(",="):
             raise Inexpressible(pattern)
-    legal = _without_stripes(_without_cache(spec, notes), notes)
+    legal = _without_stripes(spec, notes)
     legal = _with_gpu_layers(legal, n_blocks, notes)
     rpc = dict.fromkeys(m[2] for device in legal.devices if (m := _RPC.fullmatch(device)))
     return Stock(legal, tuple(rpc), tuple(notes), len(notes) == 0)
@@ -109,6 +109,8 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
         found.append(("--spec-draft-n-max", str(plan.draft_tokens)))
     if spec.threads:
         found.append(("--threads", str(spec.threads)))
+    if spec.cache_bytes:
+        found.append(("--moe-cache-mib", str(spec.cache_bytes // 2**20)))  # b11548 and later
     if not spec.use_extra_bufts:
         found.append(("--no-repack", ""))
     if not spec.op_offload:
@@ -143,6 +145,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "--spec-draft-ngl": "LLAMA_ARG_N_GPU_LAYERS_DRAFT",
     "--spec-type": "LLAMA_ARG_SPEC_TYPE",
     "--threads": "LLAMA_ARG_THREADS",
+    "--moe-cache-mib": "LLAMA_ARG_MOE_CACHE_MIB",
     "--no-repack": "LLAMA_ARG_NO_REPACK",
     "--swa-full": "LLAMA_ARG_SWA_FULL",
 }
@@ -156,12 +159,6 @@ def stripe_widths(inventory: Inventory, spec: LoadSpec) -> dict[str, dict[str, i
             _, device, width = buffer.split(":")
             found.setdefault(device, {})[name] = int(width)
     return found
-
-
-def _without_cache(spec: LoadSpec, notes: list[str]) -> LoadSpec:
-    if spec.cache_bytes:
-        notes.append("the tools take no MoE cache size: cached experts are computed by the CPU")
-    return replace(spec, cache_bytes=0)
 
 
 def _without_stripes(spec: LoadSpec, notes: list[str]) -> LoadSpec:

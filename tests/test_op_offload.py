@@ -18,7 +18,7 @@ from planner.explain import sentences
 from planner.findings import Finding
 from planner.inventory import Inventory
 from planner.loading import load_spec
-from planner.options import CachePoint, Pin, SolveOptions
+from planner.options import Pin, SolveOptions
 from planner.plan import Plan, to_text
 from planner.profile import Profile
 from planner.workload import Workload
@@ -107,12 +107,6 @@ def test_a_plan_that_opens_no_gpu_is_checked_without_one(batch: int, pins: tuple
     made = plan(model, "400", on=profile, workload=work, options=SolveOptions(pins=pins))
     assert [use.name for use in made.devices] == ["CPU"]
     assert findings(made, model, profile) == []
-
-
-def test_the_engine_s_cache_is_not_mixed_with_it() -> None:
-    cached = SolveOptions(cache=(CachePoint(500_000, 900_000),))
-    made = plan(moe(), "1500", on=linked(3), workload=asked(8192), options=cached)
-    assert made.op_offload or not any(p.site.startswith("cache:") for p in made.units)
 
 
 def test_explain_says_it_in_a_sentence() -> None:

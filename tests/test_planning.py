@@ -10,8 +10,8 @@ from planner.budget import budgets_for, parse_budget, parse_reserve
 from planner.context import Keep, largest_context
 from planner.cost import UNFUSED, model_of, price
 from planner.errors import OptionProblem
-from planner.options import CachePoint, Pin, Reserve, SolveOptions
-from planner.plan import Plan, to_text
+from planner.options import Pin, Reserve, SolveOptions
+from planner.plan import CachePoint, Plan, to_text
 from planner.predict import predict
 from planner.price import state_case
 from planner.profile import OpTiming, Profile
@@ -204,7 +204,7 @@ def test_one_memory_counts_once() -> None:
     assert ceiling * MIB < profile.device("CPU").free_bytes
     with pytest.raises(Infeasible):
         plan(moe(120), "Vulkan0=100000", on=profile)
-    cached = SolveOptions(cache=(CachePoint(250_000, 700_000),))
+    cached = SolveOptions(cache=(CachePoint(share_ppm=250_000, hit_ppm=700_000),))
     assert not any(
         p.site.startswith("cache") for p in plan(moe(), "Vulkan0=1500", on=profile, options=cached).units
     )
@@ -389,7 +389,11 @@ def test_striped_bytes_come_in_granules() -> None:
 
 
 def test_the_expert_cache_has_one_size_and_is_accounted() -> None:
-    points = (CachePoint(125_000, 700_000), CachePoint(250_000, 850_000), CachePoint(500_000, 950_000))
+    points = (
+        CachePoint(share_ppm=125_000, hit_ppm=700_000),
+        CachePoint(share_ppm=250_000, hit_ppm=850_000),
+        CachePoint(share_ppm=500_000, hit_ppm=950_000),
+    )
     made = plan(moe(), "1500", options=SolveOptions(cache=points))
     cached = {site for site in sites(made).values() if site.startswith("cache:")}
     assert len(cached) == 1 and made.devices[0].cache_bytes > 0

@@ -29,6 +29,7 @@ from planner.overrides import escape
 from planner.plan import LayerRange, Override, Placement, Plan, to_text
 from planner.workload import Workload
 from runtime.export import FORMATS, arguments
+from runtime.libllama import Engine
 from runtime.server import find_program, serving
 from runtime.stock import ENVIRONMENT as VARIABLES
 from runtime.stock import Inexpressible, options, stock, stripe_widths
@@ -92,10 +93,12 @@ def test_every_option_is_one_the_server_knows(server_engine: Path) -> None:
         check=False,
     ).stdout
     known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", help_text))
-    assert set(VARIABLES) - known == set()
+    assert set(VARIABLES) - known == {"--moe-cache-mib"}  # that server is older
+    embedded = Engine.find(None).path.read_bytes()
+    assert b"--moe-cache-mib\0" in embedded and b"LLAMA_ARG_MOE_CACHE_MIB\0" in embedded
     named = set(re.findall(r"env: (LLAMA_ARG_\w+)", help_text))
     # The parser takes the negated name of a switch as well, and does not list it.
-    assert {name for name in VARIABLES.values() if "_NO_" not in name} - named == set()
+    assert {name for name in VARIABLES.values() if "_NO_" not in name} - named == {"LLAMA_ARG_MOE_CACHE_MIB"}
 
 
 def test_remote_devices_are_registered_first() -> None:
@@ -120,12 +123,15 @@ def test_a_head_on_the_cpu() -> None:
     assert placed.spec.overrides == ((r"^(?:output|output_norm|token_embd)\.weight$", "CPU"),)
 
 
-def test_stripes_and_caches_become_host_experts() -> None:
+def test_stripes_become_host_experts() -> None:
     striped = stock(spec(("CUDA0",), (5,), ("^a$", "stripe:CUDA0:4")), 4)
     assert striped.spec.overrides == (("^a$", "CPU"),)
     assert "1 striped tensors" in striped.notes[0]
-    cached = stock(LoadSpec(("CUDA0",), (5,), 5, (EXPERTS,), SMALL, cache_bytes=2**20), 4)
-    assert "cache" in cached.notes[0] and cached.spec.cache_bytes == 0
+
+
+def test_the_tools_take_a_cache_size() -> None:
+    cached = stock(LoadSpec(("CUDA0",), (5,), 5, (EXPERTS,), SMALL, cache_bytes=3 * 2**20), 4)
+    assert cached.exact and ("--moe-cache-mib", "3") in options(cached, "m")
 
 
 def test_more_entries_than_the_tools_split_over() -> None:

@@ -1,0 +1,105 @@
+"""What a plan says beside its values: assumptions, what was not recognised, what is tight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.baselines import Candidate
+from planner.budget import tight
+from planner.cost import UNFUSED, Model, Priced, unfused_ns
+from planner.evaluate import Evaluation
+from planner.expert_cache import told
+from planner.gguf_header import one_line
+from planner.given import NAME as FIT
+from planner.opaque import host_types
+from planner.options import SolveOptions
+from planner.plan import DeviceUse, Placement
+from planner.profile import Profile
+from planner.units import foreign_note
+
+_SHOWN = 5  # names in a note
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A chosen placement, as far as notes look at it."""
+
+    priced: Priced
+    evaluation: Evaluation
+    rule: str  # the stock rule it equals, if any
+    uses: Sequence[DeviceUse]
+    placements: Sequence[Placement]
+    stock: Sequence[Candidate]
+
+
+def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> tuple[str, ...]:
+    """All notes of a plan, in their order."""
+    profile = subject.priced.prices.profile
+    found = []
+    if not profile.measured:
+        found.append(f"assumed, not measured: {profile.name}")
+    if subject.rule:
+        found.append(f"same as the stock rule {subject.rule}, or not told apart from it")
+    if not any(r.name.startswith("projector") for r in options.reserves):
+        found.append("no memory reserved for a vision projector (--mmproj)")
+    found += _unrecognised(subject.priced.model, profile)
+    found += filter(None, (tight(profile.device(use.name), use.used_bytes) for use in subject.uses))
+    found += _ceilings(subject.priced)
+    found += _paged(subject, budgets, options)
+    found += _assumed(subject.priced)
+    found += [f"profile: {warning}" for warning in profile.warnings]
+    found += filter(None, map(_overfull, subject.stock))
+    return (*found, *told(subject.placements, options.cache))
+
+
+def _assumed(priced: Priced) -> list[str]:
+    """Figures of the cost model that the profile does not hold, where they bear on this plan."""
+    prices = priced.prices
+    devices = [prices.profile.device(d.device) for d in priced.problem.devices if not d.host]
+    if all(unfused_ns(prices, device)[1] for device in devices):
+        return []
+    return [
+        "assumed, not measured: a delta-net layer on the CPU beside a GPU turns a fused kernel off in all of "
+        f"them, for {mixed.decode_ns / 1e6:.2f} ms a token"
+        for mixed in priced.problem.mixed
+        if mixed.name == UNFUSED
+    ]
+
+
+def _overfull(candidate: Candidate) -> str:
+    """--fit goes by the engine's own count of memory; the one here is a little above it, and decides."""
+    found = candidate.evaluation
+    if candidate.name != FIT or found is None or not found.violations:
+        return ""
+    return f"{FIT} ({candidate.setting}) does not fit as memory is counted here: {found.violations[0]}"
+
+
+def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
+    """What this program does not know of the model, and what it did about it."""
+    if model.table.unknown:
+        names = [one_line(name) for name in model.table.unknown]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
+    if any(model.layers.attention) and not any(model.kv.values()):
+        yield "the file does not say how wide its attention is: the KV cache is not counted"
+    if foreign := foreign_note(model.units):
+        yield foreign
+    for kind in host_types(model.inventory, profile):
+        yield f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere"
+
+
+def _ceilings(priced: Priced) -> list[str]:
+    """What devices that share one memory may hold together."""
+    return [
+        f"{pool.name}: one memory, counted once; at most {pool.capacity_bytes >> 20} MiB together"
+        for pool in priced.problem.pools
+    ]
+
+
+def _paged(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> Iterator[str]:
+    """A warning in numbers where host weights exceed memory on request."""
+    for device, used in zip(subject.priced.problem.devices, subject.evaluation.memory, strict=True):
+        over = used - budgets[device.device]
+        if options.page and device.host and over > 0:
+            yield f"will page from disk: {over >> 20} MiB more than host memory; slower than predicted"
