@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.console import mib, out, out_json, out_table, say, table, write_text
-from commands.engines import Job, engine_options, find_engine, open_job, plan_options, review
+from commands.engines import (
+    Job,
+    draft_options,
+    engine_options,
+    find_engine,
+    open_draft,
+    open_job,
+    plan_options,
+    review,
+)
 from commands.option_types import Target
 from planner.errors import AnswerIsNo, MachineError, OptionProblem
 
@@ -16,6 +25,8 @@ if TYPE_CHECKING:
     from planner.samples import Interval
     from runtime.arms import Arm
     from runtime.bench import Comparison, Result
+    from runtime.drafting import Draft
+    from runtime.locate import Place
 
 RULES = ("fit", "ngl", "ncmoe", "cpu")
 _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
@@ -35,6 +46,7 @@ _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
 @click.option("-n", "--tokens", type=click.IntRange(2), default=64, show_default=True, help="Per prompt.")
 @click.option("--json", "as_json", is_flag=True, help="Results as JSON.")
 @click.option("--prometheus", type=Target(), help="Also write a Prometheus text file.")
+@draft_options
 @engine_options
 def command(
     model: Path,
@@ -49,6 +61,9 @@ def command(
     tokens: int,
     as_json: bool,
     prometheus: Path | None,
+    draft: Path | None,
+    draft_max: int | None,
+    draft_device: str | None,
     engine: str | None,
     llama_h: Path | None,
 ) -> None:
@@ -63,7 +78,8 @@ def command(
     job = open_job(model, plan_path, device_maps, threads, no_mmap, other_machine)
     lengths = _lengths(prompts, tokens, job)
     review(job, engine, llama_h)
-    arms, checks = _arms(job, against, engine, llama_h, device_maps, threads)
+    helper = open_draft(draft, job, draft_max, draft_device)
+    arms, checks = _arms(job, against, find_engine(engine, llama_h), device_maps, threads, helper)
     twins = _twins(job, arms)
     terms = Terms(engine, llama_h, job.path, lengths, tokens, rounds)
     results = run(terms, arms, checks, on_step=say)
@@ -82,41 +98,50 @@ def command(
 
 
 def _arms(
-    job: Job, against: str, engine: str | None, llama_h: Path | None, maps: tuple[str, ...], threads: int
+    job: Job, against: str, engine: Place, maps: tuple[str, ...], threads: int, draft: Draft | None
 ) -> tuple[list[Arm], dict[str, Any]]:
     """The plan and its rivals, each with what is proven at its load."""
     from dataclasses import replace
 
     from planner.expected import expected_devices
-    from runtime.arms import field_of, plan_arm, rivals
+    from runtime.arms import field_of, plan_arm, rivals, without_draft
     from runtime.worker import Checks
 
-    found = find_engine(engine, llama_h)
     say("dry runs: the plan's memory, and rivals that fit into it")
-    mine = plan_arm(found, job.path, job.spec)
+    mine = plan_arm(engine, job.path, replace(job.spec, rollback=draft.tokens if draft else 0), draft)
     names = [name.strip() for name in against.split(",") if name.strip()]
-    field = field_of(found, job.path, job.file.inventory, mine)
+    field = field_of(engine, job.path, job.file.inventory, mine)
     # A stock rule runs with the engine's own count of threads, whatever suits the plan.
     stock = replace(job.spec, threads=threads, op_offload=True)
     arms, missing = rivals(field, stock, tuple(name for name in names if name in RULES))
     for why in missing:
         say(f"no rival {why}")
+    if draft:
+        arms.insert(0, without_draft(plan_arm(engine, job.path, job.spec)))
     for name in (n for n in names if n not in RULES):
         if not Path(name).is_file():
             raise OptionProblem("--against", name, f"is no rule ({', '.join(RULES)}) and no plan file")
         other = open_job(job.path, Path(name), maps, threads, not job.spec.use_mmap, job.elsewhere)
-        arms.append(replace(plan_arm(found, other.path, other.spec), name=Path(name).stem, setting=name))
+        called = _unused(Path(name).stem, ["plan", *(arm.name for arm in arms)])
+        arms.append(replace(plan_arm(engine, other.path, other.spec), name=called, setting=name))
     if names and not arms:
         raise MachineError(f"there is nothing to compare with: {'; '.join(missing)}")
     checks = {a.name: Checks(None, expected_devices(job.file.inventory, a.spec)) for a in arms}
     return [mine, *arms], {"plan": job.checks(), **checks}
 
 
+def _unused(name: str, taken: list[str]) -> str:
+    """A name that no other contender has."""
+    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)
+
+
 def _twins(job: Job, arms: list[Arm]) -> list[str]:
     """Rivals that load exactly as the plan does, said: against them any difference is noise."""
     from runtime.arms import same_load
 
-    twins = [a.name for a in arms[1:] if same_load(job.file.inventory, arms[0].spec, a.spec)]
+    mine, rivals = arms[0], arms[1:]
+    alike = (same_load(job.file.inventory, mine.spec, arm.spec) for arm in rivals)
+    twins = [arm.name for arm, same in zip(rivals, alike, strict=True) if same and not mine.draft]
     for name in twins:
         say(f"{name} is the plan's own load: what differs between the two is noise")
     return twins
@@ -231,6 +256,8 @@ def _report(
                 "load_ns": r.load_ns,
                 "memory": {name: asdict(sizes) for name, sizes in r.memory.items()},
                 "same_load_as_plan": r.arm.name in twins,
+                "guessed": r.guessed,
+                "accepted": r.accepted,
                 "gpu_percent": r.utilisation,
                 "gpu_peak_bytes": r.peak_bytes,
                 "unsettled": r.unsettled,

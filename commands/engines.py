@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from planner.gguf_file import ModelFile
     from planner.loading import LoadSpec
     from planner.plan import Plan
+    from runtime.drafting import Draft
     from runtime.locate import Place
     from runtime.worker import Checks
 
 F = TypeVar("F", bound=Callable[..., Any])
+_GUESSES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,23 @@ def device_map_option(function: F) -> F:
     )(function)
 
 
+def draft_options(function: F) -> F:
+    """--draft, --draft-max, --draft-device."""
+    function = click.option(
+        "--draft-device", metavar="DEVICE", help="Of the draft [default: the plan's, or its first GPU]."
+    )(function)
+    function = click.option(
+        "--draft-max",
+        type=click.IntRange(1, 63),
+        help=f"Tokens the draft guesses at a time [default: the plan's, or {_GUESSES}].",
+    )(function)
+    return click.option(
+        "--draft",
+        type=click.Path(path_type=Path),
+        help="A small model of the same vocabulary that guesses tokens ahead.",
+    )(function)
+
+
 def find_engine(path: str | None, llama_h: Path | None) -> Place:
     """Where the engine to use is, not loaded; EngineProblem says why there is none."""
     from dataclasses import replace
@@ -161,6 +180,49 @@ def open_job(
     for note in filter(None, (*file.notes, *spec.notes, foreign)):
         say(f"note: {note}")
     return Job(file, plan, spec, mapped, plan_path, other_machine)
+
+
+def open_draft(path: Path | None, job: Job, most: int | None, device: str | None) -> Draft | None:
+    """The draft for a plan's model: whole on one device, with the model's context and KV types.
+
+    None without a path; where the plan counts on a draft that is said.
+    """
+    from planner.arch import layers_of
+    from planner.expected import expected_devices
+    from planner.gguf_file import read_model
+    from planner.loading import CPU, LoadSpec
+    from planner.reserve import check_extras
+    from runtime.drafting import Draft
+    from runtime.load import most_rollback
+
+    planned = job.plan.speculation
+    if path is None:
+        if planned and planned.tokens:
+            who = f"--draft {planned.draft}" if planned.draft else "its NextN block, which `serve` uses"
+            say(
+                f"note: the plan's times count on {planned.tokens} guesses a pass: {who}; here there are none"
+            )
+        return None
+    file = read_model(path)
+    check_extras(None, file.inventory)
+    first = next((d for d in job.spec.devices if d != CPU), CPU)
+    if planned and planned.draft:
+        first = job.mapped.get(planned.device, planned.device)
+    chosen = device or first
+    count = layers_of(file.inventory).n_all + 1 if chosen != CPU else 0
+    asked = most or (planned.tokens if planned else 0) or _GUESSES
+    n_guess = min(asked, most_rollback(job.spec.workload))
+    spec = LoadSpec(
+        devices=(chosen,) if count else (),
+        tensor_split=(count,) if count else (),
+        n_gpu_layers=count,
+        overrides=(),
+        workload=job.spec.workload.model_copy(update={"mtp": False, "n_seq": 1}),
+        threads=job.spec.threads,
+        use_mmap=job.spec.use_mmap,
+        rollback=n_guess,
+    )
+    return Draft(file.paths[0], spec, n_guess, expected_devices(file.inventory, spec))
 
 
 def review(job: Job, engine: str | None, llama_h: Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.console import ms, out, out_json, say
-from commands.engines import Job, engine_options, open_job, plan_options
+from commands.engines import Job, draft_options, engine_options, open_draft, open_job, plan_options
 from commands.option_types import Number
 from commands.smoke import smoke as prove
 from planner.errors import OptionProblem
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--smoke", is_flag=True, help="Only prove that short and long prompts decode; no prompt needed."
 )
+@draft_options
 @click.option("--json", "as_json", is_flag=True, help="Text, timings and memory as JSON.")
 @engine_options
 def command(
@@ -53,6 +54,9 @@ def command(
     ignore_eos: bool,
     no_check: bool,
     smoke: bool,
+    draft: Path | None,
+    draft_max: int | None,
+    draft_device: str | None,
     as_json: bool,
     engine: str | None,
     llama_h: Path | None,
@@ -62,12 +66,17 @@ def command(
     The engine runs in a child process. Before loading, a dry run asks it for its exact memory; after
     loading, every weight's real device is compared with the plan.
     """
+    from dataclasses import replace
+
     from runtime.session import Sampling
     from runtime.worker import Ask, work
 
     if temp != temp:  # NaN, which every range lets pass
         raise OptionProblem("--temp", str(temp), "is no number")
+    if draft is not None and temp > 0:
+        raise OptionProblem("--draft", str(draft), "guesses are checked greedily: leave --temp at 0")
     job = open_job(model, plan_path, device_maps, threads, no_mmap, other_machine)
+    helper = open_draft(draft, job, draft_max, draft_device)
     if smoke:
         prove(job, plan_path, engine, llama_h)
         return
@@ -84,11 +93,12 @@ def command(
         engine,
         llama_h,
         job.path,
-        job.spec,
+        replace(job.spec, rollback=helper.tokens if helper else 0),
         [ask],
         None if no_check else job.checks(),
         on_text=heard.append if as_json else _print,
         on_note=say,
+        draft=helper,
     )
     if as_json:
         out_json(_report(job, outcome, "".join(heard)))
@@ -114,6 +124,8 @@ def _say_speed(job: Job, timings: Timings) -> None:
     say(f"prompt: {timings.prompt_tokens} tokens in {ms(timings.prefill_ns)}")
     if not timings.tpot_ns:
         return
+    if timings.guessed:
+        say(f"draft: {timings.accepted} of {timings.guessed} guesses accepted")
     rate = 1e9 / timings.tpot_ns
     line = f"decode: {made} tokens, {ms(timings.tpot_ns)} each, {rate:.1f} tokens/s"
     if predicted.tpot_ns:

@@ -36,6 +36,7 @@ class LoadSpec:
     threads: int = 0  # 0: all cores this process may use
     op_offload: bool = True  # prompts of host weights are computed on a GPU
     swa_full: bool = False  # sliding-window layers keep the whole context
+    rollback: int = 0  # tokens that speculation may take back: as many more copies of a recurrent state
     notes: tuple[str, ...] = ()  # where the engine cannot be told the plan exactly
 
 

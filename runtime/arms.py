@@ -18,6 +18,7 @@ from planner.loading import CPU, LoadSpec
 from planner.overrides import collate
 from planner.units import Kind, units_of
 from runtime import dryrun, fit
+from runtime.drafting import Draft
 from runtime.dryrun import Breakdown
 from runtime.load import usable_cores
 from runtime.locate import Place
@@ -32,6 +33,7 @@ class Arm:
     spec: LoadSpec
     setting: str  # what it is in words or flags
     device_bytes: Mapping[str, int]  # of the dry run, CPU left out
+    draft: Draft | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,19 @@ class Field:
     budgets: Mapping[str, int]  # bytes per device that the plan itself takes
 
 
-def plan_arm(engine: Place, model: Path, spec: LoadSpec) -> Arm:
-    """The plan as a contender."""
-    return Arm("plan", spec, "the plan", _device_bytes(dryrun.memory(engine, model, spec)))
+def plan_arm(engine: Place, model: Path, spec: LoadSpec, draft: Draft | None = None) -> Arm:
+    """The plan as a contender, its draft's memory counted."""
+    found = _device_bytes(dryrun.memory(engine, model, spec))
+    if draft is None:
+        return Arm("plan", spec, "the plan", found)
+    for name, size in _device_bytes(dryrun.memory(engine, draft.path, draft.spec)).items():
+        found[name] = found.get(name, 0) + size
+    return Arm("plan", spec, f"the plan, drafts of {draft.tokens} by {draft.path.name}", found, draft)
+
+
+def without_draft(arm: Arm) -> Arm:
+    """The same placement that makes every token itself."""
+    return replace(arm, name="no-draft", setting="the plan without its draft")
 
 
 def field_of(engine: Place, model: Path, inventory: Inventory, plan: Arm) -> Field:

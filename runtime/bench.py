@@ -56,6 +56,8 @@ class Result:
     load_ns: list[int] = field(default_factory=list)
     memory: Mapping[str, Breakdown] = field(default_factory=dict)
     tokens: int = 0  # generated in all
+    guessed: int = 0  # by a draft
+    accepted: int = 0  # of those
     utilisation: list[float] = field(default_factory=list)  # percent, one a round
     peak_bytes: list[int] = field(default_factory=list)  # of NVIDIA GPUs, as the driver counts, one a round
     notes: tuple[str, ...] = ()
@@ -143,6 +145,7 @@ def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
                 checks,
                 on_loaded=watch.begin,
                 timeout_s=terms.timeout_s,
+                draft=result.arm.draft,
             )
         except MachineError as problem:
             lines = problem.lines if isinstance(problem, Died) else ()
@@ -160,6 +163,8 @@ def _keep(result: Result, outcome: Outcome, timings: Sequence[Timings]) -> None:
         result.decode.setdefault(one.prompt_tokens, []).append(float(one.tpot_ns))
         result.prefill.setdefault(one.prompt_tokens, []).append(float(one.prefill_ns))
         result.tokens += len(one.tokens)
+        result.guessed += one.guessed
+        result.accepted += one.accepted
     result.load_ns.append(outcome.loaded.load_ns)
     result.memory = outcome.loaded.memory
     result.notes = outcome.loaded.notes

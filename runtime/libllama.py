@@ -99,6 +99,7 @@ PROTOTYPES: Mapping[str, str] = {
     "llama_vocab_get_add_bos": "bp",
     "llama_vocab_bos": "ip",
     "llama_vocab_type": "ip",
+    "llama_vocab_get_text": "spi",
     "llama_tokenize": "ipsipibb",
     "llama_token_to_piece": "ipipiib",
     "llama_chat_apply_template": "isPzbpi",

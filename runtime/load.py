@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.errors import EngineProblem, InputError
 from planner.loading import CPU, LoadSpec
+from planner.workload import Workload
 from runtime.ggml import TYPE_NUMBERS, Handle
 from runtime.libllama import EVAL, Engine, Override
 from runtime.logs import Tail
@@ -65,8 +66,18 @@ def check(engine: Engine, spec: LoadSpec) -> None:
         raise EngineProblem(engine.label, f"takes at most {engine.max_devices} devices")
     if spec.threads > _MAX_THREADS:
         raise InputError(f"{spec.threads} threads: the engine takes at most {_MAX_THREADS}")
+    if spec.rollback > most_rollback(work):
+        raise InputError(
+            f"{spec.rollback} guesses at a time: a ubatch of {work.n_ubatch} takes at most "
+            f"{most_rollback(work)}"
+        )
     if any("\0" in pattern for pattern, _ in spec.overrides):
         raise InputError("an override pattern contains a NUL character")
+
+
+def most_rollback(work: Workload) -> int:
+    """Tokens that may be taken back; the engine aborts unless a ubatch holds two more."""
+    return max(work.n_ubatch - 2, 0)
 
 
 def model_params(
@@ -103,6 +114,7 @@ def context_params(engine: Engine, spec: LoadSpec, kept: Kept, observe: Any = No
     params.n_batch = max(work.n_batch, work.n_ubatch)
     params.n_ubatch = work.n_ubatch
     params.n_seq_max = work.n_seq
+    params.n_rs_seq = spec.rollback
     params.n_threads = params.n_threads_batch = spec.threads or usable_cores()
     params.flash_attn_type = _FA_ON if work.flash_attn else _FA_OFF
     params.swa_full = spec.swa_full

@@ -16,6 +16,7 @@ _HELP = {
     "device_bytes": ("gauge", "Memory of a device as the engine counts it."),
     "gpu_peak_bytes": ("gauge", "Most memory of NVIDIA GPUs in use, as the driver counts it."),
     "gpu_utilisation_ratio": ("gauge", "Mean GPU utilisation while measuring."),
+    "draft_accepted_ratio": ("gauge", "Guesses of the draft that the model accepted."),
     "cache_hit_ratio": ("gauge", "Hits of the engine's MoE cache."),
     "failures_total": ("counter", "Rounds that did not finish."),
 }
@@ -55,6 +56,8 @@ def _samples(name: str, result: Result) -> Iterator[tuple[dict[str, str], float]
         yield arm, max(result.peak_bytes)
     elif name == "gpu_utilisation_ratio" and result.utilisation:
         yield arm, median(result.utilisation) / 100
+    elif name == "draft_accepted_ratio" and result.guessed:
+        yield arm, result.accepted / result.guessed
     elif name == "cache_hit_ratio":
         rates = [float(m[1]) / 100 for note in result.notes if (m := _HITS.search(note))]
         if rates:

@@ -44,11 +44,40 @@ class Timings:
     tokens: tuple[int, ...]
     prefill_ns: int
     decode_ns: int  # of all tokens after the first, whose logits the prefill computes
+    guessed: int = 0  # by a draft
+    accepted: int = 0  # of those
 
     @property
     def tpot_ns(self) -> int:
         """Time per output token; 0 when fewer than two tokens were made."""
         return self.decode_ns // (len(self.tokens) - 1) if len(self.tokens) > 1 else 0
+
+
+class Answer:
+    """The tokens of one generation as they come, and their text."""
+
+    def __init__(
+        self,
+        session: Session,
+        n: int,
+        on_text: Callable[[str], None],
+        stop: Sequence[str],
+        ignore_end: bool,
+    ) -> None:
+        self.tokens: list[int] = []
+        self._session, self._n, self._ignore_end = session, n, ignore_end
+        self._pieces = Pieces(on_text, stop)
+
+    def take(self, token: int) -> bool:
+        """Take the next token; False when the answer ends with it, or before it at an end-of-text token."""
+        if self._session.is_end(token) and not self._ignore_end:
+            return False
+        self.tokens.append(token)
+        return self._pieces.feed(self._session.piece(token)) and len(self.tokens) < self._n
+
+    def finish(self) -> None:
+        """Give out the text that was held back."""
+        self._pieces.finish()
 
 
 class Session:
@@ -88,6 +117,7 @@ class Session:
         self.vocab: Handle = self.engine.lib.llama_model_get_vocab(self.model)
         self.n_vocab: int = self.engine.lib.llama_vocab_n_tokens(self.vocab)
         self.n_ctx: int = self.engine.lib.llama_n_ctx(self.context)
+        self.n_batch: int = self.engine.lib.llama_n_batch(self.context)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,11 +158,7 @@ class Session:
             wanted = [not last or start + i == len(tokens) - 1 for i in range(len(chunk))]
             self._decode(chunk, start, wanted)
             if any(wanted):
-                address = self.engine.lib.llama_get_logits(self.context)
-                array = np.ctypeslib.as_array(
-                    c.cast(address, c.POINTER(c.c_float)), (sum(wanted), self.n_vocab)
-                )
-                rows.append(array.copy())
+                rows.append(self._rows(sum(wanted)).copy())
         return np.concatenate(rows)
 
     def generate(
@@ -149,6 +175,26 @@ class Session:
         `stop` texts end the generation and are not shown; `ignore_end` runs on past end-of-text
         tokens, for measuring.
         """
+        ids = self.ids(prompt, n)
+        self.clear()
+        answer = Answer(self, n, on_text, stop, ignore_end)
+        with ExitStack() as stack:
+            sampler = self._sampler(stack, sampling)
+            start = time.perf_counter_ns()
+            self._read(ids, 0)
+            token = self._sample(sampler)
+            first = time.perf_counter_ns()
+            position = len(ids)
+            while answer.take(token):
+                self._decode([token], position, [True])
+                token = self._sample(sampler)
+                position += 1
+            ended = time.perf_counter_ns()
+        answer.finish()
+        return Timings(len(ids), tuple(answer.tokens), first - start, ended - first)
+
+    def ids(self, prompt: str | Sequence[int], n: int) -> list[int]:
+        """The tokens of a prompt; InputError when it is empty or leaves no room for `n` more."""
         ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InputError("the prompt is empty")
@@ -157,26 +203,22 @@ class Session:
                 f"prompt of {len(ids)} tokens and {n} more do not fit the context of {self.n_ctx}; "
                 "ask for less, or plan with a larger context"
             )
-        self.clear()
-        pieces, made = Pieces(on_text, stop), []
-        with ExitStack() as stack:
-            sampler = self._sampler(stack, sampling)
-            start = time.perf_counter_ns()
-            for at, chunk in self._chunks(ids):
-                self._decode(chunk, at, [at + i == len(ids) - 1 for i in range(len(chunk))])
-            token = self._sample(sampler)
-            first = time.perf_counter_ns()
-            for position in range(len(ids), len(ids) + n):
-                if self._is_end(token) and not ignore_end:
-                    break
-                made.append(token)
-                if not pieces.feed(self.piece(token)) or len(made) == n:
-                    break
-                self._decode([token], position, [True])
-                token = self._sample(sampler)
-            ended = time.perf_counter_ns()
-            pieces.finish()
-        return Timings(len(ids), tuple(made), first - start, ended - first)
+        return ids
+
+    def choose(self, tokens: Sequence[int], start: int) -> int:
+        """Read tokens from a position on; the most likely next one."""
+        self._read(tokens, start)
+        return int(self._rows(1)[0].argmax())
+
+    def choices(self, tokens: Sequence[int], start: int) -> list[int]:
+        """Read one batch of tokens from a position on; the most likely next one after each."""
+        self._decode(tokens, start, [True] * len(tokens))
+        return [int(best) for best in self._rows(len(tokens)).argmax(axis=1)]
+
+    def cut(self, length: int) -> bool:
+        """Forget the tokens from a position on; False where the model's memory cannot."""
+        memory = self.engine.lib.llama_get_memory(self.context)
+        return bool(self.engine.lib.llama_memory_seq_rm(memory, 0, length, -1))
 
     def chat(self, text: str) -> str | None:
         """The text as a user's message in the model's chat template; None when it has none."""
@@ -220,9 +262,20 @@ class Session:
         """Forget all tokens."""
         self.engine.lib.llama_memory_clear(self.engine.lib.llama_get_memory(self.context), True)
 
+    def _read(self, tokens: Sequence[int], start: int) -> None:
+        """Decode tokens of any number; logits of the last one only."""
+        for at, chunk in self._chunks(tokens):
+            self._decode(chunk, start + at, [at + i == len(tokens) - 1 for i in range(len(chunk))])
+
+    def _rows(self, count: int) -> NDArray[np.float32]:
+        """The logits of the last batch's wanted tokens, shape (count, n_vocab); the engine's own memory."""
+        import numpy as np
+
+        address = self.engine.lib.llama_get_logits(self.context)
+        return np.ctypeslib.as_array(c.cast(address, c.POINTER(c.c_float)), (count, self.n_vocab))
+
     def _chunks(self, tokens: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
-        size = int(self.engine.lib.llama_n_batch(self.context))
-        return [(at, tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        return [(at, tokens[at : at + self.n_batch]) for at in range(0, len(tokens), self.n_batch)]
 
     def _decode(self, tokens: Sequence[int], start: int, wanted: Sequence[bool]) -> None:
         """Decode tokens at consecutive positions of sequence 0; EngineProblem when the engine fails."""
@@ -258,7 +311,8 @@ class Session:
     def _sample(self, sampler: Handle) -> int:
         return int(self.engine.lib.llama_sampler_sample(sampler, self.context, -1))
 
-    def _is_end(self, token: int) -> bool:
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the text."""
         return bool(self.engine.lib.llama_vocab_is_eog(self.vocab, token))
 
 

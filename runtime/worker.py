@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from planner.plan import Plan, from_text, to_text
 from planner.same_machine import AnotherMachine, Facts, differences
 from runtime import child, dryrun, load, locate, truth
 from runtime.disk import PAGING_BYTES, read_bytes
+from runtime.drafting import Draft, check_vocabulary, draft_from_json, draft_to_json
+from runtime.drafting import generate as drafted
 from runtime.dryrun import Breakdown
 from runtime.libllama import Engine
 from runtime.logs import Tail
@@ -90,10 +93,12 @@ def work(
     on_loaded: Callable[[], None] = lambda: None,
     timeout_s: float = _DAY_S,
     dry: bool = False,
+    draft: Draft | None = None,
 ) -> Outcome:
     """Load a model in a child process and run generations one after the other.
 
-    `dry` stops after the checks that come before loading.
+    `dry` stops after the checks that come before loading. With a `draft`, which is loaded beside the
+    model, the generations are greedy.
 
     Raises MachineError or InputError with the child's or the engine's own line.
     """
@@ -104,6 +109,7 @@ def work(
         "spec": dryrun.to_json(spec),
         "asks": [asdict(each) for each in asks],
         "dry": dry,
+        "draft": draft_to_json(draft) if draft else None,
         "checks": _checks_to_json(checks) if checks else None,
     }
 
@@ -134,24 +140,34 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
     for name in spec.devices:
         load.device_handle(engine, name)
     checks = _checks_from_json(request["checks"], renamed) if request["checks"] else None
-    dry = _review(engine, path, spec, checks, emit, renamed) if checks or request["dry"] else None
+    draft = _draft_here(engine, request["draft"]) if request["draft"] else None
+    examined = bool(checks or request["dry"])
+    dry = _review(engine, path, spec, checks, draft, emit, renamed) if examined else None
     notes = dry.notes if dry else ()
     if dry and request["dry"]:
         return {"loaded": asdict(Loaded(engine.build.text, 0, dry.devices, notes)), "timings": []}
     start = time.perf_counter_ns()
-    with session_for(engine, path, spec) as session:
+    with ExitStack() as stack:
+        session = stack.enter_context(session_for(engine, path, spec))
+        guesser = stack.enter_context(Session(engine, draft.path, draft.spec)) if draft else None
         took = time.perf_counter_ns() - start
+        if guesser:
+            check_vocabulary(session, guesser)
         if checks:
             truth.compare(engine, session.weights(), checks.devices)
-        memory = _planned_names(_memory(session), renamed)
+            if guesser and draft:
+                truth.compare(engine, guesser.weights(), draft.devices)
+        alone = _planned_names(_memory(session), renamed)
+        memory = _sum(alone, _planned_names(_memory(guesser), renamed)) if guesser else alone
         if dry:
             check_loaded(dry.devices, memory)
-        if checks and checks.plan is not None:
+        if checks and checks.plan is not None and not draft:
             check_items(checks.plan, memory, loaded=True)
             check_caches(checks.plan, {k: _planned_names(v, renamed) for k, v in session.caches().items()})
         emit({"loaded": True})
         before = read_bytes()
-        timings = [_generate(session, _ask_from_json(each), emit) for each in request["asks"]]
+        helper = (guesser, draft.tokens) if guesser and draft else None
+        timings = [_generate(session, helper, _ask_from_json(each), emit) for each in request["asks"]]
         if (paged := read_bytes() - before) > PAGING_BYTES:
             emit({"note": f"note: {paged >> 20} MiB came from disk while it computed: {_WHY_PAGED}"})
         last_words = _closing_words(session)
@@ -181,26 +197,42 @@ def _check_machine(engine: Engine, checks: Mapping[str, Any]) -> None:
         raise AnotherMachine(checks["path"], changes)
 
 
+def _draft_here(engine: Engine, data: Mapping[str, Any]) -> Draft:
+    """The draft in the engine's device names."""
+    draft = draft_from_json(data)
+    spec, renamed = connect(engine, draft.spec)
+    devices = {tensor: renamed.get(device, device) for tensor, device in draft.devices.items()}
+    return replace(draft, spec=spec, devices=devices)
+
+
 def _review(
     engine: Engine,
     path: Path,
     spec: LoadSpec,
     checks: Checks | None,
+    draft: Draft | None,
     emit: child.Emit,
     renamed: Mapping[str, str],
 ) -> dryrun.DryRun:
-    """The dry run in the plan's device names: items, budgets and free memory, before anything is loaded."""
-    dry = dryrun.measure_here(engine, path, spec, True, checks.shared if checks else ())
+    """The dry run in the plan's device names: items, budgets and free memory, before anything is loaded.
+
+    A draft's bytes are added, and the state that guesses may be taken back from; a plan's items are without.
+    """
+    dry = dryrun.measure_here(engine, path, replace(spec, rollback=0), True, checks.shared if checks else ())
     for note in dry.notes:
         emit({"note": f"engine: {note}"})
     if dry.strays:
         raise StrayWork(engine.label, dry.strays)
+    alone = _planned_names(dry.devices, renamed)
+    if draft:
+        parts = ((path, spec), (draft.path, draft.spec))
+        both = [dryrun.measure_here(engine, model, each).devices for model, each in parts]
+        dry = replace(dry, devices=_sum(*both))
     check_room(dry.devices, engine.ggml.devices(), spec.use_mmap)
-    named = replace(dry, devices=_planned_names(dry.devices, renamed))
     if checks and checks.plan is not None:
-        check_items(checks.plan, named.devices)
-        check_budgets(checks.plan, named.devices)
-    return named
+        check_items(checks.plan, alone)
+        check_budgets(checks.plan, alone)
+    return replace(dry, devices=_planned_names(dry.devices, renamed))
 
 
 def _planned_names(found: Mapping[str, T], renamed: Mapping[str, str]) -> dict[str, T]:
@@ -209,16 +241,28 @@ def _planned_names(found: Mapping[str, T], renamed: Mapping[str, str]) -> dict[s
     return {planned.get(name, name): value for name, value in found.items()}
 
 
-def _generate(session: Session, ask: Ask, emit: child.Emit) -> Timings:
+def _sum(first: Mapping[str, Breakdown], second: Mapping[str, Breakdown]) -> dict[str, Breakdown]:
+    none = Breakdown(0, 0, 0)
+    return {name: first.get(name, none) + second.get(name, none) for name in {**first, **second}}
+
+
+def _generate(session: Session, helper: tuple[Session, int] | None, ask: Ask, emit: child.Emit) -> Timings:
     prompt = ask.prompt
     if ask.chat and isinstance(prompt, str):
         prompt = session.chat(prompt) or prompt
     if ask.cut and isinstance(prompt, str):
         prompt = tuple(session.tokenize(prompt)[: ask.cut])
+
+    def on_text(text: str) -> None:
+        if not ask.silent:
+            emit({"text": text})
+
+    if helper:
+        return drafted(session, *helper, prompt, ask.tokens, on_text, ask.stop, ask.ignore_end)
     return session.generate(
         prompt,
         ask.tokens,
-        on_text=(lambda text: None) if ask.silent else (lambda text: emit({"text": text})),
+        on_text=on_text,
         sampling=ask.sampling,
         stop=ask.stop,
         ignore_end=ask.ignore_end,
