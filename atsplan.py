@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -41,6 +43,13 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def _end_politely() -> None:
+    for name in ("SIGTERM", "SIGHUP"):  # a kill, a closed terminal
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup goes on
+            signal.signal(number, _interrupt)
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, and whose errors become exit codes."""
 
@@ -62,7 +71,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         from planner.errors import AtsplanError
 
-        signal.signal(signal.SIGTERM, _interrupt)
+        _end_politely()
         try:
             return super().invoke(ctx)
         except AtsplanError as problem:
@@ -77,7 +86,8 @@ class LazyGroup(click.Group):
             click.echo(f"{path}: {' '.join(problem.format_message().split())} ({path} --help)", err=True)
             sys.exit(2)
         except (KeyboardInterrupt, click.Abort):
-            click.echo("atsplan: interrupted", err=True)
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                click.echo("atsplan: interrupted", err=True)
             sys.exit(130)
         except BrokenPipeError:
             # The reader of our output went away (`| head`): not an error of ours.
@@ -87,7 +97,12 @@ class LazyGroup(click.Group):
             if ctx.params.get("debug"):
                 raise
             click.echo(f"atsplan: {problem.filename or 'system'}: {problem.strerror or problem}", err=True)
-            sys.exit(2)
+            sys.exit(3 if problem.errno == errno.ENOMEM else 2)
+        except MemoryError:
+            if ctx.params.get("debug"):
+                raise
+            click.echo("atsplan: no memory is left", err=True)
+            sys.exit(3)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,6 +7,7 @@ carried as the bytes of its whole gap.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import mmap
@@ -102,6 +103,8 @@ def read_shard(path: Path) -> ShardHeader:
     except FileNotFoundError:
         raise FileProblem(str(path), "no such file") from None
     except OSError as problem:
+        if problem.errno == errno.ENOMEM:  # no fault of the file
+            raise OSError(problem.errno, problem.strerror, str(path)) from None
         raise FileProblem(str(path), problem.strerror or str(problem)) from None
     return ShardHeader(path, path.stat().st_size, header, sizes, trailing, digest)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 DEBUG = 1  # ggml_log_level
 CONTINUED = 5
@@ -15,8 +15,17 @@ _CAUSE = re.compile(
     r"|no such|unable to|invalid|what\(\):",
     re.IGNORECASE,
 )
+# What some lines mean to those who do not know the engine's sources.
+_MEANING: Mapping[str, str] = {
+    "std::bad_alloc": "no memory is left",
+    "MemoryError": "no memory is left",
+    "cannot run the operation (NONE)": (
+        "it is larger than one buffer of the device may be, or of a type the device does not know"
+    ),
+    "Remote RPC server crashed": "the server of a remote device is gone",
+}
 _FAILED = re.compile(r"error|fail|abort|exception", re.IGNORECASE)
-_PREFIX = re.compile(r"^[\w~:]+: (?=\S)")
+_PREFIX = re.compile(r"^(?:[\w~:]+: |what\(\):\s+)(?=\S)")
 
 
 _BUFFER = re.compile(r"(?P<buffer>\S+)\s+(?P<item>KV|RS) buffer size =\s*(?P<mib>[\d.]+) MiB")
@@ -52,6 +61,12 @@ class Tail:
 
 def cause(lines: list[str]) -> str:
     """The most telling line: an abort's own message, else a named cause, else the last line of failure."""
+    line = _telling(lines)
+    meaning = next((meaning for words, meaning in _MEANING.items() if words in line), "")
+    return f"{line}: {meaning}" if meaning else line
+
+
+def _telling(lines: list[str]) -> str:
     said = [line.strip() for line in lines if line.strip()]
     for line in reversed(said):
         if abort := _ABORT.match(line):

@@ -19,6 +19,13 @@ from runtime.server import free_port
 @contextmanager
 def rpc_serving(folder: Path, threads: int = 1) -> Iterator[str]:
     """A running server of the build in `folder`; its host:port."""
+    with rpc_process(folder, threads) as (endpoint, _):
+        yield endpoint
+
+
+@contextmanager
+def rpc_process(folder: Path, threads: int = 1) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The same with its process."""
     port = free_port("127.0.0.1")
     command = [str(folder / "ggml-rpc-server"), "-H", "127.0.0.1", "-p", str(port), "-d", "CPU"]
     process = subprocess.Popen(
@@ -32,7 +39,7 @@ def rpc_serving(folder: Path, threads: int = 1) -> Iterator[str]:
         while not answers(port):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}", process
     finally:
         process.terminate()
         process.wait(10)

@@ -27,7 +27,7 @@ def sample_plan() -> Plan:
         model=ModelRef(
             name="tiny", architecture="qwen3moe", table_digest="sha256:1", tensors=8, size_bytes=9 * MIB
         ),
-        machine=MachineRef(name="none", profile_digest="sha256:2", measured=False, engine="none"),
+        machine=MachineRef(name="none", profile_digest="sha256:2", measured=False, engine=""),
         workload=Workload(),
         constraints=Constraints(budgets={"CUDA0": 10 * MIB}),
         devices=(

@@ -24,6 +24,7 @@ from runtime import child
 from runtime.libllama import Engine
 from runtime.worker import Ask, Checks, work
 
+SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
 MIXED = "builds b5287 to b11433"
 
 
@@ -159,14 +160,14 @@ def test_what_a_plan_demands_of_a_build() -> None:
     assert late.refusal("b11434") == "the plan is for b11548 and later of llama.cpp, this is b11434"
 
 
-def cpu_plan(model: Path, **machine_changes: object) -> Plan:
+def cpu_plan(model: Path, workload: Workload = SMALL, **machine_changes: object) -> Plan:
     """Everything on the CPU, no device to map."""
     file = read_model(model)
     made = hand_plan(file, lambda unit: "cpu")
     blocks = max(int(p.unit.split(".")[1]) + 1 for p in made.units if p.unit.startswith("blk."))
     changed = {
         "layers": (LayerRange(first=0, last=blocks, device="CPU"),),
-        "workload": Workload(n_ctx=256, n_batch=64, n_ubatch=64),
+        "workload": workload,
         "devices": (),
         "machine": made.machine.model_copy(update=machine_changes),
     }

@@ -161,3 +161,52 @@ def test_test_files_are_flat_and_packages_are_typed() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
     for package in MAY_IMPORT:
         assert (ROOT / package / "py.typed").exists()
+
+
+_CHANGES = {
+    *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"),
+    *("remove", "setdefault", "update"),
+}
+
+
+def _root(node: ast.expr) -> str:
+    """The name that an expression such as `name.part[3]` starts from; "" when it is none."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """Names of things that a statement or call changes in place."""
+    if isinstance(node, ast.Global):
+        yield from node.names
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+        yield _root(node.func.value)
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    yield from (_root(t) for t in targets if isinstance(t, ast.Attribute | ast.Subscript))
+
+
+@pytest.mark.parametrize("package", ["planner", "rewriter", "runtime", "profiler"])
+def test_modules_hold_no_state(package: str) -> None:
+    """Plans, engines and sessions of one process share nothing: no function changes what a module holds."""
+    for path in files(package):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        own = {
+            name.id
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for name in ast.walk(node)
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+        }
+        found = {name for node in ast.walk(tree) for name in _changed(node)} & own
+        assert not found, f"{path} changes {', '.join(sorted(found))}"
+
+
+def test_nothing_of_an_engine_is_remembered_by_a_function() -> None:
+    for path in files("runtime"):
+        text = path.read_text(encoding="utf-8")
+        assert "lru_cache" not in text and "@cache" not in text, path

@@ -24,6 +24,16 @@ from runtime.logs import Tail, cause
             "loading\n/src/ggml/src/ggml-backend.cpp:99: GGML_ASSERT(buft) failed\n[New LWP 7]",
             "GGML_ASSERT(buft) failed",
         ),
+        (
+            "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
+            "std::bad_alloc: no memory is left",
+        ),
+        (
+            "/x/ggml-backend.cpp:9: pre-allocated tensor (k) in a buffer (Vulkan0) that cannot run the "
+            "operation (NONE)",
+            "pre-allocated tensor (k) in a buffer (Vulkan0) that cannot run the operation (NONE): it is "
+            "larger than one buffer of the device may be, or of a type the device does not know",
+        ),
         ("load_tensors: fine\nall well", "all well"),
         ("", ""),
     ],
