@@ -112,7 +112,7 @@ def _arms(
     names = [name.strip() for name in against.split(",") if name.strip()]
     field = field_of(engine, job.path, job.file.inventory, mine)
     # A stock rule runs with the engine's own count of threads, whatever suits the plan.
-    stock = replace(job.spec, threads=threads, op_offload=True)
+    stock = replace(job.spec, threads=threads, op_offload=True, use_extra_bufts=True)
     arms, missing = rivals(field, stock, tuple(name for name in names if name in RULES))
     for why in missing:
         say(f"no rival {why}")

@@ -82,6 +82,7 @@ class Priced:
     prices: Prices
     fixed: Mapping[str, Room]  # memory a device needs as soon as it is used
     op_offload: bool = True  # long prompts of host weights are computed on a GPU
+    repack: bool = True  # weights of a CPU without GPU change their layout
 
     @property
     def streams(self) -> bool:
@@ -99,7 +100,9 @@ def price(
     """The placement problem on the devices that have a budget."""
     devices = tuple(d for d in profile.devices if d.name in budgets and d.kind != "cpu")
     devices += tuple(d for d in profile.devices if d.name in budgets and d.kind == "cpu")
-    prices = Prices(model.inventory, profile, workload, options.distinct, options.speculation)
+    # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
+    repack = options.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
+    prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation)
     n_gpus = sum(d.kind != "cpu" for d in devices)
     rooms = {d.name: room_of(model.inventory, workload, d, n_gpus) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
@@ -135,7 +138,7 @@ def price(
         host_leads=options.op_offload and _streams(devices, workload),
         contiguous=options.contiguous,
     )
-    return Priced(model, rounded(problem), prices, rooms, options.op_offload)
+    return Priced(model, rounded(problem), prices, rooms, options.op_offload, options.repack)
 
 
 def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:

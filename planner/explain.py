@@ -94,6 +94,11 @@ def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
     if plan.speculation is not None:
         yield _speculation(plan.speculation, plan.predicted.tpot_ns)
     yield from _time(plan)
+    if plan.repack is False:
+        yield (
+            "The CPU's weights stay as they are in the file (--no-repack): in the layout that the engine "
+            "would give them its kernels were measured to be slower."
+        )
     if not plan.op_offload:
         yield (
             "Prompts are computed where the weights are (--no-op-offload): to copy host weights to a GPU for "

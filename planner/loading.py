@@ -88,6 +88,7 @@ def load_spec(plan: Plan) -> LoadSpec:
             use_extra_bufts=not cache_bytes,  # the engine caches no weights in layouts of the CPU's own
             threads=plan.machine.threads,
             op_offload=plan.op_offload,
+            use_extra_bufts=plan.repack is not False,
             notes=notes,
         ),
         runs,

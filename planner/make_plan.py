@@ -69,6 +69,7 @@ def make_plan(
     if constrained.streams and not fault:
         plain = price(model, profile, budgets, workload, replace(options, op_offload=False))
         chosen = _better_on_host(chosen, constrained, plain, budgets, options)
+    chosen = _without_repacking(chosen, profile, budgets, options)
     made = record(chosen, rows(alone, stock), profile, budgets, workload, options)
     left_out = [f"nothing partly on the CPU: {sentence(fault)}"] if fault else []
     return made.model_copy(update={"notes": (*made.notes, *left_out)})
@@ -106,6 +107,36 @@ def _better_on_host(
     if found.objective_ns + margin // _PPM >= own:
         return streamed
     return Chosen(plain, solved.solution, found, solved.bound_ns, solved.status, "")
+
+
+def _without_repacking(
+    chosen: Chosen, profile: Profile, budgets: Mapping[str, int], options: SolveOptions
+) -> Chosen:
+    """Of a placement on the CPU alone the better of two: weights in the layout that the engine gives them,
+    or as they are in the file. The first stays unless the second is faster beyond the error.
+    """
+    own = chosen.evaluation.objective_ns
+    if not all(d.host for d in chosen.priced.problem.devices):
+        return chosen
+    plain = as_stored(chosen.priced, profile, budgets, options)
+    same = _translate(plain, Candidate("", "", chosen.solution, None), chosen.priced)
+    if same is None or same.solution is None or same.evaluation is None:
+        return chosen
+    margin = own * indistinct_ppm(chosen.priced.prices.calibration) // _PPM
+    if same.evaluation.objective_ns + margin >= own:
+        return chosen
+    bound = min(chosen.bound_ns, same.evaluation.objective_ns)
+    status = "optimal" if bound == same.evaluation.objective_ns else "feasible"
+    return Chosen(plain, same.solution, same.evaluation, bound, status, "")
+
+
+def as_stored(priced: Priced, profile: Profile, budgets: Mapping[str, int], options: SolveOptions) -> Priced:
+    """A problem of the CPU alone, its weights in the layout of the file."""
+    hosts = {d.device for d in priced.problem.devices}
+    alone = {name: size for name, size in budgets.items() if name in hosts}
+    kept = tuple(r for r in options.reserves if r.device in hosts)
+    asked = replace(options, pins=(), contiguous=False, no_cpu=False, reserves=kept, repack=False)
+    return price(priced.model, profile, alone, priced.prices.workload, asked)
 
 
 def _faster_on_host(priced: Priced, plain: Priced) -> bool:

@@ -40,6 +40,7 @@ class SolveOptions:
     contiguous: bool = False  # whole layers only, one run per device
     no_cpu: bool = False  # every layer and the output head whole on a GPU
     op_offload: bool = True  # the engine's default; make_plan looks at both
+    repack: bool = True  # the same for weights of a CPU without GPU: in a layout of its kernels
     page: bool = False  # host weights may exceed memory and are paged from disk
     stripes: bool = True
     stripe_steps: int = 16  # widths tried per layer

@@ -219,6 +219,7 @@ class Plan(Record):
     devices: tuple[DeviceUse, ...]
     layers: tuple[LayerRange, ...]
     op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
+    repack: bool | None = None  # False: the CPU's weights keep the file's layout; absent: the engine's choice
     speculation: Speculation | None = None  # times of a token are then those of an accepted one
     predicted: Prediction
     baselines: tuple[Baseline, ...]

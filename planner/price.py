@@ -20,6 +20,7 @@ from planner.sliding import sliding_layers, window
 from planner.units import Kind, Unit, movable
 from planner.workload import Workload
 
+REPACKED = "CPU_REPACK"  # the buffer type of weights in the layout of the CPU's kernels
 OFFLOAD_BATCH = 32  # from this batch on the engine copies host weights to a GPU and computes there
 _FEW_TOKENS = 8  # the calibration of decode counts launches alone
 _PPM = 10**6
@@ -67,6 +68,7 @@ class Prices:
     profile: Profile
     workload: Workload
     distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
+    repack: bool = False  # the engine changes the layout of the CPU's weights, where its kernels know how
     speculation: Speculation | None = None
     _memo: dict[object, tuple[int, bool]] = field(default_factory=dict)
 
@@ -77,6 +79,7 @@ class Prices:
         self._slides = sliding_layers(self.inventory, self._layers.n_main)
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
         self._state = state_case(self.inventory, 1)
+        self._repacked = {(t.op, t.type) for t in self.profile.timings if t.buffer == REPACKED}
         self.calibration = calibration_for(self.profile, self.inventory.table_digest())
         self.drafted = self.speculation.tokens if self.speculation else 0
         self.step_tokens = self.workload.n_seq * (1 + self.drafted)
@@ -237,6 +240,8 @@ class Prices:
         )
 
     def _lookup(self, case: timing.Case, device: str, buffer: str) -> tuple[int, bool]:
+        if self.repack and device == "CPU" and not buffer and (case.op, case.type) in self._repacked:
+            buffer = REPACKED
         key = (case, device, buffer)
         if key not in self._memo:
             time = timing.lookup(

@@ -82,6 +82,7 @@ def record(
         devices=uses,
         layers=ranges(devices),
         op_offload=priced.op_offload,
+        repack=None if priced.repack else False,
         speculation=options.speculation,
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),

@@ -11,7 +11,7 @@ from planner.engines import mixing_fault
 from planner.errors import AnswerIsNo
 from planner.evaluate import evaluate
 from planner.inventory import Inventory
-from planner.make_plan import host_only, rows
+from planner.make_plan import as_stored, host_only, rows
 from planner.options import Reserve, SolveOptions
 from planner.pins import parse_pin
 from planner.plan import Plan
@@ -85,7 +85,8 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOpti
     priced = everything if decided == free else price(model, profile, budgets, plan.workload, decided)
     devices = {use.name for use in plan.devices}
     if plan.op_offload and alone is not None and devices <= {d.device for d in alone[0].problem.devices}:
-        priced = alone[0]  # no GPU is opened: its compute buffer is not there either
+        # No GPU is opened: its compute buffer is not there either.
+        priced = as_stored(alone[0], profile, budgets, options) if plan.repack is False else alone[0]
     chosen = _chosen(plan, priced)
     made = record(chosen, rows(alone, stock), profile, budgets, plan.workload, options)
     return Repriced(made.model_copy(update={"notes": plan.notes}), chosen.evaluation.violations)
