@@ -85,10 +85,10 @@ def load_spec(plan: Plan) -> LoadSpec:
             overrides=overrides,
             workload=plan.workload,
             cache_bytes=cache_bytes,
-            use_extra_bufts=not cache_bytes,  # the engine caches no weights in layouts of the CPU's own
+            # The engine caches no weights in layouts of the CPU's own.
+            use_extra_bufts=not cache_bytes and plan.repack is not False,
             threads=plan.machine.threads,
             op_offload=plan.op_offload,
-            use_extra_bufts=plan.repack is not False,
             notes=notes,
         ),
         runs,
