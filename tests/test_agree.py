@@ -142,7 +142,14 @@ def test_a_temperature_that_is_no_number(plan: Plan, moe_model: Path, tmp_path: 
 
 
 # What each field of a plan does for a load: named here, so that a new field cannot be forgotten.
-TOLD = {"workload", "layers", "overrides", "devices", "op_offload"}  # becomes a parameter of the engine
+TOLD = {
+    "workload",
+    "layers",
+    "overrides",
+    "devices",
+    "op_offload",
+    "repack",
+}  # becomes a parameter of the engine
 COMPARED = {
     "model",
     "units",
