@@ -18,7 +18,7 @@ from commands.models import load_inventory, load_profile
 from commands.option_types import Number
 from planner.errors import OptionProblem
 from planner.texts import utf8
-from planner.workload import Workload
+from planner.workload import Workload, usual
 
 if TYPE_CHECKING:
     from planner.drafting import Drafting
@@ -39,7 +39,11 @@ _OPTIONS = (
     click.option("--ctx-min", type=click.IntRange(1), help="The context may shrink to this to fit."),
     click.option("--kv-type", default="f16", show_default=True, help="Of K and V: f16, q8_0; K/V: q8_0/f16."),
     click.option("--ubatch", type=click.IntRange(1, 65536), default=512, show_default=True),
-    click.option("--workload", "use", help="prompt=512,gen=256,depth=0,seqs=1"),
+    click.option(
+        "--workload",
+        "use",
+        help="prompt=512,gen=256,depth=640,seqs=1; depth: the middle of the answer unless stated.",
+    ),
     click.option("--mtp", is_flag=True, help="Load the NextN/MTP block."),
     click.option("--pin", "pins", multiple=True, help="PATTERN=SITE, for example 'blk.0.*=gpu'."),
     click.option("--contiguous", is_flag=True, help="Whole layers only, one run of layers per device."),
@@ -207,14 +211,9 @@ def workload_of(asked: Asked, inventory: Inventory) -> Workload:
         "n_batch": max(2048, asked.ubatch),
         "mtp": asked.mtp,
     }
-    half = max(fields["n_ctx"] // 2, 1)  # a short context shortens the workload nobody stated
-    fields |= {
-        "prompt": min(512, half),
-        "gen": min(256, half),
-        **(_use(asked.use) if asked.use is not None else {}),
-    }
+    fields |= _use(asked.use) if asked.use is not None else {}
     try:
-        workload = Workload(**fields)
+        workload = usual(**fields)
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         name, value, why = str(first["loc"][0]), first["input"], first["msg"].lower()
@@ -231,8 +230,9 @@ def workload_of(asked: Asked, inventory: Inventory) -> Workload:
 
 
 def _needed(workload: Workload) -> int:
-    """Cells that the workload fills."""
-    return max(workload.depth, workload.prompt) + workload.gen if workload.gen > 1 else max(workload.depth, 1)
+    """Cells that the workload fills: prompt and answer; a depth beyond them is where an answer begins."""
+    whole = workload.prompt + workload.gen if workload.gen > 1 else max(workload.prompt, 1)
+    return whole if workload.depth <= whole else workload.depth + workload.gen
 
 
 _USE = {"prompt": "prompt", "gen": "gen", "depth": "depth", "seqs": "n_seq"}
@@ -246,7 +246,7 @@ def _use(text: str | None) -> dict[str, int]:
         name, _, value = part.partition("=")
         name = name.strip()
         if name not in _USE or not value.strip().isdecimal() or len(value) > 9:
-            raise OptionProblem("--workload", text, "expected prompt=512,gen=256,depth=0,seqs=1")
+            raise OptionProblem("--workload", text, "expected prompt=512,gen=256,depth=640,seqs=1")
         if _USE[name] in found:
             raise OptionProblem("--workload", text, f"{name} is given twice")
         found[_USE[name]] = int(value)

@@ -80,7 +80,8 @@ def show(plan: Plan) -> None:
     p = plan.predicted
     out(
         f"{p.status}: request {ms(p.objective_ns)}, bound {ms(p.bound_ns)}, gap {p.gap_ppm / 1e4:.2f} %, "
-        f"error bar ±{p.error_ppm / 1e4:.0f} %, {p.splits} splits, context {plan.workload.n_ctx}"
+        f"error bar ±{p.error_ppm / 1e4:.0f} %, {p.splits} splits, "
+        f"context {plan.workload.n_ctx}, a token at depth {plan.workload.depth}"
     )
     for note in plan.notes:
         say(note)

@@ -89,7 +89,8 @@ def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
     low, high = (round(p.tpot_ns * (1 + s * p.error_ppm / 1e6)) for s in (-1, 1))
     yield (
         f"A token is predicted to take {_ms(p.tpot_ns)} ({1e9 / max(p.tpot_ns, 1):.1f} tokens/s), "
-        f"between {_ms(low)} and {_ms(high)}; a prompt of {plan.workload.prompt} tokens {_ms(p.prefill_ns)}."
+        f"between {_ms(low)} and {_ms(high)}, with {plan.workload.depth} cells of the context filled; "
+        f"a prompt of {plan.workload.prompt} tokens {_ms(p.prefill_ns)}."
     )
     if plan.speculation is not None:
         yield _speculation(plan.speculation, plan.predicted.tpot_ns)

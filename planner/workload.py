@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -28,3 +28,15 @@ class Workload(Record):
     type_v: KvType = "f16"
     flash_attn: bool = True
     mtp: bool = False  # load NextN/MTP blocks
+
+
+def usual(n_ctx: int, **stated: Any) -> Workload:
+    """A workload with what nobody stated filled in.
+
+    A prompt of 512 tokens and an answer of 256, at most half of the context each; the token that is priced
+    stands in the middle of the answer.
+    """
+    half = max(n_ctx // 2, 1)
+    fields = {"prompt": min(512, half), "gen": min(256, half), **stated}
+    fields.setdefault("depth", fields["prompt"] + fields["gen"] // 2)
+    return Workload(n_ctx=n_ctx, **fields)

@@ -20,7 +20,7 @@ from planner.plan import to_text
 from planner.profile import to_text as profile_text
 from planner.records import Record
 from planner.records import load as load_record
-from planner.workload import Workload
+from planner.workload import usual
 
 HERE = Path(__file__).parent
 # The solver's deterministic limit decides; a wall limit would make plans depend on the machine.
@@ -91,7 +91,7 @@ def plan_text(task: Task, inventory: Inventory) -> str:
     """The plan of a task, as text."""
     profile = load(task.place.machine)
     budgets = budgets_for(profile, parse_budget(task.place.budget))
-    workload = Workload(n_ctx=task.model.ctx)
+    workload = usual(task.model.ctx)
     known = {}
     if task.model.heat:
         known = heat_options(HERE / "inputs" / task.model.heat, inventory, workload)

@@ -160,3 +160,29 @@ def test_sweep_as_table_picture_and_data(model: Path, tmp_path: Path) -> None:
 def test_ranges_that_are_none(model: Path, text: str) -> None:
     found = run("sweep", model, "--machine", "rtx4090-ddr5", "--budgets", text)
     assert found.exit_code == 2 and "--budgets" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "depth"),
+    [
+        ((), 640),
+        (("--workload", "prompt=2000,gen=500"), 2250),
+        (("--workload", "depth=0"), 0),
+        (("--ctx", "256"), 192),
+    ],
+)
+def test_a_token_is_priced_in_the_middle_of_the_answer(
+    model: Path, words: tuple[str, ...], depth: int
+) -> None:
+    found = solve(model, "--budget", "2000", *words)
+    assert found.exit_code == 0 and f"a token at depth {depth}\n" in found.stdout
+    made = json.loads(solve(model, "--budget", "2000", *words, "--json").stdout)
+    assert made["workload"]["depth"] == depth
+
+
+def test_a_deeper_token_costs_more(model: Path) -> None:
+    at = ("--budget", "2000", "--ctx", "65536", "--json", "--workload")
+    times = [
+        json.loads(solve(model, *at, f"depth={d}").stdout)["predicted"]["tpot_ns"] for d in (0, 640, 60000)
+    ]
+    assert times == sorted(times) and times[-1] > times[0]
