@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commands.beside import beside, drafting_of, extras_of, first_gpu
 from commands.console import say
 from commands.models import load_inventory, load_profile
 from commands.option_types import Number
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from planner.profile import Profile
     from planner.reserve import Extras
 
-_RATE = re.compile(r"0(\.[0-9]+)?|\.[0-9]+|1(\.0*)?")
 _FILE = click.Path(path_type=Path)
 _OPTIONS = (
     click.argument("model", type=_FILE),
@@ -51,6 +50,13 @@ _OPTIONS = (
     click.option("--page", is_flag=True, help="Host weights may exceed memory and are paged from disk."),
     click.option("--reserve", help="MiB to leave to others: 1024, or CUDA0=2048,CUDA1=512."),
     click.option("--mmproj", type=_FILE, help="Vision projector to leave room for."),
+    click.option(
+        "--mmproj-device",
+        "eyes",
+        type=click.Choice(("auto", "gpu", "cpu")),
+        default="auto",
+        help="Where it computes [auto: the CPU where the GPU has no room].",
+    ),
     click.option("--draft", type=_FILE, help="Draft model to leave room for."),
     click.option(
         "--draft-accept",
@@ -92,6 +98,7 @@ class Asked:
     page: bool
     reserve: str | None
     mmproj: Path | None
+    eyes: str
     draft: Path | None
     accept: str | None
     heat: Path | None
@@ -128,9 +135,34 @@ class Inputs:
     model: Path
     fit_engine: str = ""  # whose --fit to ask; "": none
     drafting: Drafting | None = None  # the draft length is to be chosen
+    movable: Extras | None = None  # with a projector that may go to the CPU
 
     def plan(self) -> Plan:
-        """The plan; with a context that may shrink, the largest that fits."""
+        """The plan; with a context that may shrink, the largest that fits.
+
+        A projector that may goes to the CPU where there is no plan with it on the GPU.
+        """
+        from planner.errors import AnswerIsNo
+
+        try:
+            return self._plan()
+        except AnswerIsNo as refusal:
+            if self.movable is None:
+                raise
+            try:
+                made = self._with_projector_on_cpu(self.movable)._plan()
+            except AnswerIsNo:
+                raise refusal from None
+            say("the vision projector goes to the CPU: there is no room for it on the GPU")
+            return made
+
+    def _with_projector_on_cpu(self, extras: Extras) -> Inputs:
+        there = replace(extras, mmproj_device="CPU")
+        kept = beside(self.inventory, self.workload, there, first_gpu(self.profile, self.budgets))
+        drafting = replace(self.drafting, extras=there) if self.drafting else None
+        return replace(self, options=replace(self.options, **kept), drafting=drafting)
+
+    def _plan(self) -> Plan:
         from planner.make_plan import make_plan
 
         workload, options = self.workload, self.options
@@ -170,13 +202,23 @@ def inputs_of(asked: Asked) -> Inputs:
     lowest = asked.ctx_min or (min(_needed(workload), workload.n_ctx) if asked.ctx == "max" else 0)
     if lowest > workload.n_ctx:
         raise OptionProblem("--ctx-min", str(lowest), f"is above the context of {workload.n_ctx}")
-    gpu = next((d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets), "CPU")
-    extras = _extras(asked, profile, budgets)
-    options = _options(asked, inventory, workload, extras, gpu)
+    gpu = first_gpu(profile, budgets)
+    extras = extras_of(asked, profile, budgets)
+    options = _options(asked, inventory, workload, beside(inventory, workload, extras, gpu))
     if asked.engine and asked.model.suffix in (".yaml", ".yml"):
         raise OptionProblem("--fit", asked.engine, "needs the model file itself, not its inventory")
-    drafting, engine = _drafting(asked, extras, gpu), asked.engine or ""
-    return Inputs(inventory, profile, budgets, workload, options, lowest, asked.model, engine, drafting)
+    return Inputs(
+        inventory,
+        profile,
+        budgets,
+        workload,
+        options,
+        lowest,
+        asked.model,
+        asked.engine or "",
+        drafting_of(asked, extras, gpu),
+        extras if asked.mmproj and asked.eyes == "auto" and gpu != "CPU" else None,
+    )
 
 
 def _note_changes(profile: Profile, path: Path | None) -> None:
@@ -253,47 +295,11 @@ def _use(text: str | None) -> dict[str, int]:
     return found
 
 
-def _extras(asked: Asked, profile: Profile, budgets: Mapping[str, int]) -> Extras:
-    from planner.budget import EVERY, parse_reserve
-    from planner.reserve import Extras
-
-    kept = {} if asked.reserve is None else dict(parse_reserve(asked.reserve))
-    gpus = [d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets]
-    every = kept.pop(EVERY, 0)
-    for name in kept:
-        if name not in budgets:
-            raise OptionProblem(
-                "--reserve", asked.reserve or "", f"{name} has no budget; there are {', '.join(budgets)}"
-            )
-    kept = {name: kept.get(name, every) for name in gpus} | {n: s for n, s in kept.items() if n not in gpus}
-    return Extras(
-        mmproj=load_inventory(asked.mmproj) if asked.mmproj else None,
-        draft=load_inventory(asked.draft) if asked.draft else None,
-        reserved={name: size for name, size in kept.items() if size},
-    )
-
-
-def _drafting(asked: Asked, extras: Extras, gpu: str) -> Drafting | None:
-    """The question of the draft length, when it is asked; OptionProblem for a rate that is none."""
-    from planner.drafting import PUBLISHED_PPM, Drafting
-
-    if asked.accept is None:
-        return None
-    if asked.draft is None and not asked.mtp:
-        raise OptionProblem("--draft-accept", asked.accept, "needs --draft or --mtp")
-    if asked.accept == "auto":
-        return Drafting(PUBLISHED_PPM, extras, gpu)
-    if not _RATE.fullmatch(asked.accept):
-        raise OptionProblem("--draft-accept", asked.accept, "expected a rate from 0 to 1, or auto")
-    return Drafting(round(float(asked.accept) * 10**6), extras, gpu)
-
-
 def _options(
-    asked: Asked, inventory: Inventory, workload: Workload, extras: Extras, gpu: str
+    asked: Asked, inventory: Inventory, workload: Workload, beside: Mapping[str, Any]
 ) -> SolveOptions:
     from planner.options import SolveOptions
     from planner.pins import parse_pin
-    from planner.reserve import reserves
 
     return SolveOptions(
         pins=tuple(parse_pin(text) for text in asked.pins),
@@ -301,9 +307,9 @@ def _options(
         no_cpu=asked.no_cpu,
         page=asked.page,
         stripes=asked.stripes,
-        reserves=reserves(inventory, workload, extras, gpu=gpu),
         time_limit_s=asked.time_limit,
         command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
+        **beside,
         **_heat(asked, inventory, workload),
         **_cache(asked),
     )

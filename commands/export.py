@@ -34,7 +34,7 @@ FORMATS = ("llama-server", "llama-cli", "preset", "env", "json", "llama-cpp-pyth
     help="Model or inventory, to price the nearest plan [default: inputs/ beside the plan].",
 )
 @click.option("--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Its profile.")
-@click.option("--mmproj", default="", help="Vision projector to load beside the model.")
+@click.option("--mmproj", default="", help="Vision projector [the plan's].")
 @click.option("--draft", default="", help="Draft model [the plan's].")
 @click.option("--exact", is_flag=True, help="Refuse when the tool cannot express the whole plan.")
 @click.option("-o", "--output", type=Target(), help="Write here [default: stdout].")
@@ -75,7 +75,7 @@ def command(
         again = _stock(legal, device_maps, threads)
         done = "instead: as many layers on the CPU as planned, but the first ones"
         plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
-    placed = replace(placed, mmproj=mmproj, **_draft(plan, draft, device_maps))
+    placed = replace(placed, **_projector(plan, mmproj, device_maps), **_draft(plan, draft, device_maps))
     text = export(plan, placed, model or f"{plan.model.name}.gguf", form)
     if output is None:
         out(text.rstrip("\n"))
@@ -92,6 +92,15 @@ def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:
 
     spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
     return stock(replace(spec, threads=threads or spec.threads), len(plan_layer_devices(plan)) - 1)
+
+
+def _projector(plan: Plan, path: str, device_maps: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a Stock that speak of the projector: the plan's own, unless another file is given."""
+    planned = plan.projector
+    if planned is None:
+        return {"mmproj": path}
+    device = parse_map(device_maps, plan).get(planned.device, planned.device)
+    return {"mmproj": path or f"{planned.name}.gguf", "mmproj_on_cpu": device == "CPU"}
 
 
 def _draft(plan: Plan, path: str, device_maps: tuple[str, ...]) -> dict[str, Any]:

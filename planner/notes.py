@@ -43,6 +43,8 @@ def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions
         found.append(f"same as the stock rule {subject.rule}, or not told apart from it")
     if not any(r.name.startswith("projector") for r in options.reserves):
         found.append("no memory reserved for a vision projector (--mmproj)")
+    if options.projector is not None and options.projector.device == "CPU":
+        found.append(f"the vision projector {options.projector.name} computes on the CPU: images take longer")
     found += _unrecognised(subject.priced.model, profile)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes) for use in subject.uses))
     found += _ceilings(subject.priced)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.plan import CachePoint, EngineFit, ExpertOrder, Speculation
+from planner.plan import CachePoint, EngineFit, ExpertOrder, Projector, Speculation
 
 MAX_ENGINE_DEVICES = 16  # llama_max_devices: entries of the device list, repeats included
 
@@ -50,6 +50,7 @@ class SolveOptions:
     cache: tuple[CachePoint, ...] = ()  # the engine has a MoE cache; concave hit curve
     reserves: tuple[Reserve, ...] = ()
     fit: EngineFit | None = None  # what the engine's own --fit chose: one more stock rule
+    projector: Projector | None = None
     speculation: Speculation | None = None
     max_runs: int = MAX_ENGINE_DEVICES
     time_limit_s: float = 20.0

@@ -139,6 +139,13 @@ class EngineFit(Record):
         return self
 
 
+class Projector(Record):
+    """The vision projector beside the model."""
+
+    name: str
+    device: str  # where it computes; its memory is among the reserves
+
+
 class Speculation(Record):
     """Drafted tokens a step: one pass of the model checks them all and its own next one.
 
@@ -220,6 +227,7 @@ class Plan(Record):
     layers: tuple[LayerRange, ...]
     op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
     repack: bool | None = None  # False: the CPU's weights keep the file's layout; absent: the engine's choice
+    projector: Projector | None = None
     speculation: Speculation | None = None  # times of a token are then those of an accepted one
     predicted: Prediction
     baselines: tuple[Baseline, ...]

@@ -83,6 +83,7 @@ def record(
         layers=ranges(devices),
         op_offload=priced.op_offload,
         repack=None if priced.repack else False,
+        projector=options.projector,
         speculation=options.speculation,
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),

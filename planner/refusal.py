@@ -86,9 +86,8 @@ def crowded(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -
         needs.append(Need(name, budgets[name], 0, 0, context, reserve))
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
     draft = any(r.name.startswith("draft") for r in options.reserves)
-    helpful = tuple(
-        h for h in hints(priced, options) if h.startswith("no --" if not draft else ("no --", "--"))
-    )
+    ours = ("no --", "--mmproj") if not draft else ("no --", "--")
+    helpful = tuple(h for h in hints(priced, options) if h.startswith(ours))
     return Infeasible(short, helpful) if short else None
 
 
@@ -150,8 +149,9 @@ def hints(priced: Priced, options: SolveOptions) -> tuple[str, ...]:
         found.append("--kv-type q8_0")
     if workload.n_ubatch > 256:
         found.append(f"--ubatch {workload.n_ubatch // 2}")
-    if any(r.name.startswith("projector") for r in options.reserves):
-        found.append("no --mmproj, with the projector left on the CPU (--no-mmproj-offload)")
+    eyes = [r.device for r in options.reserves if r.name.startswith("projector")]
+    if eyes:
+        found.append("no --mmproj" if "CPU" in eyes else "--mmproj-device cpu")
     if any(r.name.startswith("draft") for r in options.reserves):
         found.append("no --draft")
     if options.pins:

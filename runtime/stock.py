@@ -42,6 +42,7 @@ class Stock:
     notes: tuple[str, ...]  # what could not be said, and what stands there instead
     exact: bool
     mmproj: str = ""  # path of a vision projector to load beside the model
+    mmproj_on_cpu: bool = False
     draft: str = ""  # path of a draft model
     draft_device: str = ""  # where it computes; "": the tool's choice
     draft_tokens: int = 0  # drafted a step; 0: the tool's choice
@@ -91,6 +92,8 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
     ]
     if plan.mmproj:
         found.append(("--mmproj", plan.mmproj))
+        if plan.mmproj_on_cpu:
+            found.append(("--no-mmproj-offload", ""))
     if plan.draft:
         # Without the type the draft model is loaded and never asked (b10434). A draft with other KV types
         # than the model's is refused or slow.
@@ -138,6 +141,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "--cache-type-v": "LLAMA_ARG_CACHE_TYPE_V",
     "--load-mode": "LLAMA_ARG_LOAD_MODE",
     "--mmproj": "LLAMA_ARG_MMPROJ",
+    "--no-mmproj-offload": "LLAMA_ARG_NO_MMPROJ_OFFLOAD",
     "--model-draft": "LLAMA_ARG_SPEC_DRAFT_MODEL",
     "--cache-type-k-draft": "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",
     "--cache-type-v-draft": "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",

@@ -85,8 +85,9 @@ def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
     moe_model: Path, projector: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "plan.yaml"
-    line = refused(solve(moe_model, "--budget", "1000", "--mmproj", projector, "-o", target), 1)
-    assert "CUDA0 needs 13" in line and "reserve 1041" in line and "--no-mmproj-offload" in line
+    asked = ("--mmproj", projector, "--mmproj-device", "gpu", "-o", target)
+    line = refused(solve(moe_model, "--budget", "1000", *asked), 1)
+    assert "CUDA0 needs 13" in line and "reserve 1041" in line and "--mmproj-device cpu" in line
     assert not target.exists()
     made = solve(moe_model, "--budget", "1500", "--mmproj", projector, "-o", target)
     assert made.exit_code == 0
@@ -97,7 +98,9 @@ def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
 def test_a_projector_that_overfills_its_gpu_is_refused_though_another_has_room() -> None:
     pair, held = machine("2x-rtx4060ti-16gb"), Reserve("projector", "CUDA0", 1041 * MIB)
     beside = SolveOptions(reserves=(held,))
-    with pytest.raises(Infeasible, match=r"CUDA0 needs 1361 MiB, budget 1300.*try no --mmproj") as refusal:
+    with pytest.raises(
+        Infeasible, match=r"CUDA0 needs 1361 MiB, budget 1300.*try --mmproj-device cpu"
+    ) as refusal:
         plan(moe(), "CUDA0=1300,CUDA1=8000", on=pair, options=beside)
     assert "CUDA1" not in str(refusal.value) and "--kv-type" not in str(refusal.value)
     made = plan(moe(), "CUDA0=1400,CUDA1=8000", on=pair, options=beside)
