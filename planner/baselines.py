@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cost import OUTPUT, Model, Priced
 from planner.evaluate import Evaluation, evaluate
@@ -100,6 +100,24 @@ def realise(priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, st
             return None
         choices.append(index)
     return Solution(tuple(choices))
+
+
+def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate | None:
+    """A placement of the problem `free` in another; None when that has no such option, as for a pin."""
+    if candidate.solution is None:
+        return None
+    choices = []
+    for decision, wanted in zip(
+        priced.problem.decisions, candidate.solution.chosen(free.problem), strict=True
+    ):
+        same = [
+            j for j, o in enumerate(decision.options) if (o.entry, o.sites) == (wanted.entry, wanted.sites)
+        ]
+        if not same:
+            return None
+        choices.append(same[0])
+    solution = Solution(tuple(choices))
+    return replace(candidate, solution=solution, evaluation=evaluate(priced.problem, solution))
 
 
 def _find(decision: Decision, home: str, device: int, sites: Mapping[str, str]) -> int | None:

@@ -85,9 +85,10 @@ class Priced:
     repack: bool = True  # weights of a CPU without GPU change their layout
 
     @property
-    def streams(self) -> bool:
-        """Whether prompts of this workload really are."""
-        return self.problem.host_leads
+    def copies(self) -> bool:
+        """Whether a GPU has room for host weights that prompts need."""
+        long = self.prices.workload.n_ubatch >= OFFLOAD_BATCH
+        return self.op_offload and long and any(d.kind == "gpu" for d in self.problem.devices)
 
 
 def price(
@@ -104,7 +105,7 @@ def price(
     repack = options.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
     prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation)
     n_gpus = sum(d.kind != "cpu" for d in devices)
-    rooms = {d.name: room_of(model.inventory, workload, d, n_gpus) for d in devices}
+    rooms = {d.name: room_of(model.inventory, workload, d, n_gpus, options.op_offload) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
     shares += _cache_shares(model, devices, options)
     chooser = Chooser(prices, devices, options, rooms)

@@ -14,12 +14,13 @@ from typing import Any
 from planner.arch import layers_of
 from planner.errors import AnswerIsNo
 from planner.inventory import Inventory
-from planner.make_plan import indistinct_ppm, make_plan
+from planner.make_plan import make_plan
 from planner.options import Reserve, SolveOptions
 from planner.plan import Plan, Speculation
 from planner.predict import predict
 from planner.price import calibration_for
 from planner.profile import Profile
+from planner.record_plan import indistinct_ppm
 from planner.reserve import Extras, reserves
 from planner.workload import Workload
 

@@ -103,7 +103,7 @@ def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
     if not plan.op_offload:
         yield (
             "Prompts are computed where the weights are (--no-op-offload): to copy host weights to a GPU for "
-            "each batch, as the engine does on its own, would take longer."
+            "each batch, as the engine does on its own, would take longer or more memory than there is."
         )
     yield from _limit(plan, larger)
     yield from _proof(plan)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planner import baselines
-from planner.baselines import Candidate
+from planner import baselines, uncopied
+from planner.baselines import Candidate, translated
 from planner.cost import Model, Priced, model_of, price
 from planner.engines import Fault, mixing_fault, sentence
 from planner.errors import InputError
@@ -14,9 +14,8 @@ from planner.evaluate import evaluate
 from planner.inventory import Inventory
 from planner.options import SolveOptions
 from planner.plan import Plan
-from planner.problem import Solution
-from planner.profile import Calibration, Profile
-from planner.record_plan import Chosen, error_ppm, record
+from planner.profile import Profile
+from planner.record_plan import Chosen, indistinct_ppm, record
 from planner.refusal import Infeasible, crowded, forced, refuse
 from planner.reserve import PROJECTOR
 from planner.solve import Limits, Solved, solve
@@ -64,11 +63,11 @@ def make_plan(
         raise full
     refusal = forced(constrained, budgets, whole)
     chosen = choose(constrained, everything, stock, alone, options, searched=refusal is None)
+    if constrained.copies and not fault:
+        plain = price(model, profile, budgets, workload, replace(options, op_offload=False))
+        chosen = uncopied.better(chosen, constrained, plain, budgets, options)
     if chosen is None:
         raise _because(fault, refusal or refuse(constrained, budgets, whole))
-    if constrained.streams and not fault:
-        plain = price(model, profile, budgets, workload, replace(options, op_offload=False))
-        chosen = _better_on_host(chosen, constrained, plain, budgets, options)
     chosen = _without_repacking(chosen, profile, budgets, options)
     made = record(chosen, rows(alone, stock), profile, budgets, workload, options)
     left_out = [f"nothing partly on the CPU: {sentence(fault)}"] if fault else []
@@ -84,31 +83,6 @@ def _because(fault: Fault | None, refusal: Infeasible) -> Infeasible:
     return Infeasible(refusal.needs, hints, why)
 
 
-def _better_on_host(
-    streamed: Chosen, priced: Priced, plain: Priced, budgets: Mapping[str, int], options: SolveOptions
-) -> Chosen:
-    """The better of two: prompts of host weights computed on a GPU, or where these weights are.
-
-    The first is the engine's own way. The second must be faster by more than the error of its prompt:
-    the speed of a link and that of a CPU do not share their errors, as two placements do.
-    """
-    if not _faster_on_host(priced, plain) or forced(plain, budgets, options) is not None:
-        return streamed
-    known = streamed.solution if streamed.priced is priced else None
-    start = _translate(plain, Candidate("", "", known, None), priced)
-    hint = start.solution if start is not None and start.feasible else None
-    solved = solve(plain.problem, hint, Limits(options.time_limit_s, 6 * options.time_limit_s))
-    if solved.solution is None:
-        return streamed
-    found = evaluate(plain.problem, solved.solution)
-    assert found.feasible, found.violations
-    own = streamed.evaluation.objective_ns
-    margin = own * indistinct_ppm(priced.prices.calibration) + found.prefill_ns * error_ppm(plain.prices)
-    if found.objective_ns + margin // _PPM >= own:
-        return streamed
-    return Chosen(plain, solved.solution, found, solved.bound_ns, solved.status, "")
-
-
 def _without_repacking(
     chosen: Chosen, profile: Profile, budgets: Mapping[str, int], options: SolveOptions
 ) -> Chosen:
@@ -119,7 +93,7 @@ def _without_repacking(
     if not all(d.host for d in chosen.priced.problem.devices):
         return chosen
     plain = as_stored(chosen.priced, profile, budgets, options)
-    same = _translate(plain, Candidate("", "", chosen.solution, None), chosen.priced)
+    same = translated(plain, Candidate("", "", chosen.solution, None), chosen.priced)
     if same is None or same.solution is None or same.evaluation is None:
         return chosen
     margin = own * indistinct_ppm(chosen.priced.prices.calibration) // _PPM
@@ -137,15 +111,6 @@ def as_stored(priced: Priced, profile: Profile, budgets: Mapping[str, int], opti
     kept = tuple(r for r in options.reserves if r.device in hosts)
     asked = replace(options, pins=(), contiguous=False, no_cpu=False, reserves=kept, repack=False)
     return price(priced.model, profile, alone, priced.prices.workload, asked)
-
-
-def _faster_on_host(priced: Priced, plain: Priced) -> bool:
-    """Whether some placement's prompt takes less time without copies to a GPU."""
-    for decision, other in zip(priced.problem.decisions, plain.problem.decisions, strict=True):
-        streamed = {(o.entry, o.sites): o.prefill_ns for o in decision.options}
-        if any(o.prefill_ns < streamed.get((o.entry, o.sites), 0) for o in other.options):
-            return True
-    return False
 
 
 def host_only(
@@ -184,7 +149,7 @@ def choose(
 
     `searched` False: no placement on these devices exists, only the CPU alone is left to look at.
     """
-    usable = [c for c in (_translate(priced, each, free) for each in stock) if c is not None and c.feasible]
+    usable = [c for c in (translated(priced, each, free) for each in stock) if c is not None and c.feasible]
     hint = min(usable, key=lambda c: _objective(c), default=None)
     limits = Limits(options.time_limit_s, 6 * options.time_limit_s)
     start = hint.solution if hint else None
@@ -235,31 +200,3 @@ def _pick(priced: Priced, solved: Solved, usable: list[Candidate]) -> Chosen | N
 
 def _objective(candidate: Candidate) -> int:
     return candidate.evaluation.objective_ns if candidate.evaluation else 2**62
-
-
-def _translate(priced: Priced, candidate: Candidate, free: Priced) -> Candidate | None:
-    """A stock placement in the constrained problem; None when a pin or a mode forbids it."""
-    if candidate.solution is None:
-        return None
-    choices = []
-    for decision, wanted in zip(
-        priced.problem.decisions, candidate.solution.chosen(free.problem), strict=True
-    ):
-        same = [
-            j for j, o in enumerate(decision.options) if (o.entry, o.sites) == (wanted.entry, wanted.sites)
-        ]
-        if not same:
-            return None
-        choices.append(same[0])
-    solution = Solution(tuple(choices))
-    return replace(candidate, solution=solution, evaluation=evaluate(priced.problem, solution))
-
-
-def indistinct_ppm(calibration: Calibration) -> int:
-    """How far two plans for one machine must differ to be told apart.
-
-    The error of a difference is far smaller than that of either time, as both share the machine: a
-    third of the calibration's residual, between 0.5 % and 2 %; 1 % without calibration.
-    """
-    residual = calibration.residual_ppm
-    return min(max(residual // 3, 5_000), 20_000) if residual else 10_000

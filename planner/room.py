@@ -36,7 +36,9 @@ class Room:
         return self.base_bytes + max(self.staging_bytes * streams, self.head_bytes * head)
 
 
-def room_of(inventory: Inventory, workload: Workload, device: Device, n_gpus: int) -> Room:
+def room_of(
+    inventory: Inventory, workload: Workload, device: Device, n_gpus: int, op_offload: bool = True
+) -> Room:
     """The compute buffer of a device by the formulas of `planner.compute`.
 
     With several GPUs the engine may pipeline and then keeps several copies of every input; which of
@@ -50,7 +52,9 @@ def room_of(inventory: Inventory, workload: Workload, device: Device, n_gpus: in
     if device.kind != "gpu":
         return Room(base, 0, head)
     hybrid = any(layers_of(inventory).recurrent)
-    return Room(base, staging_bytes(_streamed(inventory), workload, hybrid=hybrid), head)
+    return Room(
+        base, staging_bytes(_streamed(inventory), workload, op_offload=op_offload, hybrid=hybrid), head
+    )
 
 
 def _streamed(inventory: Inventory) -> Collection[int]:

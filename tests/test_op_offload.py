@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_models import dense, machine, moe, plan
+from planning_models import dense, machine, moe, plan, sites
 from test_run import plan_for
 
 from atsplan import main
@@ -21,6 +21,7 @@ from planner.loading import load_spec
 from planner.options import Pin, SolveOptions
 from planner.plan import Plan, to_text
 from planner.profile import Profile
+from planner.requant import parse_rule, requantised
 from planner.workload import Workload
 from runtime import dryrun
 from runtime.libllama import Engine
@@ -44,7 +45,7 @@ def findings(made: Plan, model: Inventory, profile: Profile) -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("gb_per_s", "prompt", "copied"), [(3, 34, False), (3, 8192, False), (50, 8192, True), (50, 8, True)]
+    ("gb_per_s", "prompt", "copied"), [(3, 34, False), (3, 8192, False), (50, 8192, True)]
 )
 def test_a_slow_link_keeps_prompts_on_the_cpu_and_a_fast_one_does_not(
     gb_per_s: float, prompt: int, copied: bool
@@ -107,6 +108,37 @@ def test_a_plan_that_opens_no_gpu_is_checked_without_one(batch: int, pins: tuple
     made = plan(model, "400", on=profile, workload=work, options=SolveOptions(pins=pins))
     assert [use.name for use in made.devices] == ["CPU"]
     assert findings(made, model, profile) == []
+
+
+@pytest.mark.parametrize("n_ubatch", [16, 32, 512])
+def test_where_the_room_for_copies_is_not_there_the_plan_does_without(n_ubatch: int) -> None:
+    """One huge expert tensor on the host: from 32 tokens a batch on its copy would take all of the GPU."""
+    model, profile = requantised(moe(4), [parse_rule("blk.0.ffn_down_exps=f32")]), linked(50)
+    huge = max(t.size_bytes for t in model.tensors)
+    work = Workload(n_ctx=4096, prompt=512, gen=256, n_ubatch=n_ubatch)
+    made = plan(model, str(800 + 100), on=profile, workload=work)
+    gpu = made.devices[0]
+    assert huge > 700 * 2**20 and gpu.kind == "gpu" and gpu.used_bytes <= gpu.budget_bytes
+    assert made.op_offload == (n_ubatch < 32) and gpu.compute_bytes < huge
+    assert sites(made)["blk.0.experts"] == "cpu"
+    assert sum(site.startswith("gpu") for site in sites(made, "attention").values()) == 4
+    assert findings(made, model, profile) == []
+
+
+def test_short_prompts_leave_the_room_for_copies_to_weights() -> None:
+    model, profile = moe(), linked(50)
+    made = plan(model, "1500", on=profile, workload=asked(8))
+    copying = plan(model, "1500", on=profile, workload=asked(8192))
+    on_gpu = [sum(s.startswith("gpu") for s in sites(p).values()) for p in (copying, made)]
+    assert not made.op_offload and copying.op_offload and on_gpu[0] < on_gpu[1]
+    assert findings(made, model, profile) == []
+
+
+def test_what_fits_only_without_copies_is_no_refusal() -> None:
+    model = requantised(moe(4), [parse_rule("blk.0.ffn_down_exps=f32")])
+    pins = (Pin("blk.*.attention", "gpu"), Pin("blk.0.experts", "cpu"))
+    made = plan(model, "500", on=linked(50), options=SolveOptions(pins=pins))
+    assert not made.op_offload and findings(made, model, linked(50)) == []
 
 
 def test_explain_says_it_in_a_sentence() -> None:

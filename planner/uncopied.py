@@ -1,0 +1,87 @@
+"""The other way with prompts: host weights computed where they are, not copied to a GPU (op_offload off).
+
+Copying is the engine's own way. It needs a link faster than the CPU computes, and on the GPU a buffer for
+the largest weight on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.baselines import Candidate, translated
+from planner.cost import Priced
+from planner.evaluate import evaluate
+from planner.options import SolveOptions
+from planner.problem import Option
+from planner.record_plan import Chosen, error_ppm, indistinct_ppm
+from planner.refusal import forced
+from planner.solve import Limits, solve
+
+_PPM = 10**6
+
+
+def better(
+    streamed: Chosen | None,
+    priced: Priced,
+    plain: Priced,
+    budgets: Mapping[str, int],
+    options: SolveOptions,
+) -> Chosen | None:
+    """The better of a placement with copies, None where there is none, and the best without.
+
+    The second must be faster by more than the error of its prompt: the speed of a link and that of a CPU
+    do not share their errors, as two placements do.
+    """
+    start = _same(streamed, priced, plain)
+    worth = streamed is None or _faster(priced, plain) or _roomier(streamed, start, plain)
+    if not worth or forced(plain, budgets, options) is not None:
+        return streamed
+    hint = start.solution if start is not None and start.feasible else None
+    solved = solve(plain.problem, hint, Limits(options.time_limit_s, 6 * options.time_limit_s))
+    if solved.solution is None:
+        return streamed
+    found = evaluate(plain.problem, solved.solution)
+    assert found.feasible, found.violations
+    if streamed is not None:
+        own = streamed.evaluation.objective_ns
+        margin = own * indistinct_ppm(priced.prices.calibration) + found.prefill_ns * error_ppm(plain.prices)
+        if found.objective_ns + margin // _PPM >= own:
+            return streamed
+    return Chosen(plain, solved.solution, found, solved.bound_ns, solved.status, "")
+
+
+def _same(streamed: Chosen | None, priced: Priced, plain: Priced) -> Candidate | None:
+    """The placement itself without copies."""
+    if streamed is None or streamed.priced is not priced:
+        return None
+    return translated(plain, Candidate("", "", streamed.solution, None), priced)
+
+
+def _faster(priced: Priced, plain: Priced) -> bool:
+    """Whether some placement's prompt takes less time without copies to a GPU."""
+    for decision, other in zip(priced.problem.decisions, plain.problem.decisions, strict=True):
+        streamed = {(o.entry, o.sites): o.prefill_ns for o in decision.options}
+        if any(o.prefill_ns < streamed.get((o.entry, o.sites), 0) for o in other.options):
+            return True
+    return False
+
+
+def _roomier(streamed: Chosen, same: Candidate | None, plain: Priced) -> bool:
+    """Whether the room for copies, given up, would hold one more part on some GPU; or there is no GPU yet."""
+    if same is None or same.evaluation is None or same.solution is None:
+        return True
+    pairs = zip(streamed.evaluation.memory, same.evaluation.memory, strict=True)
+    freed = {d for d, (with_copies, without) in enumerate(pairs) if without < with_copies}
+    devices, memory = plain.problem.devices, same.evaluation.memory
+    chosen = zip(plain.problem.decisions, same.solution.chosen(plain.problem), strict=True)
+    return any(
+        _gains(option, other, d, devices[d].capacity_bytes - memory[d])
+        for decision, option in chosen
+        for other in decision.options
+        for d in freed
+    )
+
+
+def _gains(option: Option, other: Option, device: int, free: int) -> bool:
+    more = other.memory[device] - option.memory[device]
+    return 0 < more <= free and other.decode_ns < option.decode_ns
