@@ -61,17 +61,19 @@ def out_table(made: Table) -> None:
 
 
 def progress() -> Progress:
-    """A progress bar on stderr; shows bytes per second and time left when the unit is bytes."""
+    """A progress bar on stderr, where somebody watches; `rate` is a field of each task."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,  # elsewhere it would leave an empty line
     )
 
 

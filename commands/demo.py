@@ -138,11 +138,25 @@ def _parts() -> list[str]:
 def _child(arguments: Sequence[str], name: str, cwd: Path | None = None, **environment: str) -> None:
     """Run a child whose output is ours; its failure ends the demonstration."""
     sys.stdout.flush()
-    done = subprocess.run(arguments, cwd=cwd, env={**os.environ, **environment}, check=False)
-    if done.returncode == 130 or done.returncode < 0:
-        raise KeyboardInterrupt if done.returncode in (130, -2) else MachineError(f"{name} was killed")
-    if done.returncode:
-        raise StepFailed(name, done.returncode)
+    code = _ended(arguments, cwd, {**os.environ, **environment})
+    if code == 130:
+        raise SystemExit(code)  # the step has said so
+    if code < 0:
+        raise MachineError(f"{name} was killed")
+    if code:
+        raise StepFailed(name, code)
+
+
+def _ended(arguments: Sequence[str], cwd: Path | None, environment: dict[str, str]) -> int:
+    """Run a step in a group of its own, so that Ctrl-C is heard once: here, and passed on politely."""
+    with subprocess.Popen(arguments, cwd=cwd, env=environment, start_new_session=True) as step:
+        try:
+            return step.wait()
+        except KeyboardInterrupt:
+            step.terminate()
+            if step.wait() == 130:
+                return 130
+            raise
 
 
 def _walk(folder: Path, walk: Walk, engine: str | None, seconds: float) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -257,3 +262,39 @@ def test_layers_that_are_not_the_model_s(
     data = yaml.safe_load(to_text(plan))
     data["layers"] = [{"first": first, "last": last, "device": "CUDA0"}]
     assert any(why in f for f in findings(data, inventory))
+
+
+def children(pid: int) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("heard_by", ["all", "the first"])
+def test_an_interrupt_ends_every_process_in_one_line(heard_by: str) -> None:
+    """Ctrl-C reaches a whole group, kill -INT one process; the workers have nothing to say."""
+    root = Path(__file__).resolve().parent.parent
+    process = subprocess.Popen(
+        [sys.executable, str(root / "atsplan.py"), "check", str(root / "plans")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while process.poll() is None and len(children(process.pid)) < 3:  # two workers and what tracks them
+            time.sleep(0.01)
+        workers = children(process.pid)
+        (os.killpg if heard_by == "all" else os.kill)(process.pid, signal.SIGINT)
+        output, messages = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, output, messages) == (130, "", "atsplan: interrupted\n")
+    for pid in workers:
+        while _lives(pid):
+            time.sleep(0.01)  # what tracks them ends on its own
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
