@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from commands.companions import first_gpu
 from commands.console import say
 from commands.models import load_plan
 from planner.errors import OptionProblem
@@ -205,7 +206,7 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
         return None
     file = read_model(path)
     check_extras(None, file.inventory)
-    first = next((d for d in job.spec.devices if d != CPU), CPU)
+    first = first_gpu(job.spec)
     if planned and planned.draft:
         first = job.mapped.get(planned.device, planned.device)
     chosen = device or first

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commands.companions import draft_fields, projector_fields
 from commands.console import ms, out, say, write_text
 from commands.engines import parse_map
 from commands.models import load_plan
@@ -14,6 +15,7 @@ from commands.option_types import Target
 
 if TYPE_CHECKING:
     from planner.check import Inputs
+    from planner.loading import LoadSpec
     from planner.plan import Plan
     from runtime.stock import Stock
 
@@ -75,7 +77,7 @@ def command(
         again = _stock(legal, device_maps, threads)
         done = "instead: as many layers on the CPU as planned, but the first ones"
         plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
-    placed = replace(placed, **_projector(plan, mmproj, device_maps), **_draft(plan, draft, device_maps))
+    placed = replace(placed, **_beside(plan, placed.spec, device_maps, mmproj, draft))
     text = export(plan, placed, model or f"{plan.model.name}.gguf", form)
     if output is None:
         out(text.rstrip("\n"))
@@ -94,23 +96,19 @@ def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:
     return stock(replace(spec, threads=threads or spec.threads), len(plan_layer_devices(plan)) - 1)
 
 
-def _projector(plan: Plan, path: str, device_maps: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a Stock that speak of the projector: the plan's own, unless another file is given."""
-    planned = plan.projector
-    if planned is None:
-        return {"mmproj": path}
-    device = parse_map(device_maps, plan).get(planned.device, planned.device)
-    return {"mmproj": path or f"{planned.name}.gguf", "mmproj_on_cpu": device == "CPU"}
-
-
-def _draft(plan: Plan, path: str, device_maps: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a Stock that speak of drafts: the plan's own, unless another model is given."""
-    planned = plan.speculation
-    if planned is None or not planned.tokens:
-        return {"draft": path}
-    device = parse_map(device_maps, plan).get(planned.device, planned.device)
-    name = f"{planned.draft}.gguf" if planned.draft else ""
-    return {"draft": path or name, "draft_device": device, "draft_tokens": planned.tokens}
+def _beside(
+    plan: Plan, spec: LoadSpec, device_maps: tuple[str, ...], mmproj: str, draft: str
+) -> dict[str, Any]:
+    """The fields of a Stock for projector and draft, by the plan's names where no files are given."""
+    planned, mapped = plan.speculation, parse_map(device_maps, plan)
+    if plan.projector is not None:
+        mmproj = mmproj or f"{plan.projector.name}.gguf"
+    if planned and planned.tokens and planned.draft:
+        draft = draft or f"{planned.draft}.gguf"
+    return {
+        **projector_fields(plan, mapped, spec, mmproj),
+        **draft_fields(plan, mapped, spec, draft),
+    }
 
 
 def _nearest(plan: Plan, inputs: Inputs) -> Plan | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
+from commands.companions import draft_fields, missing_files, projector_fields
 from commands.console import out, say
 from commands.engines import Job, engine_options, open_job, plan_options, review
-from planner.errors import EngineProblem
+from planner.errors import EngineProblem, FileProblem
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -17,6 +20,8 @@ from planner.errors import EngineProblem
 @plan_options
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(1, 65535), default=8080, show_default=True)
+@click.option("--mmproj", type=click.Path(path_type=Path), help="Vision projector to load beside the model.")
+@click.option("--draft", type=click.Path(path_type=Path), help="Draft model for speculative decoding.")
 @click.option("--no-check", is_flag=True, help="Skip the dry run.")
 @click.option("--quiet", is_flag=True, help="Do not show the server's log.")
 @engine_options
@@ -30,6 +35,8 @@ def command(
     other_machine: bool,
     host: str,
     port: int,
+    mmproj: Path | None,
+    draft: Path | None,
     no_check: bool,
     quiet: bool,
     engine: str | None,
@@ -40,20 +47,36 @@ def command(
 
     Striped experts are served by the engine's own server library, loaded beside the stripes.
     """
-    from runtime.server import serving
+    from runtime.server import free_port, serving
 
+    free_port(host, port)  # before anything is asked of the engine
     job = open_job(model, plan_path, device_maps, threads, no_mmap, other_machine)
-    program, words = _command(job, engine)
+    program, words = _command(job, engine, _beside(job, mmproj, draft))
     if not no_check:
-        beside = None if program == Path(sys.executable) else str(program.parent)
-        review(job, engine or beside, llama_h)
+        build = None if program == Path(sys.executable) else str(program.parent)
+        review(job, engine or build, llama_h)
     with serving(program, [*words, *extra], host, port, (lambda line: None) if quiet else say) as server:
         out(f"{server.url} (OpenAI-compatible under /v1)")
         code = server.wait()
         raise EngineProblem("llama-server", f"ended with status {code}")
 
 
-def _command(job: Job, engine: str | None) -> tuple[Path, list[str]]:
+def _file(path: Path | None) -> str:
+    """The path of a file that is there; "" for none. FileProblem otherwise."""
+    if path is not None and not path.is_file():
+        raise FileProblem(str(path), "no such file")
+    return str(path) if path is not None else ""
+
+
+def _beside(job: Job, mmproj: Path | None, draft: Path | None) -> dict[str, Any]:
+    """The fields of a Stock for projector and draft; what the plan counts on and nobody gave is said."""
+    for sentence in missing_files(job.plan, mmproj is not None, draft is not None):
+        say(f"note: {sentence}")
+    given = job.plan, job.mapped, job.spec
+    return {**projector_fields(*given, _file(mmproj)), **draft_fields(*given, _file(draft))}
+
+
+def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[Path, list[str]]:
     """The program that serves and its arguments; what it cannot be told is said."""
     from dataclasses import replace
 
@@ -70,7 +93,7 @@ def _command(job: Job, engine: str | None) -> tuple[Path, list[str]]:
         spec = replace(
             spec, overrides=tuple((p, b) for p, b in spec.overrides if not b.startswith("stripe:"))
         )
-    placed = stock(spec, len(plan_layer_devices(job.plan)) - 1)
+    placed = replace(stock(spec, len(plan_layer_devices(job.plan)) - 1), **beside)
     for note in placed.notes:
         say(f"not expressible: {note}")
     words = arguments(placed, str(job.path))

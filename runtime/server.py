@@ -17,11 +17,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.errors import EngineProblem
+from planner.errors import EngineProblem, MachineError
 from runtime import child
 
 _LINES = 2000
 _PAUSE_S = 0.1
+
+
+@dataclass(eq=False)
+class NoPort(MachineError):
+    """An address that cannot be listened on."""
+
+    host: str
+    port: int
+    why: str
+
+    def message(self) -> str:
+        return f"cannot listen on {self.host}, port {self.port}: {self.why}: see --host and --port"
 
 
 @dataclass(slots=True)
@@ -36,7 +48,8 @@ class Server:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     def get(self, path: str) -> Mapping[str, Any]:
         """A JSON document of the server; OSError while it does not answer."""
@@ -82,10 +95,10 @@ def serving(
 ) -> Iterator[Server]:
     """Start llama-server and wait until /health says ok; end its process group afterwards.
 
-    `port` 0 takes a free one. Raises EngineProblem with its last message when it ends first or does
-    not answer in time.
+    `port` 0 takes a free one. Raises NoPort when another program listens there, EngineProblem with the
+    server's last message when it ends first or does not answer in time.
     """
-    chosen = port or free_port(host)
+    chosen = free_port(host, port)
     process = subprocess.Popen(
         [str(program), *_spelt(program, arguments), "--host", host, "--port", str(chosen)],
         stdin=subprocess.DEVNULL,
@@ -108,11 +121,17 @@ def serving(
             process.stdout.close()
 
 
-def free_port(host: str) -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_port(host: str, port: int = 0) -> int:
+    """This TCP port, or any, if nobody listens on it now; NoPort says why not."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server does: connections of a former one that are still closing do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as problem:
+        raise NoPort(host, port, problem.strerror or str(problem)) from None
 
 
 def _until_healthy(server: Server, reader: threading.Thread, timeout_s: float) -> None:
