@@ -19,6 +19,7 @@ from planner.record_plan import Chosen, indistinct_ppm, record
 from planner.refusal import Infeasible, crowded, forced, refuse
 from planner.reserve import PROJECTOR
 from planner.solve import Limits, Solved, solve
+from planner.tidy import tidied
 from planner.workload import Workload
 
 _PPM = 10**6
@@ -186,13 +187,14 @@ def _pick(priced: Priced, solved: Solved, usable: list[Candidate]) -> Chosen | N
         return None
     limit, best = 2**62, None
     if solved.solution is not None:
-        evaluation = evaluate(priced.problem, solved.solution)
+        solution = tidied(priced.problem, solved.solution)
+        evaluation = evaluate(priced.problem, solution)
         assert evaluation.feasible, evaluation.violations
         limit = (
             evaluation.objective_ns
             + evaluation.objective_ns * indistinct_ppm(priced.prices.calibration) // _PPM
         )
-        best = Chosen(priced, solved.solution, evaluation, solved.bound_ns, solved.status, "")
+        best = Chosen(priced, solution, evaluation, solved.bound_ns, solved.status, "")
     if stock is None or _objective(stock) > limit or stock.solution is None or stock.evaluation is None:
         return best
     return Chosen(priced, stock.solution, stock.evaluation, solved.bound_ns, "baseline", stock.name)

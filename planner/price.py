@@ -35,6 +35,7 @@ _SMALL_OPS = {
     Kind.OUTPUT: 0,
     Kind.NEXTN: 8,
 }
+_PAST_ATTENTION = frozenset({Kind.ROUTER, Kind.FFN, Kind.EXPERTS})
 _SMALL_ROLES = frozenset({Role.NORM, Role.EXPERT_SMALL})
 # Two-dimensional, yet no matrix product: convolutions, decay tables, interpolation factors.
 _NOT_MULTIPLIED = ("conv1d", "shortconv.conv", "ssm_a", "ssm_d.", "lerp", "rope_f", "time_mix_first", "r_k")
@@ -92,9 +93,15 @@ class Prices:
         decode, measured = self._decode(unit, device, buffer)
         prefill = sum(
             count * self._step(unit, device, buffer, batch, self.workload.prompt // 2)[0]
-            for batch, count in self.batches
+            for batch, count in self._batches(unit)
         )
         return Times(self.per_token(decode), prefill, self.per_token(measured))
+
+    def _batches(self, unit: Unit) -> tuple[tuple[int, int], ...]:
+        """Tokens and how often, as a prompt passes a unit: past the last attention only those with logits."""
+        last = unit.layer == self._layers.n_main - 1 and unit.kind in _PAST_ATTENTION
+        rows = min(self.workload.n_seq, self.workload.prompt)
+        return ((rows, 1),) if last and rows else self.batches
 
     def _decode(self, unit: Unit, device: str, buffer: str) -> tuple[int, int]:
         """One step; a NextN block runs once a drafted token, and the output head once more for each."""
@@ -120,7 +127,8 @@ class Prices:
         here = self.on(unit, cpu)
         if through is None:
             return here
-        prefill = sum(count * self._streamed(unit, cpu, through, batch) for batch, count in self.batches)
+        batches = self._batches(unit)
+        prefill = sum(count * self._streamed(unit, cpu, through, batch) for batch, count in batches)
         return Times(here.decode_ns, prefill, here.measured_ns)
 
     def _streamed(self, unit: Unit, cpu: str, through: str, batch: int) -> int:
@@ -128,7 +136,18 @@ class Prices:
         if batch < OFFLOAD_BATCH:
             return self._step(unit, cpu, "", batch, depth)[0]
         copied = self.copy_ns(cpu, through, self.touched_bytes(unit, batch))
-        return copied + self._step(unit, through, "", batch, depth)[0]
+        copied += (len(movable(unit)) - 1) * self.copy_ns(cpu, through, 0)  # one copy a tensor, each awaited
+        held = sum(self._cache_trip(case, cpu, through) for case in self._weightless(unit, batch, depth))
+        return copied + held + self._step(unit, through, "", batch, depth)[0]
+
+    def _cache_trip(self, case: timing.Case, cpu: str, through: str) -> int:
+        """Keys and values of a batch to a cache in host memory, and that cache to the GPU that attends."""
+        if case.op != "FLASH_ATTN_EXT":
+            return 0
+        width = case.shape[0] * case.shape[2]
+        there = self.copy_ns(through, cpu, 4 * width * case.batch) + self._small(cpu, case.batch, width)
+        back = self.copy_ns(cpu, through, timing.bytes_read(case) // 2)
+        return 2 * (self.calibration.split_ns + there + back)
 
     def touched_bytes(self, unit: Unit, batch: int) -> int:
         """Weight bytes that a batch reads: of routed experts only those it uses."""

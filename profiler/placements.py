@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from planner.arch import layers_of
@@ -37,6 +37,14 @@ class Placement:
         return dict.fromkeys(self.moved, "cpu")
 
     @property
+    def streamed(self) -> bool:
+        """Whether prompts of host weights reach a GPU: not where the CPU stands in the engine's device list,
+        as it does when it owns a layer after one of another device.
+        """
+        first = next((i for i, device in enumerate(self.layer_devices) if device != CPU), 0)
+        return CPU not in self.layer_devices[first:]
+
+    @property
     def mixed(self) -> bool:
         """Whether CPU and another device both compute layers."""
         devices = set(self.layer_devices[:-1]) | ({CPU} if self.moved else set())
@@ -59,16 +67,21 @@ class Predictor:
         return self.evaluate_all(profile, [placement])[0]
 
     def evaluate_all(self, profile: Profile, placements: list[Placement]) -> list[Evaluation]:
-        """The same for many placements: the model is priced once."""
+        """The same for many placements: the model is priced once, or twice where some are not streamed."""
         budgets = {device.name: ROOMY for device in profile.devices}
-        priced = price(self._model, profile, budgets, self.workload, self.options)
-        found = []
-        for placement in placements:
-            solution = realise(priced, placement.layer_devices, placement.sites)
-            if solution is None:
-                raise ValueError(f"{placement.name}: no such placement")
-            found.append(evaluate(priced.problem, solution))
-        return found
+        found: dict[int, Evaluation] = {}
+        for streamed in (True, False):
+            kept = [(i, p) for i, p in enumerate(placements) if p.streamed is streamed]
+            if not kept:
+                continue
+            options = replace(self.options, op_offload=streamed)
+            priced = price(self._model, profile, budgets, self.workload, options)
+            for index, placement in kept:
+                solution = realise(priced, placement.layer_devices, placement.sites)
+                if solution is None:
+                    raise ValueError(f"{placement.name}: no such placement")
+                found[index] = evaluate(priced.problem, solution)
+        return [found[i] for i in range(len(placements))]
 
 
 def spec_of(inventory: Inventory, placement: Placement, workload: Workload, threads: int) -> LoadSpec:

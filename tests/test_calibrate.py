@@ -88,6 +88,7 @@ def test_placements_measured_on_an_h200_are_predicted(name: str) -> None:
     assert summary["decode_p90"] <= 0.12
     assert summary["decode_spearman"] >= 0.97
     assert summary["decode_median"] < alone.summary()["decode_median"]
+    assert summary["prefill_median"] <= 0.12
 
 
 def test_published_linear_sets_are_predicted_from_one_point() -> None:
@@ -147,3 +148,12 @@ def test_a_run_that_paged_is_named_and_not_fitted(table: Inventory) -> None:
     found = whole.calibrated(BASE, [(model, [Run(full, 10**12, paged_bytes=9 << 30)])])
     assert found.calibrations == BASE.calibrations
     assert any("large.gguf (all on the GPU) read 9216 MiB from disk" in w for w in found.warnings)
+
+
+def test_nothing_is_streamed_where_the_cpu_stands_in_the_device_list(table: Inventory) -> None:
+    first = Placement("first", ("CPU",) * 3 + ("CUDA0",) * 22)
+    after = Placement("after", ("CUDA0",) * 3 + ("CPU",) * 3 + ("CUDA0",) * 19)
+    assert (first.streamed, after.streamed) == (True, False)
+    assert Placement("moved", ("CUDA0",) * 25, ("blk.0.experts",)).streamed
+    early, late = Predictor(table, WORK).evaluate_all(BASE, [first, after])
+    assert late.prefill_ns > 2 * early.prefill_ns

@@ -459,3 +459,37 @@ def test_one_card_is_among_the_stock_rules_of_two() -> None:
     made = plan(moe(), "8000", on=machine("2x-rtx4060ti-16gb"))
     assert [b.name for b in made.baselines][:3] == ["all-cpu", "one-gpu", "ngl"]
     assert len(made.layers) == 1
+
+
+def test_layers_of_one_device_stand_together_where_that_costs_nothing() -> None:
+    from planner.evaluate import evaluate
+    from planner.problem import Capacity, Decision, Edge, Option, Problem, Solution
+    from planner.tidy import tidied
+
+    def option(device: int, host: bool) -> Option:
+        return Option(device, 0 if host else device, (str(device),), 10, 0, (0, 0, 0))
+
+    options = tuple(option(d, host) for d in (1, 2) for host in (False, True))
+    free = ((0, 1, 1), (1, 0, 1), (1, 1, 0))
+    problem = Problem(
+        devices=(
+            Capacity("CPU", "cpu", 99, -1),
+            Capacity("CUDA0", "gpu", 99, -1),
+            Capacity("CUDA1", "gpu", 99, -1),
+        ),
+        decisions=tuple(Decision(f"blk.{n}", ("u",), options, True) for n in range(6)),
+        edges=tuple(Edge(n, n + 1, free, ((0,) * 3,) * 3) for n in range(5)),
+        pools=(),
+        shares=(),
+        exclusive=(),
+        mixed=(),
+        decode_weight=1,
+        decode_ns=0,
+        max_runs=16,
+    )
+    mingled = Solution((1, 3, 1, 3, 1, 3))
+    found = tidied(problem, mingled)
+    before, after = evaluate(problem, mingled), evaluate(problem, found)
+    assert (before.runs, after.runs) == (6, 2)
+    assert after.objective_ns <= before.objective_ns
+    assert sorted(found.choices) == sorted(mingled.choices)

@@ -1,0 +1,60 @@
+"""What a prompt costs beyond its operators: where it need not go, what is copied and awaited on the way."""
+
+from __future__ import annotations
+
+from planning_models import dense, machine, moe
+
+from planner.inventory import Inventory
+from planner.price import Prices
+from planner.units import Kind, Unit, movable, units_of
+from planner.workload import Workload
+
+WORK = Workload(n_ctx=2048, prompt=1024, gen=64, n_ubatch=512)
+
+
+def unit(table: Inventory, kind: Kind, layer: int) -> Unit:
+    return next(u for u in units_of(table).units if u.kind is kind and u.layer == layer)
+
+
+def test_past_the_last_attention_only_tokens_with_logits_go_on() -> None:
+    for table, kind in ((moe(), Kind.EXPERTS), (dense([8192] * 4), Kind.FFN)):
+        last = table.number("block_count") - 1
+        prices = Prices(table, machine(), WORK)
+        inner, final = (unit(table, kind, n) for n in (last - 1, last))
+        assert prices.on(final, "CUDA0").prefill_ns < prices.on(inner, "CUDA0").prefill_ns / 4
+        assert prices.on(final, "CUDA0").decode_ns == prices.on(inner, "CUDA0").decode_ns
+        # One row is computed where its weights are: nothing is streamed.
+        streamed = prices.on_host(final, "CPU", "CUDA0")
+        assert streamed.prefill_ns == prices.on(final, "CPU").decode_ns
+        attention = [unit(table, Kind.ATTENTION, n) for n in (last - 1, last)]
+        assert len({prices.on(u, "CUDA0").prefill_ns for u in attention}) == 1
+
+
+def test_without_a_prompt_nothing_is_paid_for_one() -> None:
+    prices = Prices(moe(), machine(), WORK.model_copy(update={"prompt": 0}))
+    assert prices.on(unit(moe(), Kind.EXPERTS, 7), "CUDA0").prefill_ns == 0
+
+
+def test_every_streamed_tensor_is_awaited() -> None:
+    table = dense([8192] * 4)
+    slow = machine()
+    latency = 50_000
+    links = tuple(li.model_copy(update={"latency_ns": li.latency_ns + latency}) for li in slow.links)
+    ffn = unit(table, Kind.FFN, 0)
+    before, after = (
+        Prices(table, p, WORK).on_host(ffn, "CPU", "CUDA0").prefill_ns
+        for p in (slow, slow.model_copy(update={"links": links}))
+    )
+    assert after - before == 2 * len(movable(ffn)) * latency  # two ubatches
+
+
+def test_a_host_layer_sends_its_keys_and_values_there_and_its_cache_back() -> None:
+    table = dense([8192] * 4)
+    prices = Prices(table, machine(), WORK)
+    attention = unit(table, Kind.ATTENTION, 0)
+    weights = sum(
+        count * (prices.copy_ns("CPU", "CUDA0", attention.size_bytes)) for _, count in prices.batches
+    )
+    extra = prices.on_host(attention, "CPU", "CUDA0").prefill_ns - prices.on(attention, "CUDA0").prefill_ns
+    rows = 2 * prices.copy_ns("CUDA0", "CPU", 4 * 4 * 128 * 512)
+    assert extra > weights + 2 * rows
