@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -48,6 +48,12 @@ _OPTIONS = (
     click.option("--contiguous", is_flag=True, help="Whole layers only, one run of layers per device."),
     click.option("--no-cpu", is_flag=True, help="Nothing but the input tables in host memory."),
     click.option("--page", is_flag=True, help="Host weights may exceed memory and are paged from disk."),
+    click.option(
+        "--host-weights",
+        type=click.Choice(("auto", "map", "read")),
+        default="auto",
+        help="Mapped from the file, or read (and pinned beside a GPU) [auto: read up to 60 % of memory].",
+    ),
     click.option("--reserve", help="MiB to leave to others: 1024, or CUDA0=2048,CUDA1=512."),
     click.option("--mmproj", type=_FILE, help="Vision projector to leave room for."),
     click.option(
@@ -96,6 +102,7 @@ class Asked:
     contiguous: bool
     no_cpu: bool
     page: bool
+    host_weights: Literal["auto", "map", "read"]
     reserve: str | None
     mmproj: Path | None
     eyes: str
@@ -307,6 +314,7 @@ def _options(
         no_cpu=asked.no_cpu,
         page=asked.page,
         stripes=asked.stripes,
+        host_weights=None if asked.host_weights == "auto" else asked.host_weights,
         time_limit_s=asked.time_limit,
         command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
         **beside,

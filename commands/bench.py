@@ -53,7 +53,7 @@ def command(
     plan_path: Path,
     device_maps: tuple[str, ...],
     threads: int,
-    no_mmap: bool,
+    mmap: bool | None,
     other_machine: bool,
     against: str,
     rounds: int,
@@ -75,7 +75,7 @@ def command(
     """
     from runtime.bench import Terms, compare, run
 
-    job = open_job(model, plan_path, device_maps, threads, no_mmap, other_machine)
+    job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
     lengths = _lengths(prompts, tokens, job)
     review(job, engine, llama_h)
     helper = open_draft(draft, job, draft_max, draft_device)
@@ -121,7 +121,7 @@ def _arms(
     for name in (n for n in names if n not in RULES):
         if not Path(name).is_file():
             raise OptionProblem("--against", name, f"is no rule ({', '.join(RULES)}) and no plan file")
-        other = open_job(job.path, Path(name), maps, threads, not job.spec.use_mmap, job.elsewhere)
+        other = open_job(job.path, Path(name), maps, threads, job.spec.use_mmap, job.elsewhere)
         called = _unused(Path(name).stem, ["plan", *(arm.name for arm in arms)])
         arms.append(replace(plan_arm(engine, other.path, other.spec), name=called, setting=name))
     if names and not arms:

@@ -94,11 +94,12 @@ def engine_options(function: F) -> F:
 
 
 def plan_options(function: F) -> F:
-    """--plan, --device-map, --other-machine, --threads, --no-mmap."""
+    """--plan, --device-map, --other-machine, --threads, --mmap."""
     function = click.option(
-        "--no-mmap",
-        is_flag=True,
-        help="Read host weights into memory of their own (pinned beside a GPU) instead of mapping the file.",
+        "--mmap/--no-mmap",
+        default=None,
+        help="Map host weights from the file, or read them into memory of their own (pinned beside a GPU) "
+        "[the plan's].",
     )(function)
     function = click.option(
         "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the plan's]."
@@ -153,7 +154,7 @@ def open_job(
     plan_path: Path,
     device_maps: tuple[str, ...],
     threads: int,
-    no_mmap: bool = False,
+    mmap: bool | None = None,
     other_machine: bool = False,
 ) -> Job:
     """Read plan and model; the model must be the plan's, or rewritten from it (else exit 2)."""
@@ -174,7 +175,8 @@ def open_job(
     mapped = parse_map(device_maps, plan)
     spec = map_devices(spec, mapped) if mapped else spec
     # A plan made on a larger machine must not crowd this one.
-    spec = replace(spec, threads=threads or min(spec.threads, usable_threads()), use_mmap=not no_mmap)
+    spec = replace(spec, threads=threads or min(spec.threads, usable_threads()))
+    spec = spec if mmap is None else replace(spec, use_mmap=mmap)
     stamp = read_stamp(file)
     check_order(plan, spec, stamp.experts if stamp else {}, str(plan_path))
     foreign = foreign_note(units_of(file.inventory).units)

@@ -43,7 +43,7 @@ def command(
     plan_path: Path,
     device_maps: tuple[str, ...],
     threads: int,
-    no_mmap: bool,
+    mmap: bool | None,
     other_machine: bool,
     prompt: str | None,
     tokens: int,
@@ -75,7 +75,7 @@ def command(
         raise OptionProblem("--temp", str(temp), "is no number")
     if draft is not None and temp > 0:
         raise OptionProblem("--draft", str(draft), "guesses are checked greedily: leave --temp at 0")
-    job = open_job(model, plan_path, device_maps, threads, no_mmap, other_machine)
+    job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
     helper = open_draft(draft, job, draft_max, draft_device)
     if smoke:
         prove(job, plan_path, engine, llama_h)

@@ -31,7 +31,7 @@ def command(
     plan_path: Path,
     device_maps: tuple[str, ...],
     threads: int,
-    no_mmap: bool,
+    mmap: bool | None,
     other_machine: bool,
     host: str,
     port: int,
@@ -50,7 +50,7 @@ def command(
     from runtime.server import free_port, serving
 
     free_port(host, port)  # before anything is asked of the engine
-    job = open_job(model, plan_path, device_maps, threads, no_mmap, other_machine)
+    job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
     program, words = _command(job, engine, _beside(job, mmproj, draft))
     if not no_check:
         build = None if program == Path(sys.executable) else str(program.parent)

@@ -90,8 +90,10 @@ class Demands:
     def difference(self, engine: str) -> str:
         """What to know of another build than the plan's, or of one without a number; "" when nothing."""
         build = build_number(engine)
-        if not build and (self.least or self.most or faults_of(self.architecture, self.devices)):
-            return f"{engine} does not tell its build number; the plan is for {span(self.least, self.most)}"
+        faults = faults_of(self.architecture, self.devices)
+        if not build and (self.least or self.most or faults):
+            known = "; ".join(map(sentence, faults)) or f"the plan is for {span(self.least, self.most)}"
+            return f"{engine} does not tell its build number: {known}"
         if not self.made_for or same_build(engine, self.made_for):
             return ""
         return f"the plan's times were measured with {self.made_for}, this is {engine}: they may differ"

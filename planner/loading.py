@@ -88,6 +88,7 @@ def load_spec(plan: Plan) -> LoadSpec:
             # The engine caches no weights in layouts of the CPU's own.
             use_extra_bufts=not cache_bytes and plan.repack is not False,
             threads=plan.machine.threads,
+            use_mmap=plan.host_weights != "read",
             op_offload=plan.op_offload,
             notes=notes,
         ),
@@ -145,7 +146,9 @@ def map_devices(spec: LoadSpec, names: Mapping[str, str]) -> LoadSpec:
         threads=0 if CPU in names.values() else spec.threads,
     )
     here = _listed(mapped, _runs(layers), [names.get(d, d) for d in spec.devices])
-    return here if any(d != CPU for d in here.devices) else replace(here, cache_bytes=0)
+    if any(d != CPU for d in here.devices):
+        return here
+    return replace(here, cache_bytes=0, use_mmap=True)  # nothing to pin memory for
 
 
 def devices_of(spec: LoadSpec) -> tuple[str, ...]:

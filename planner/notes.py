@@ -12,6 +12,7 @@ from planner.evaluate import Evaluation
 from planner.expert_cache import told
 from planner.gguf_header import one_line
 from planner.given import NAME as FIT
+from planner.host_weights import reads, streamed
 from planner.opaque import host_types
 from planner.options import SolveOptions
 from planner.plan import DeviceUse, Placement
@@ -49,6 +50,7 @@ def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions
     found += filter(None, (tight(profile.device(use.name), use.used_bytes) for use in subject.uses))
     found += _ceilings(subject.priced)
     found += _paged(subject, budgets, options)
+    found += _mapped(subject, options)
     found += _assumed(subject.priced)
     found += [f"profile: {warning}" for warning in profile.warnings]
     found += filter(None, map(_overfull, subject.stock))
@@ -97,6 +99,16 @@ def _ceilings(priced: Priced) -> list[str]:
         f"{pool.name}: one memory, counted once; at most {pool.capacity_bytes >> 20} MiB together"
         for pool in priced.problem.pools
     ]
+
+
+def _mapped(subject: Subject, options: SolveOptions) -> Iterator[str]:
+    """Prompts are priced from memory that is read; a mapping is slower to copy from."""
+    profile = subject.priced.prices.profile
+    if not streamed(subject.uses, subject.placements):
+        return
+    if reads(subject.uses, subject.placements, profile, options) is None:
+        held = sum(use.weights_bytes for use in subject.uses if use.kind == "cpu")
+        yield f"{held >> 20} MiB of host weights stay mapped: prompts may take longer than predicted"
 
 
 def _paged(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> Iterator[str]:

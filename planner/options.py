@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from planner.plan import CachePoint, EngineFit, ExpertOrder, Projector, Speculation
 
@@ -42,6 +43,7 @@ class SolveOptions:
     op_offload: bool = True  # the engine's default; make_plan looks at both
     repack: bool = True  # the same for weights of a CPU without GPU: in a layout of its kernels
     page: bool = False  # host weights may exceed memory and are paged from disk
+    host_weights: Literal["map", "read"] | None = None  # None: read what can be pinned
     stripes: bool = True
     stripe_steps: int = 16  # widths tried per layer
     curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # coverage by layer

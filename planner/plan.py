@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -206,6 +206,7 @@ class Constraints(Record):
     contiguous: bool = False
     no_cpu: bool = False
     page: bool = False  # host weights may exceed memory and are paged from disk
+    host_weights: Literal["map", "read"] | None = None  # as told; absent: by what fits
     reserves: tuple[Reserved, ...] = ()
     heat_digest: str = ""  # of the heat file that expert coverage comes from
     stripes: bool = True  # hot experts may live on the GPU, given heat
@@ -225,6 +226,7 @@ class Plan(Record):
     constraints: Constraints
     devices: tuple[DeviceUse, ...]
     layers: tuple[LayerRange, ...]
+    host_weights: Literal["read"] | None = None  # into memory of their own, pinned; absent: mapped
     op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
     repack: bool | None = None  # False: the CPU's weights keep the file's layout; absent: the engine's choice
     projector: Projector | None = None

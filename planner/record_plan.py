@@ -11,6 +11,7 @@ from planner.cost import OUTPUT, Model, Priced, decision_of
 from planner.engines import computing_devices, device_of, range_of
 from planner.evaluate import Evaluation
 from planner.expert_cache import cached_bytes
+from planner.host_weights import reads
 from planner.notes import Subject, notes_of
 from planner.options import SolveOptions
 from planner.overrides import overrides_of
@@ -81,6 +82,7 @@ def record(
         constraints=constraints_of(budgets, options),
         devices=uses,
         layers=ranges(devices),
+        host_weights=reads(uses, placements, profile, options),
         op_offload=priced.op_offload,
         repack=None if priced.repack else False,
         projector=options.projector,
@@ -103,6 +105,7 @@ def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constra
         contiguous=options.contiguous,
         no_cpu=options.no_cpu,
         page=options.page,
+        host_weights=options.host_weights,
         reserves=tuple(
             Reserved(name=r.name, device=r.device, size_bytes=r.size_bytes) for r in options.reserves
         ),

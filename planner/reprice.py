@@ -61,6 +61,7 @@ def asked(plan: Plan, known: SolveOptions) -> SolveOptions:
         reserves=tuple(Reserve(r.name, r.device, r.size_bytes) for r in constraints.reserves),
         heat_digest=constraints.heat_digest,
         stripes=constraints.stripes,
+        host_weights=constraints.host_weights,
         projector=plan.projector,
         speculation=plan.speculation,
         fit=plan.fit if plan.fit and plan.fit.n_ctx == plan.workload.n_ctx else None,

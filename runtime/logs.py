@@ -22,6 +22,7 @@ _MEANING: Mapping[str, str] = {
     "cannot run the operation (NONE)": (
         "it is larger than one buffer of the device may be, or of a type the device does not know"
     ),
+    "_Host buffer": "host memory for weights is short, not the device's (--mmap maps the file instead)",
     "Remote RPC server crashed": "the server of a remote device is gone",
 }
 _FAILED = re.compile(r"error|fail|abort|exception", re.IGNORECASE)

@@ -44,12 +44,15 @@ class NoRoom(MachineError):
     needed_bytes: int
     free_bytes: int
     total_bytes: int
+    read: bool = False  # host weights that could be mapped instead
 
     def message(self) -> str:
         used = self.total_bytes - self.free_bytes
+        mapping = ", map host weights from the file (--mmap)" if self.read else ""
         return (
             f"{self.device}: needs {_mib(self.needed_bytes)}, free are {_mib(self.free_bytes)} of "
-            f"{_mib(self.total_bytes)} ({_mib(used)} in use): end what holds it or solve for a smaller budget"
+            f"{_mib(self.total_bytes)} ({_mib(used)} in use): end what holds it{mapping} or solve for a "
+            "smaller budget"
         )
 
 
@@ -178,7 +181,7 @@ def check_room(found: Mapping[str, Breakdown], devices: tuple[Device, ...], mapp
         free = min(device.free_bytes, available or 0) if shared else device.free_bytes
         needed = have.context + have.compute if device.name == CPU and mapped else have.total
         if needed > free:
-            raise NoRoom(device.name, needed, free, device.total_bytes)
+            raise NoRoom(device.name, needed, free, device.total_bytes, device.name == CPU and not mapped)
 
 
 def host_available_bytes() -> int | None:

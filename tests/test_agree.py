@@ -138,27 +138,18 @@ def test_a_temperature_that_is_no_number(plan: Plan, moe_model: Path, tmp_path: 
     path.write_text(to_text(plan))
     done = CliRunner().invoke(main, ["run", str(moe_model), "--plan", str(path), "-p", "a", "--temp", "nan"])
     assert done.exit_code == 2, done.output
-    assert "is no number" in done.stderr
+    assert "finite number" in done.stderr
 
 
 # What each field of a plan does for a load: named here, so that a new field cannot be forgotten.
-TOLD = {
-    "workload",
-    "layers",
-    "overrides",
-    "devices",
-    "op_offload",
-    "repack",
-}  # becomes a parameter of the engine
-COMPARED = {
-    "model",
-    "units",
-    "experts",
-    "devices",
-    "engines",
-}  # the load is refused when the file or engine disagrees
-SPOKEN = {"machine", "predicted", "command"}  # said beside what is measured, or in what is exported
-PAST = {"schema_", "version", "constraints", "baselines", "fit", "notes"}  # how the decision came about
+# Becomes a parameter of the engine.
+TOLD = {"workload", "layers", "overrides", "devices", "op_offload", "repack", "host_weights"}
+# The load is refused when the file or the engine disagrees.
+COMPARED = {"model", "units", "experts", "devices", "engines"}
+# Said beside what is measured, or in what is exported.
+SPOKEN = {"machine", "predicted", "command", "projector", "speculation"}
+# How the decision came about.
+PAST = {"schema_", "version", "constraints", "baselines", "fit", "notes"}
 
 
 def test_every_field_of_a_plan_is_passed_compared_or_about_the_past() -> None:
@@ -216,6 +207,7 @@ SPEC_CHANGES: dict[str, Any] = {
     "threads": 2,
     "swa_full": True,
     "op_offload": False,
+    "rollback": 3,
 }
 ARRAYS = {"devices", "tensor_split", "overrides"}  # proven by where the weights are after loading
 

@@ -34,6 +34,11 @@ from runtime.logs import Tail, cause
             "pre-allocated tensor (k) in a buffer (Vulkan0) that cannot run the operation (NONE): it is "
             "larger than one buffer of the device may be, or of a type the device does not know",
         ),
+        (
+            "alloc_tensor_range: failed to allocate CUDA_Host buffer of size 9\nllama_model_load: error",
+            "failed to allocate CUDA_Host buffer of size 9: host memory for weights is short, not the "
+            "device's (--mmap maps the file instead)",
+        ),
         ("load_tensors: fine\nall well", "all well"),
         ("", ""),
     ],
