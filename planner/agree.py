@@ -16,6 +16,7 @@ from planner.kv import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.loading import LoadSpec, plan_layer_devices
 from planner.matching import disagreements
 from planner.overrides import UnplaceableUnit, wanted_buffers
+from planner.pipeline import restated
 from planner.plan import Plan
 from planner.units import Kind, units_of
 from planner.workload import Workload
@@ -94,7 +95,9 @@ def _tensor_faults(plan: Plan, inventory: Inventory) -> list[str]:
     sites = {placement.unit: placement.site for placement in plan.units}
     units = [unit for unit in units_of(inventory).units if unit.name in sites]
     try:
-        wanted = wanted_buffers(inventory, units, [sites[u.name] for u in units], plan_layer_devices(plan))
+        devices = plan_layer_devices(plan)
+        wanted = wanted_buffers(inventory, units, [sites[u.name] for u in units], devices)
+        wanted |= restated(inventory, units, devices, plan.overrides)
     except UnplaceableUnit as problem:
         return [str(problem)]
     return list(disagreements(inventory, plan.overrides, wanted))

@@ -16,6 +16,7 @@ from planner.cost import OUTPUT, Model, Priced
 from planner.evaluate import Evaluation, evaluate
 from planner.given import NAME as FIT
 from planner.given import readings
+from planner.pipeline import pipeline_of
 from planner.plan import EngineFit
 from planner.problem import Decision, Solution
 from planner.units import Kind, Unit
@@ -72,8 +73,11 @@ def _best(priced: Priced, name: str, rules: Sequence[Rule]) -> Candidate:
         if solution is None:
             continue
         result = evaluate(priced.problem, solution)
-        used = zip(result.memory, priced.problem.devices, strict=True)
-        vram = sum(size for size, device in used if not device.host)
+        pipeline = pipeline_of(priced, solution, result)
+        if pipeline.refused:  # a stock rule does not keep the engine from it
+            result = replace(result, violations=(*result.violations, "no room for a pipeline's copies"))
+        used = zip(result.memory, priced.problem.devices, pipeline.copies, strict=True)
+        vram = sum(size + extra for size, device, extra in used if not device.host)
         found = Candidate(name, rule.setting, solution, result, vram)
         if best is None or _rank(found) < _rank(best):
             best = found

@@ -16,6 +16,7 @@ from planner.make_plan import make_plan
 from planner.matching import disagreements
 from planner.options import SolveOptions
 from planner.overrides import wanted_buffers
+from planner.pipeline import restated
 from planner.plan import Plan, from_text, to_text
 from planner.profile import Profile
 from planner.records import Lines
@@ -149,6 +150,7 @@ def _overrides(plan: Plan, inventory: Inventory, report: _Report) -> None:
     devices = [entry.device for entry in plan.layers for _ in range(entry.first, entry.last + 1)]
     try:
         wanted = wanted_buffers(inventory, units, [sites[u.name] for u in units], devices)
+        wanted |= restated(inventory, units, devices, plan.overrides)
     except (AtsplanError, IndexError, KeyError):
         return  # layers or sites are wrong in themselves: reported there
     for fault in disagreements(inventory, plan.overrides, wanted):

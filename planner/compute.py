@@ -77,9 +77,14 @@ def compute_items(
         stage=stage,
         stage_bytes=stage_bytes,
         staging=staged_bytes,
-        inputs=copies * tokens * _INPUT_BYTES + (copies - 1) * 4 * tokens * width,
+        inputs=copies * tokens * _INPUT_BYTES + (copies - 1) * _piped(inventory, shape, tokens, width),
         head=4 * tokens * width * _head_copies(inventory, shape, workload) if head else 0,
     )
+
+
+def _piped(inventory: Inventory, shape: Layers, tokens: int, width: int) -> int:
+    """One more copy of a split's inputs, as seen: four or five residual streams, and inputs of each layer."""
+    return 5 * 4 * tokens * width + _per_layer_inputs(inventory, shape, tokens)
 
 
 def compute_bytes(
@@ -119,12 +124,13 @@ def _head_copies(inventory: Inventory, shape: Layers, workload: Workload) -> int
     return 11 if gated and any(shape.recurrent) else _LIVE + 1
 
 
-def host_bytes(inventory: Inventory, workload: Workload, *, swa_full: bool = False) -> int:
+def host_bytes(inventory: Inventory, workload: Workload, *, copies: int = 1, swa_full: bool = False) -> int:
     """The compute buffer that stays in host memory when every layer and the head are on GPUs."""
     tokens = batch_tokens(workload)
-    inputs = 4 * 4 * tokens * inventory.number("embedding_length") + tokens * _INPUT_BYTES
+    row = 4 * tokens * inventory.number("embedding_length")
+    inputs = 4 * row + tokens * _INPUT_BYTES + (copies - 1) * (2 * row + 2 * tokens * _INPUT_BYTES)
     shape = layers_of(inventory)
-    masks = sum(_masks(inventory, workload, shape, range(shape.n_main), swa_full))
+    masks = copies * sum(_masks(inventory, workload, shape, range(shape.n_main), swa_full))
     return inputs + masks + _per_layer_inputs(inventory, shape, tokens)
 
 

@@ -104,8 +104,7 @@ def price(
     # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
     repack = options.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
     prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation)
-    n_gpus = sum(d.kind != "cpu" for d in devices)
-    rooms = {d.name: room_of(model.inventory, workload, d, n_gpus, options.op_offload) for d in devices}
+    rooms = {d.name: room_of(model.inventory, workload, d, options.op_offload) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
     shares += _cache_shares(model, devices, options)
     chooser = Chooser(prices, devices, options, rooms)

@@ -15,6 +15,7 @@ from planner.given import NAME as FIT
 from planner.host_weights import reads, streamed
 from planner.opaque import host_types
 from planner.options import SolveOptions
+from planner.pipeline import Pipeline
 from planner.plan import DeviceUse, Placement
 from planner.profile import Profile
 from planner.units import foreign_note
@@ -32,6 +33,7 @@ class Subject:
     uses: Sequence[DeviceUse]
     placements: Sequence[Placement]
     stock: Sequence[Candidate]
+    pipeline: Pipeline
 
 
 def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> tuple[str, ...]:
@@ -49,6 +51,7 @@ def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions
     found += _unrecognised(subject.priced.model, profile)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes) for use in subject.uses))
     found += _ceilings(subject.priced)
+    found += _piped(subject)
     found += _paged(subject, budgets, options)
     found += _mapped(subject, options)
     found += _assumed(subject.priced)
@@ -109,6 +112,19 @@ def _mapped(subject: Subject, options: SolveOptions) -> Iterator[str]:
     if reads(subject.uses, subject.placements, profile, options) is None:
         held = sum(use.weights_bytes for use in subject.uses if use.kind == "cpu")
         yield f"{held >> 20} MiB of host weights stay mapped: prompts may take longer than predicted"
+
+
+def _piped(subject: Subject) -> Iterator[str]:
+    """What several GPUs keep to work on one prompt at the same time."""
+    pipeline = subject.pipeline
+    size = max(pipeline.copies, default=0) >> 20
+    if pipeline.refused:
+        yield (
+            f"prompts are not pipelined over the devices: the engine's copies would take up to {size} MiB on "
+            "each; an override that moves nothing turns it off"
+        )
+    elif pipeline.engaged:
+        yield f"prompts are pipelined over the GPUs: up to {size} MiB on each are counted for copies"
 
 
 def _paged(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> Iterator[str]:

@@ -15,6 +15,7 @@ from planner.host_weights import reads
 from planner.notes import Subject, notes_of
 from planner.options import SolveOptions
 from planner.overrides import overrides_of
+from planner.pipeline import Pipeline, pipeline_of, unpiped
 from planner.plan import (
     Baseline,
     Constraints,
@@ -70,8 +71,11 @@ def record(
     sites = sites_of(chosen, devices)
     units = priced.model.units
     placements = tuple(_placement(chosen, unit, sites[unit.name]) for unit in units)
-    uses = _uses(chosen, budgets, options)
-    subject = Subject(priced, chosen.evaluation, chosen.rule, uses, placements, stock)
+    pipeline = pipeline_of(priced, chosen.solution, chosen.evaluation)
+    uses = _uses(chosen, budgets, options, pipeline)
+    subject = Subject(priced, chosen.evaluation, chosen.rule, uses, placements, stock, pipeline)
+    overrides = overrides_of(priced.model.inventory, units, [sites[u.name] for u in units], devices)
+    kept = (unpiped(priced.model.inventory, devices),) if pipeline.refused else ()
     return Plan(
         command=options.command,
         version=version("atsplan"),
@@ -92,7 +96,7 @@ def record(
         fit=options.fit,
         notes=notes_of(subject, budgets, options),
         units=placements,
-        overrides=overrides_of(priced.model.inventory, units, [sites[u.name] for u in units], devices),
+        overrides=(*overrides, *kept),
         experts=_orders(sites, units, options),
     )
 
@@ -232,13 +236,18 @@ def _model_ref(priced: Priced) -> ModelRef:
     )
 
 
-def _uses(chosen: Chosen, budgets: Mapping[str, int], options: SolveOptions) -> tuple[DeviceUse, ...]:
-    found = (_use(chosen, d, budgets, options) for d in range(len(chosen.priced.problem.devices)))
+def _uses(
+    chosen: Chosen, budgets: Mapping[str, int], options: SolveOptions, pipeline: Pipeline
+) -> tuple[DeviceUse, ...]:
+    devices = range(len(chosen.priced.problem.devices))
+    found = (_use(chosen, d, budgets, options, pipeline.on(d)) for d in devices)
     return tuple(use for use in found if use is not None)
 
 
-def _use(chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptions) -> DeviceUse | None:
-    """What fills one device; None when nothing does."""
+def _use(
+    chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptions, copies: int
+) -> DeviceUse | None:
+    """What fills one device, a pipeline's copies included; None when nothing does."""
     problem, model = chosen.priced.problem, chosen.priced.model
     device, total = problem.devices[d], chosen.evaluation.memory[d]
     kept = [decision.name for decision, option in _pairs(chosen) if option.entry == d]
@@ -263,7 +272,7 @@ def _use(chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptio
         weights_bytes=total - kv - state - once - cached,
         kv_bytes=kv,
         state_bytes=state,
-        compute_bytes=max(once + cached - cache - context, 0),
+        compute_bytes=max(once + cached - cache - context, 0) + copies,
         cache_bytes=cache,
         reserve_bytes=context + reserved,
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from planner.arch import layers_of
-from planner.compute import PIPELINE_COPIES, compute_bytes, host_bytes, output_bytes, staging_bytes
+from planner.compute import compute_bytes, host_bytes, output_bytes, staging_bytes
 from planner.inventory import Inventory
 from planner.profile import Device
 from planner.roles import Role, part_of
@@ -36,17 +36,10 @@ class Room:
         return self.base_bytes + max(self.staging_bytes * streams, self.head_bytes * head)
 
 
-def room_of(
-    inventory: Inventory, workload: Workload, device: Device, n_gpus: int, op_offload: bool = True
-) -> Room:
-    """The compute buffer of a device by the formulas of `planner.compute`.
-
-    With several GPUs the engine may pipeline and then keeps several copies of every input; which of
-    them it keeps depends on the finished placement, so the room for them is always left.
-    """
-    copies = PIPELINE_COPIES if n_gpus > 1 and device.kind != "cpu" else 1
-    base = compute_bytes(inventory, workload, head=False, copies=copies)
-    head = compute_bytes(inventory, workload, copies=copies) - base
+def room_of(inventory: Inventory, workload: Workload, device: Device, op_offload: bool = True) -> Room:
+    """The compute buffer of a device by the formulas of `planner.compute`, without a pipeline's copies."""
+    base = compute_bytes(inventory, workload, head=False)
+    head = compute_bytes(inventory, workload) - base
     if device.kind == "cpu":
         return Room(base + host_bytes(inventory, workload) + output_bytes(inventory, workload), 0, head)
     if device.kind != "gpu":

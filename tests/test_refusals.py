@@ -227,7 +227,7 @@ def test_hybrids_stage_two_host_tensors_at_once() -> None:
     for name, count in (("Qwen3.6-35B-A3B-q4_K", 2), ("Qwen3-30B-A3B-Q4_K_M", 1)):
         model = real(name)
         moved = sorted(t.size_bytes for t in model.tensors if part_of(t).role in (Role.EXPERTS, Role.FFN))
-        assert room_of(model, workload, gpu, 1).staging_bytes == sum(moved[-count:])
+        assert room_of(model, workload, gpu).staging_bytes == sum(moved[-count:])
 
 
 def retyped(model: Inventory, name: str) -> Inventory:
