@@ -13,7 +13,7 @@ import platform
 import subprocess
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from planner.plan import Plan
 from planner.profile import Profile, from_text
 from planner.workload import Workload
 from runtime import child
+from runtime.arms import same_load
 from runtime.dryrun import to_json
 from runtime.load import usable_cores
 
@@ -81,6 +82,16 @@ class Bench:
             click.echo(gpu_report.line(row), err=True)
         self.save()
         return None if "failed" in row else row
+
+    def repeat(self, cell: Json, one: contenders.Contender, twin: str) -> Json:
+        """The measurement of `twin` in the same cell under another name."""
+        keys = ("model", "routing", "residency")
+        same = [r for r in self.results if all(r[k] == cell[k] for k in keys) and r["contender"] == twin]
+        row = {**same[-1], "contender": one.name, "setting": one.setting, "same_load_as": twin}
+        self.results.append(row)
+        click.echo(f"{one.name} [{one.setting}] is {twin}", err=True)
+        self.save()
+        return row
 
     def save(self) -> None:
         """Write what is there."""
@@ -194,8 +205,8 @@ def one_routing(
             "coverage": coverage(traced["choices"], percent / 100),
             "whole_ns": full["decode"][0]["median_ns"],
         }
-        stock(bench, cell, model, shape, work, full, rules)
-        own(bench, cell, model, inventory, work, full, traced["choices"])
+        rivals = stock(bench, cell, model, shape, work, full, rules)
+        own(bench, cell, model, inventory, work, full, traced["choices"], rivals)
 
 
 def own(
@@ -206,10 +217,14 @@ def own(
     work: Workload,
     full: Json,
     choices: dict[str, list[int]],
+    rivals: list[contenders.Contender],
 ) -> None:
-    """Stripes of one width, and with a profile the solver's plans; logits are compared with whole VRAM's."""
+    """Stripes of one width, and with a profile the solver's plans; logits are compared with whole VRAM's.
+
+    A plan that loads what one of the `rivals` loads is that rule: another load of it would measure the noise.
+    """
     entries: list[tuple[contenders.Contender, Plan | None]] = []
-    if "stripes" in bench.ours:
+    if "stripes" in bench.ours and choices:
         one_width = contenders.stripes(contenders.shape_of(inventory), work, cell["residency"] / 100)
         entries.append((one_width, None))
     if bench.profile is not None:
@@ -220,9 +235,12 @@ def own(
             if name in bench.ours
         ]
     for one, plan in entries:
-        found = bench.run(cell, model, one)
+        twin = next(
+            (r.name for r in rivals if same_load(inventory, r.spec, replace(one.spec, threads=0))), ""
+        )
+        found = bench.repeat(cell, one, twin) if twin else bench.run(cell, model, one)
         row = bench.results[-1]
-        if found is not None:
+        if found is not None and not twin:
             row["identical"] = found["digests"] == full["digests"]
         if plan is not None:
             row["predicted"] = {"tpot_ns": plan.predicted.tpot_ns, "prefill_ns": plan.predicted.prefill_ns}
@@ -238,20 +256,22 @@ def stock(
     work: Workload,
     full: Json,
     rules: list[str],
-) -> None:
-    """The rules of llama.cpp under one budget."""
+) -> list[contenders.Contender]:
+    """The rules of llama.cpp under one budget, measured."""
     share, budget = cell["residency"] / 100, cell["budget_bytes"]
+    found: list[contenders.Contender] = []
     if "n-cpu-moe" in rules:
-        bench.run(cell, model, contenders.n_cpu_moe(shape, work, share))
+        found.append(contenders.n_cpu_moe(shape, work, share))
     if "fit" in rules:
         margin = (full["free_bytes"] - budget) // 2**20
         try:
-            bench.run(cell, model, contenders.fit(bench.engine, model, shape, work, margin))
+            found.append(contenders.fit(bench.engine, model, shape, work, margin))
         except (subprocess.SubprocessError, StopIteration) as problem:
             click.echo(f"fit: {problem}", err=True)
     if "ngl" in rules:
         fixed = full["vram_bytes"] - sum(shape.layer_bytes)
-        bench.run(cell, model, contenders.n_gpu_layers(shape, work, budget, fixed))
+        found.append(contenders.n_gpu_layers(shape, work, budget, fixed))
+    return [one for one in found if bench.run(cell, model, one) is not None]
 
 
 def coverage(choices: dict[str, list[int]], share: float) -> float:

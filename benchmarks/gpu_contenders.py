@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,11 @@ from runtime.stripe_range import rounded
 
 GPU = "CUDA0"
 _FFN = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down|gate_up)(?:_exps)?)\.weight")
-DENSE_SLICES = 128  # a dense FFN is divided as if it had this many experts: rows of each tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model that rules work with. Dense FFNs count as experts: slices of rows, all hot."""
+    """The sizes of a model that rules work with; where it is dense its FFNs stand for experts."""
 
     n_layers: int  # all blocks
     moe_layers: tuple[int, ...]
@@ -29,7 +28,7 @@ class Shape:
     expert_bytes: int  # of all layers
     layer_bytes: tuple[int, ...]
     slabs: tuple[int, ...]  # bytes of one expert in each expert tensor of a layer
-    rows: Mapping[str, int]  # entries of the last dimension in one expert, by tensor kind
+    kinds: tuple[str, ...]  # of these tensors: ffn_gate_exps, ffn_up_exps …
     dense: bool
 
     def hot_bytes(self, k: int) -> int:
@@ -50,10 +49,10 @@ def shape_of(inventory: Inventory) -> Shape:
     """Sizes from the tensor table."""
     n_layers = inventory.number("block_count")
     dense = not any(t.name.endswith("_exps.weight") for t in inventory.tensors)
-    n_experts = DENSE_SLICES if dense else inventory.number("expert_count")
+    n_experts = 1 if dense else inventory.number("expert_count")
     layers = [0] * n_layers
     routed: set[int] = set()
-    experts, slabs, rows = 0, dict[str, int](), dict[str, int]()
+    experts, slabs = 0, dict[str, int]()
     for tensor in inventory.tensors:
         if found := re.match(r"blk\.(\d+)\.", tensor.name):
             layers[int(found[1])] += tensor.size_bytes
@@ -61,7 +60,6 @@ def shape_of(inventory: Inventory) -> Shape:
         if found and (dense or found[2].endswith("_exps")):
             routed.add(int(found[1]))
             slabs[found[2]] = tensor.size_bytes // n_experts
-            rows[found[2]] = tensor.shape[-1] // n_experts
             experts += tensor.size_bytes
     return Shape(
         n_layers=n_layers,
@@ -70,7 +68,7 @@ def shape_of(inventory: Inventory) -> Shape:
         expert_bytes=experts,
         layer_bytes=tuple(layers),
         slabs=tuple(slabs.values()),
-        rows=rows,
+        kinds=tuple(slabs),
         dense=dense,
     )
 
@@ -83,7 +81,7 @@ def whole(shape: Shape, work: Workload) -> Contender:
 def n_cpu_moe(shape: Shape, work: Workload, share: float) -> Contender:
     """Experts of the first layers on the CPU, as few as a `share` of all expert bytes in VRAM leaves."""
     on_cpu = len(shape.moe_layers) - int(share * len(shape.moe_layers) + 1e-9)
-    kinds = "|".join(shape.rows)
+    kinds = "|".join(shape.kinds)
     overrides = tuple((rf"^blk\.{layer}\.({kinds})\.", "CPU") for layer in shape.moe_layers[:on_cpu])
     spec = _spec(shape, work, shape.n_layers + 1, overrides)
     rule = f"-ot FFN of the first {on_cpu}=CPU" if shape.dense else f"--n-cpu-moe {on_cpu}"
@@ -132,9 +130,8 @@ def stripes(shape: Shape, work: Workload, share: float) -> Contender:
 def striped(shape: Shape, work: Workload, widths: dict[int, int]) -> LoadSpec:
     """A spec with a width for each striped layer."""
     overrides = [
-        (rf"^blk\.{layer}\.{kind}\.weight$", f"stripe:{GPU}:{k * rows}")
+        (rf"^blk\.{layer}\.({'|'.join(shape.kinds)})\.weight$", f"stripe:{GPU}:{k}")
         for layer, k in sorted(widths.items())
-        for kind, rows in shape.rows.items()
     ]
     return _spec(shape, work, shape.n_layers + 1, overrides, mmap=True)
 

@@ -243,8 +243,7 @@ class _Kind:
             return 0
         lib, memory = self.owner.ggml.lib, self.live[buffer].range
         data, padded = lib.ggml_nbytes(tensor), lib.ggml_backend_buft_get_alloc_size(self.handle, tensor)
-        slab = record.nb[2] if record.ne[2] > 1 else record.nb[1]  # of an expert; of a row in a matrix
-        if memory.place(record.data, data, padded, self.experts * slab):
+        if memory.place(record.data, data, padded, self.experts * record.nb[2]):
             return 0
         # Kernels read rows in whole blocks: the original clears what lies behind the last one.
         memory.part(record.data)

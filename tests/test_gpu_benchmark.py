@@ -22,15 +22,13 @@ def runs() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", list(gpu_models.MODELS))
+@pytest.mark.parametrize("name", [name for name, spec in gpu_models.MODELS.items() if spec.n_expert])
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
 def test_widths_fill_the_budget_to_the_granule(name: str, share: float) -> None:
     shape = gpu_contenders.shape_of(gpu_models.inventory(name))
     made = gpu_contenders.stripes(shape, Workload(), share)
-    rows = list(shape.rows.values()) * len(shape.moe_layers)
-    hot = [int(buffer.rpartition(":")[2]) for _, buffer in made.spec.overrides]
-    assert len(hot) == len(rows) and not any(k % n for k, n in zip(hot, rows, strict=True))
-    widths = [k // n for k, n in zip(hot, rows, strict=True)][:: len(shape.rows)]
+    widths = [int(buffer.rpartition(":")[2]) for _, buffer in made.spec.overrides]
+    assert len(widths) == len(shape.moe_layers)
     used, budget = sum(map(shape.hot_bytes, widths)), share * shape.expert_bytes
     # One more granule in each tensor of one more layer would be too much.
     assert budget - 2 * MIB * len(shape.slabs) * 2 < used <= budget
