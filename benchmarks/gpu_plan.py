@@ -38,9 +38,8 @@ def solve(
     plan = make_plan(inventory, profile, budgets_for(profile, {GPU: everything}), work, options)
     sites = [unit.site.rsplit(":", 1)[0] for unit in plan.units if unit.unit.endswith("experts")]
     counts = ", ".join(f"{sites.count(site)} {site}" for site in dict.fromkeys(sites))
-    spec = replace(load_spec(plan), use_mmap="cpu" not in sites)
     name = "plan" if stripes else "plan without stripes"
-    return Contender(name, f"experts: {counts}", spec), plan
+    return Contender(name, f"experts: {counts}", load_spec(plan)), plan
 
 
 def options_for(

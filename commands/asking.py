@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -49,11 +49,13 @@ _OPTIONS = (
     click.option("--no-cpu", is_flag=True, help="Nothing but the input tables in host memory."),
     click.option("--page", is_flag=True, help="Host weights may exceed memory and are paged from disk."),
     click.option(
-        "--host-weights",
-        type=click.Choice(("auto", "map", "read")),
+        "--host-memory",
+        type=click.Choice(["auto", "mapped", "pinned"]),
         default="auto",
-        help="Mapped from the file, or read (and pinned beside a GPU) [auto: read up to 60 % of memory].",
+        show_default=True,
+        help="Of weights on the CPU: mapped from the file, or pinned for prompts.",
     ),
+    click.option("--pinned-limit", help="MiB that may be pinned [half of the host's memory]."),
     click.option("--reserve", help="MiB to leave to others: 1024, or CUDA0=2048,CUDA1=512."),
     click.option("--mmproj", type=_FILE, help="Vision projector to leave room for."),
     click.option(
@@ -102,7 +104,8 @@ class Asked:
     contiguous: bool
     no_cpu: bool
     page: bool
-    host_weights: Literal["auto", "map", "read"]
+    host_memory: str
+    pinned_limit: str | None
     reserve: str | None
     mmproj: Path | None
     eyes: str
@@ -314,13 +317,27 @@ def _options(
         no_cpu=asked.no_cpu,
         page=asked.page,
         stripes=asked.stripes,
-        host_weights=None if asked.host_weights == "auto" else asked.host_weights,
         time_limit_s=asked.time_limit,
         command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
         **beside,
+        **_host_memory(asked),
         **_heat(asked, inventory, workload),
         **_cache(asked),
     )
+
+
+def _host_memory(asked: Asked) -> dict[str, Any]:
+    """The memory asked for; the limit is for the program's own choice."""
+    from planner.budget import EVERY, parse_budget
+    from planner.host_memory import HostMemory
+
+    given = {} if asked.pinned_limit is None else parse_budget(asked.pinned_limit, "--pinned-limit")
+    limit, kind = given.get(EVERY, 0), asked.host_memory
+    if kind == "auto":
+        return {"pinned_limit_bytes": limit}
+    if asked.page and kind == HostMemory.PINNED:
+        raise OptionProblem("--host-memory", kind, "excludes --page: pinned memory is never paged")
+    return {"host_memory": HostMemory(kind)}
 
 
 def _heat(asked: Asked, inventory: Inventory, workload: Workload) -> dict[str, Any]:

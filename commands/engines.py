@@ -97,6 +97,7 @@ def plan_options(function: F) -> F:
     """--plan, --device-map, --other-machine, --threads, --mmap."""
     function = click.option(
         "--mmap/--no-mmap",
+        "mmap",
         default=None,
         help="Map host weights from the file, or read them into memory of their own (pinned beside a GPU) "
         "[the plan's].",

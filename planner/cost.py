@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planner import kv, timing
 from planner.arch import Layers, layers_of
 from planner.choices import Chooser
+from planner.host_memory import HostMemory
 from planner.inventory import Inventory, by_name
 from planner.opaque import host_bound
 from planner.options import SolveOptions
@@ -103,7 +104,8 @@ def price(
     devices += tuple(d for d in profile.devices if d.name in budgets and d.kind == "cpu")
     # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
     repack = options.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
-    prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation)
+    memory = options.host_memory or HostMemory.PINNED
+    prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation, memory)
     rooms = {d.name: room_of(model.inventory, workload, d, options.op_offload) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
     shares += _cache_shares(model, devices, options)

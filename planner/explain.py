@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from planner.errors import AnswerIsNo
 from planner.inventory import Inventory
+from planner.loading import pins_host_weights, works_from_host
 from planner.make_plan import make_plan
 from planner.options import SolveOptions
 from planner.plan import Baseline, DeviceUse, Plan, Speculation
@@ -105,9 +106,23 @@ def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
             "Prompts are computed where the weights are (--no-op-offload): to copy host weights to a GPU for "
             "each batch, as the engine does on its own, would take longer or more memory than there is."
         )
+    yield from _host_memory(plan)
     yield from _limit(plan, larger)
     yield from _proof(plan)
     yield from (_against(plan, baseline) for baseline in plan.baselines)
+
+
+def _host_memory(plan: Plan) -> Iterator[str]:
+    """How the weights that the CPU computes are loaded, where prompts copy them to a GPU."""
+    if not plan.op_offload or not works_from_host(plan):
+        return
+    if pins_host_weights(plan):
+        yield (
+            "Weights on the CPU are read into pinned memory (--no-mmap): prompts copy them to a GPU at the "
+            "bus's speed, while pages of a mapped file are copied several times slower."
+        )
+    else:
+        yield "Weights on the CPU stay mapped from the file, from which prompts copy them at a slower rate."
 
 
 def _speculation(speculation: Speculation, tpot_ns: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from planner.errors import InputError
+from planner.host_memory import HostMemory
 from planner.kernels import kv_problem
 from planner.plan import LayerRange, Plan
 from planner.workload import Workload
@@ -88,13 +89,24 @@ def load_spec(plan: Plan) -> LoadSpec:
             # The engine caches no weights in layouts of the CPU's own.
             use_extra_bufts=not cache_bytes and plan.repack is not False,
             threads=plan.machine.threads,
-            use_mmap=plan.host_weights != "read",
             op_offload=plan.op_offload,
+            use_mmap=not pins_host_weights(plan),
             notes=notes,
         ),
         runs,
         [*used, *(_device(buffer) for _, buffer in overrides)],
     )
+
+
+def pins_host_weights(plan: Plan) -> bool:
+    """Whether host weights are read into pinned memory; a plan without work for them maps the file."""
+    return plan.host_memory is HostMemory.PINNED and works_from_host(plan)
+
+
+def works_from_host(plan: Plan) -> bool:
+    """Whether weights in host memory are computed with, beside a GPU."""
+    computed = any(p.time_ns and (p.site == "cpu" or p.site.startswith("cache:")) for p in plan.units)
+    return computed and any(use.kind == "gpu" for use in plan.devices)
 
 
 def _listed(spec: LoadSpec, runs: Sequence[tuple[str, int]], others: Iterable[str]) -> LoadSpec:

@@ -11,6 +11,7 @@ from planner.cost import Model, Priced, model_of, price
 from planner.engines import Fault, mixing_fault, sentence
 from planner.errors import InputError
 from planner.evaluate import evaluate
+from planner.host_memory import HostMemory, can_be_pinned
 from planner.inventory import Inventory
 from planner.options import SolveOptions
 from planner.plan import Plan
@@ -52,6 +53,27 @@ def make_plan(
     model = model_of(inventory, workload)
     if not model.layers.n_main:
         raise NothingToPlace(inventory.name, inventory.architecture)
+    if options.host_memory is not None:
+        return _plan(model, profile, budgets, workload, options)
+    limit = 0 if options.page else can_be_pinned(profile, budgets, options.pinned_limit_bytes)
+    hosts = {d.name for d in profile.devices if d.kind == "cpu"}
+    if inventory.size_bytes - sum(size for name, size in budgets.items() if name not in hosts) < limit:
+        pinned = replace(options, host_memory=HostMemory.PINNED)
+        made = _plan(model, profile, budgets, workload, pinned)
+        if sum(use.weights_bytes for use in made.devices if use.kind == "cpu") <= limit:
+            return made
+    return _plan(model, profile, budgets, workload, replace(options, host_memory=HostMemory.MAPPED))
+
+
+def _plan(
+    model: Model,
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+) -> Plan:
+    """A plan with host weights in one kind of memory."""
+    inventory = model.inventory
     fault = mixing_fault(inventory.architecture, profile.fingerprint.engine, budgets)
     whole = replace(options, no_cpu=True) if fault else options
     everything = price(

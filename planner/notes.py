@@ -12,7 +12,6 @@ from planner.evaluate import Evaluation
 from planner.expert_cache import told
 from planner.gguf_header import one_line
 from planner.given import NAME as FIT
-from planner.host_weights import reads, streamed
 from planner.opaque import host_types
 from planner.options import SolveOptions
 from planner.pipeline import Pipeline
@@ -53,7 +52,6 @@ def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions
     found += _ceilings(subject.priced)
     found += _piped(subject)
     found += _paged(subject, budgets, options)
-    found += _mapped(subject, options)
     found += _assumed(subject.priced)
     found += [f"profile: {warning}" for warning in profile.warnings]
     found += filter(None, map(_overfull, subject.stock))
@@ -102,16 +100,6 @@ def _ceilings(priced: Priced) -> list[str]:
         f"{pool.name}: one memory, counted once; at most {pool.capacity_bytes >> 20} MiB together"
         for pool in priced.problem.pools
     ]
-
-
-def _mapped(subject: Subject, options: SolveOptions) -> Iterator[str]:
-    """Prompts are priced from memory that is read; a mapping is slower to copy from."""
-    profile = subject.priced.prices.profile
-    if not streamed(subject.uses, subject.placements):
-        return
-    if reads(subject.uses, subject.placements, profile, options) is None:
-        held = sum(use.weights_bytes for use in subject.uses if use.kind == "cpu")
-        yield f"{held >> 20} MiB of host weights stay mapped: prompts may take longer than predicted"
 
 
 def _piped(subject: Subject) -> Iterator[str]:

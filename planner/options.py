@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
+from planner.host_memory import HostMemory
 from planner.plan import CachePoint, EngineFit, ExpertOrder, Projector, Speculation
 
 MAX_ENGINE_DEVICES = 16  # llama_max_devices: entries of the device list, repeats included
@@ -43,7 +43,8 @@ class SolveOptions:
     op_offload: bool = True  # the engine's default; make_plan looks at both
     repack: bool = True  # the same for weights of a CPU without GPU: in a layout of its kernels
     page: bool = False  # host weights may exceed memory and are paged from disk
-    host_weights: Literal["map", "read"] | None = None  # None: read what can be pinned
+    host_memory: HostMemory | None = None  # of weights that the CPU computes; None: make_plan looks at both
+    pinned_limit_bytes: int = 0  # where it does; 0: half of the host's memory
     stripes: bool = True
     stripe_steps: int = 16  # widths tried per layer
     curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # coverage by layer

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from planner.host_memory import HostMemory
 from planner.records import Record, dump, load
 from planner.workload import Workload
 
@@ -206,7 +207,6 @@ class Constraints(Record):
     contiguous: bool = False
     no_cpu: bool = False
     page: bool = False  # host weights may exceed memory and are paged from disk
-    host_weights: Literal["map", "read"] | None = None  # as told; absent: by what fits
     reserves: tuple[Reserved, ...] = ()
     heat_digest: str = ""  # of the heat file that expert coverage comes from
     stripes: bool = True  # hot experts may live on the GPU, given heat
@@ -226,10 +226,10 @@ class Plan(Record):
     constraints: Constraints
     devices: tuple[DeviceUse, ...]
     layers: tuple[LayerRange, ...]
-    host_weights: Literal["read"] | None = None  # into memory of their own, pinned; absent: mapped
     op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
     repack: bool | None = None  # False: the CPU's weights keep the file's layout; absent: the engine's choice
     projector: Projector | None = None
+    host_memory: HostMemory = HostMemory.MAPPED  # of weights that the CPU computes beside a GPU
     speculation: Speculation | None = None  # times of a token are then those of an accepted one
     predicted: Prediction
     baselines: tuple[Baseline, ...]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from planner import timing
 from planner.arch import layers_of
+from planner.host_memory import HostMemory, copy_rate
 from planner.inventory import Inventory, Tensor, by_name
 from planner.kv import head_widths, kv_heads, state_widths
 from planner.plan import Speculation
@@ -71,6 +72,7 @@ class Prices:
     distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
     repack: bool = False  # the engine changes the layout of the CPU's weights, where its kernels know how
     speculation: Speculation | None = None
+    host_memory: HostMemory = HostMemory.PINNED
     _memo: dict[object, tuple[int, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -135,7 +137,7 @@ class Prices:
         depth = self.workload.prompt // 2
         if batch < OFFLOAD_BATCH:
             return self._step(unit, cpu, "", batch, depth)[0]
-        copied = self.copy_ns(cpu, through, self.touched_bytes(unit, batch))
+        copied = self.stream_ns(cpu, through, self.touched_bytes(unit, batch))
         copied += (len(movable(unit)) - 1) * self.copy_ns(cpu, through, 0)  # one copy a tensor, each awaited
         held = sum(self._cache_trip(case, cpu, through) for case in self._weightless(unit, batch, depth))
         return copied + held + self._step(unit, through, "", batch, depth)[0]
@@ -161,6 +163,13 @@ class Prices:
     def moved_bytes(self, unit: Unit) -> int:
         """Weights of a unit that can live elsewhere than on its layer device."""
         return sum(self.tensors[name].size_bytes for name in movable(unit))
+
+    def stream_ns(self, cpu: str, target: str, size_bytes: int) -> int:
+        """Time of one copy of weights in host memory to a device that computes with them."""
+        for link in self.profile.links:
+            if link.source == cpu and link.target == target:
+                return link.latency_ns + size_bytes * timing.NS_PER_S // copy_rate(link, self.host_memory)
+        return self.copy_ns(cpu, target, size_bytes)
 
     def copy_ns(self, source: str, target: str, size_bytes: int) -> int:
         """Time of one copy between two devices; through the host where they have no link of their own."""

@@ -35,6 +35,7 @@ class Link(Record):
     bandwidth_bytes_per_s: int = Field(gt=0)
     latency_ns: int = Field(ge=0)  # of one small copy, synchronisation included
     zero_copy_bytes_per_s: int = Field(0, ge=0)  # target kernels reading source memory directly; 0 = cannot
+    mapped_bytes_per_s: int = Field(0, ge=0)  # copies of pages that are not pinned; 0 = not measured
 
 
 class OpTiming(Record):

@@ -11,7 +11,6 @@ from planner.cost import OUTPUT, Model, Priced, decision_of
 from planner.engines import computing_devices, device_of, range_of
 from planner.evaluate import Evaluation
 from planner.expert_cache import cached_bytes
-from planner.host_weights import reads
 from planner.notes import Subject, notes_of
 from planner.options import SolveOptions
 from planner.overrides import overrides_of
@@ -86,10 +85,10 @@ def record(
         constraints=constraints_of(budgets, options),
         devices=uses,
         layers=ranges(devices),
-        host_weights=reads(uses, placements, profile, options),
         op_offload=priced.op_offload,
         repack=None if priced.repack else False,
         projector=options.projector,
+        host_memory=priced.prices.host_memory,
         speculation=options.speculation,
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),
@@ -109,7 +108,6 @@ def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constra
         contiguous=options.contiguous,
         no_cpu=options.no_cpu,
         page=options.page,
-        host_weights=options.host_weights,
         reserves=tuple(
             Reserved(name=r.name, device=r.device, size_bytes=r.size_bytes) for r in options.reserves
         ),

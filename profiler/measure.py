@@ -122,7 +122,12 @@ def _links(ggml: Ggml, devices: list[Device]) -> Iterator[Line]:
                 (own, memory, (device.name, "CPU")),
             ):
                 made = links.copies(ggml, source, target, backend)
-                yield {"kind": "link", "source": ends[0], "target": ends[1], **asdict(made)}
+                line = {"kind": "link", "source": ends[0], "target": ends[1], **asdict(made)}
+                if pinned and ends[0] == "CPU":
+                    pages = ggml.lib.ggml_backend_cpu_buffer_type()
+                    rate = links.copies(ggml, pages, own, backend).bandwidth_bytes_per_s
+                    line["mapped_bytes_per_s"] = min(rate, made.bandwidth_bytes_per_s)
+                yield line
             for other in far:
                 if other is not device:
                     theirs = next(iter(ggml.buffer_types(other).values()))

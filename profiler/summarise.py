@@ -64,6 +64,7 @@ def links(lines: Sequence[Line]) -> tuple[Link, ...]:
             target=line["target"],
             bandwidth_bytes_per_s=line["bandwidth_bytes_per_s"],
             latency_ns=line["latency_ns"],
+            mapped_bytes_per_s=line.get("mapped_bytes_per_s", 0),
             zero_copy_bytes_per_s=zero_copy.get(line["target"], 0) if line["source"] == "CPU" else 0,
         )
         for line in lines

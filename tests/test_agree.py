@@ -143,7 +143,7 @@ def test_a_temperature_that_is_no_number(plan: Plan, moe_model: Path, tmp_path: 
 
 # What each field of a plan does for a load: named here, so that a new field cannot be forgotten.
 # Becomes a parameter of the engine.
-TOLD = {"workload", "layers", "overrides", "devices", "op_offload", "repack", "host_weights"}
+TOLD = {"workload", "layers", "overrides", "devices", "op_offload", "repack", "host_memory"}
 # The load is refused when the file or the engine disagrees.
 COMPARED = {"model", "units", "experts", "devices", "engines"}
 # Said beside what is measured, or in what is exported.
