@@ -28,6 +28,7 @@ _UNITS = {
     "tb": 10**12,
 }
 _ABSURD = 2**50  # a pebibyte
+_METAL = ("Metal", "MTL")
 
 
 def parse_budget(text: str, option: str = "--budget") -> Mapping[str, int]:
@@ -86,16 +87,16 @@ def budgets_for(
         if name != EVERY and name not in known:
             raise OptionProblem(option, name, f"no such device; there are {', '.join(known)}")
         if name != EVERY:
-            _fits(known[name], size, option)
+            _fits(known[name], size, option, profile)
     found: dict[str, int] = {}
     for device in profile.devices:
-        size = _budget(device, given, option, hybrid)
+        size = _budget(device, given, option, hybrid, profile)
         if size:
             found[device.name] = size
     return found
 
 
-def _budget(device: Device, given: Mapping[str, int], option: str, hybrid: bool) -> int:
+def _budget(device: Device, given: Mapping[str, int], option: str, hybrid: bool, profile: Profile) -> int:
     if device.name in given:
         return given[device.name]
     if device.kind == "cpu":
@@ -103,7 +104,7 @@ def _budget(device: Device, given: Mapping[str, int], option: str, hybrid: bool)
     if EVERY in given:
         if device.kind == "rpc" and not device.memory_bytes:
             raise OptionProblem(option, device.name, "the server does not tell its memory: name it")
-        _fits(device, given[EVERY], option)
+        _fits(device, given[EVERY], option, profile)
         return given[EVERY]
     if given and set(given) != {"CPU"}:
         return 0
@@ -112,28 +113,61 @@ def _budget(device: Device, given: Mapping[str, int], option: str, hybrid: bool)
         raise OptionProblem(
             option, device.name, "the device does not say how much memory it has: give a budget"
         )
-    return max(available - headroom(available) * (2 if hybrid else 1), 0)
+    available = min(available, working_set(device, profile) or available)
+    return max(available - headroom(available, spills(profile)) * (2 if hybrid else 1), 0)
 
 
-def _fits(device: Device, size: int, option: str) -> None:
+def _fits(device: Device, size: int, option: str, profile: Profile) -> None:
+    ceiling = working_set(device, profile)
+    if ceiling and size > ceiling:
+        raise OptionProblem(
+            option,
+            f"{device.name}={size // 2**20}",
+            f"the system lets this GPU use {ceiling // 2**20} MiB of its {device.memory_bytes // 2**20}; "
+            "sudo sysctl iogpu.wired_limit_mb=… raises that (then profile again)",
+        )
     if device.memory_bytes and size > device.memory_bytes:
         has = device.memory_bytes // 2**20
         raise OptionProblem(option, f"{device.name}={size // 2**20}", f"the device has {has} MiB in all")
 
 
-def tight(device: Device, used_bytes: int) -> str:
+def tight(device: Device, used_bytes: int, profile: Profile) -> str:
     """What to say when a plan leaves a GPU less than its headroom; "" when it leaves enough."""
     there = device.free_bytes or device.memory_bytes
-    left = there - used_bytes
-    if device.kind == "cpu" or not there or left >= headroom(there):
+    left, wanted = there - used_bytes, headroom(there, spills(profile))
+    if device.kind == "cpu" or not there or left >= wanted:
         return ""
-    wanted = headroom(there) // 2**20
-    return (
-        f"{device.name}: {max(left, 0) // 2**20} MiB stay free, {wanted} are usual: "
-        "graphs and pools grow for hours after loading"
-    )
+    why = "graphs and pools grow for hours after loading"
+    if spills(profile):
+        why += ", and this driver then moves memory to the host without a word, ten times slower"
+    return f"{device.name}: {max(left, 0) // 2**20} MiB stay free, {wanted // 2**20} are usual: {why}"
 
 
-def headroom(available: int) -> int:
-    """What to leave free where nobody set a budget: graphs and pools grow for hours after loading."""
+def headroom(available: int, spilling: bool = False) -> int:
+    """What to leave free where nobody set a budget: graphs and pools grow for hours after loading.
+
+    More under a driver that moves what does not fit to host memory instead of failing.
+    """
+    if spilling:
+        return max(2**30, available * 10 // 100)
     return max(512 * 2**20, available * 4 // 100)
+
+
+def spills(profile: Profile) -> bool:
+    """Whether the driver moves what does not fit to shared host memory silently (Windows' WDDM)."""
+    known = profile.fingerprint
+    return known.driver.lower().startswith("wddm") or known.os.lower().startswith("windows")
+
+
+def working_set(device: Device, profile: Profile) -> int:
+    """What macOS lets a GPU use of the memory it shares with all else; 0 elsewhere, or where it is told.
+
+    Two thirds up to 36 GiB, three quarters above; a device whose total is smaller than the machine's
+    memory states its working set already.
+    """
+    host = profile.fingerprint.memory_bytes or max(
+        (d.memory_bytes for d in profile.devices if d.kind == "cpu"), default=0
+    )
+    if not device.name.startswith(_METAL) or device.memory_bytes * 100 < host * 95:
+        return 0
+    return host * 2 // 3 if host <= 36 * 2**30 else host * 3 // 4

@@ -137,7 +137,7 @@ def _headroom(plan: Plan, profile: Profile, report: _Report) -> None:
     """Room for what grows after loading: a note, as the budget is the user's own."""
     devices = {device.name: device for device in profile.devices}
     for i, use in enumerate(plan.devices):
-        if use.name in devices and (text := tight(devices[use.name], use.used_bytes)):
+        if use.name in devices and (text := tight(devices[use.name], use.used_bytes, profile)):
             report.add("memory", text, "devices", i, severity=Severity.NOTE)
 
 

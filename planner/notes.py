@@ -48,7 +48,7 @@ def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions
     if options.projector is not None and options.projector.device == "CPU":
         found.append(f"the vision projector {options.projector.name} computes on the CPU: images take longer")
     found += _unrecognised(subject.priced.model, profile)
-    found += filter(None, (tight(profile.device(use.name), use.used_bytes) for use in subject.uses))
+    found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
     found += _ceilings(subject.priced)
     found += _piped(subject)
     found += _paged(subject, budgets, options)

@@ -1,0 +1,90 @@
+"""What a platform does to memory: drivers that spill silently, working sets, one memory for all."""
+
+from __future__ import annotations
+
+import pytest
+from planning_models import MIB, machine, moe, plan
+
+from planner.budget import budgets_for, headroom, spills, tight, working_set
+from planner.check import CheckOptions, Inputs, check_plan
+from planner.errors import OptionProblem
+from planner.plan import to_text
+from planner.profile import Device, Profile
+
+GIB = 1024 * MIB
+
+
+def windows(**known: str) -> Profile:
+    """The usual machine under another system or driver."""
+    made = machine()
+    return made.model_copy(update={"fingerprint": made.fingerprint.model_copy(update=known)})
+
+
+@pytest.mark.parametrize(
+    ("known", "silent"),
+    [
+        ({"driver": "wddm"}, True),
+        ({"driver": "WDDM 3.2", "os": "linux 6.8 (wsl)"}, True),
+        ({"os": "windows 11"}, True),
+        ({"os": "linux 6.8", "driver": "nvidia 580.1"}, False),
+        ({"os": "darwin 24.1"}, False),
+    ],
+)
+def test_a_driver_that_spills_gets_more_headroom(known: dict[str, str], silent: bool) -> None:
+    profile, plain = windows(**known), machine()
+    assert spills(profile) is silent
+    left, usual = (p.device("CUDA0").free_bytes - budgets_for(p, {})["CUDA0"] for p in (profile, plain))
+    assert usual == headroom(plain.device("CUDA0").free_bytes)
+    assert (left > 2 * usual) is silent
+    assert budgets_for(profile, {"CUDA0": 20 * GIB})["CUDA0"] == 20 * GIB  # the user's own word counts
+
+
+def test_a_plan_at_the_brim_says_why_that_is_worse_there() -> None:
+    profile = windows(driver="wddm")
+    card = profile.device("CUDA0")
+    said = tight(card, card.free_bytes * 99 // 100, profile)
+    assert "moves memory to the host without a word" in said
+    assert "without a word" not in tight(card, card.free_bytes * 99 // 100, machine())
+    assert tight(card, card.free_bytes * 92 // 100, machine()) == ""
+    assert tight(card, card.free_bytes * 92 // 100, profile) != ""
+    small = machine(CUDA0={"memory_bytes": 1600 * MIB, "free_bytes": 1500 * MIB})
+    small = small.model_copy(update={"fingerprint": profile.fingerprint})
+    full = plan(moe(), "1450", on=small)
+    assert any("without a word" in note for note in full.notes)
+    found = check_plan(full, to_text(full), "p", Inputs(moe(), small), CheckOptions(resolve=False))
+    assert [f.message for f in found] == [note for note in full.notes if "without a word" in note]
+
+
+def mac(memory: int, gpu: int, name: str = "Metal") -> Profile:
+    """A machine of one memory whose GPU states `gpu` bytes."""
+    unified = machine("apu-unified")
+    host = next(d for d in unified.devices if d.kind == "cpu")
+    far = next(d for d in unified.devices if d.kind != "cpu")
+    devices: tuple[Device, ...] = (
+        far.model_copy(update={"name": name, "memory_bytes": gpu, "free_bytes": gpu}),
+        host.model_copy(update={"memory_bytes": memory, "free_bytes": memory - 4 * GIB}),
+    )
+    known = unified.fingerprint.model_copy(update={"memory_bytes": memory, "os": "darwin 24.1"})
+    return unified.model_copy(update={"devices": devices, "fingerprint": known})
+
+
+@pytest.mark.parametrize(
+    ("memory", "gpu", "ceiling"),
+    [(32, 32, 21.33), (64, 64, 48), (36, 36, 24), (32, 21.33, 0), (64, 48, 0), (32, 28, 0)],
+)
+def test_the_working_set_of_a_gpu_that_shares_all_memory(memory: int, gpu: float, ceiling: float) -> None:
+    profile = mac(memory * GIB, round(gpu * GIB))
+    device = profile.device("Metal")
+    assert working_set(device, profile) == pytest.approx(ceiling * GIB, rel=1e-3)
+    most = ceiling or gpu
+    assert budgets_for(profile, {})["Metal"] <= most * GIB - headroom(round(most * GIB)) + 8 * MIB
+
+
+@pytest.mark.parametrize("name", ["Metal", "MTL0"])
+def test_a_budget_above_the_working_set_names_the_setting_that_raises_it(name: str) -> None:
+    profile = mac(32 * GIB, 32 * GIB, name)
+    for given in ({name: 24 * GIB}, {"": 24 * GIB}):
+        with pytest.raises(OptionProblem, match=r"21845 MiB of its 32768.*iogpu\.wired_limit_mb"):
+            budgets_for(profile, given)
+    assert budgets_for(profile, {name: 20 * GIB})[name] == 20 * GIB
+    assert working_set(machine().device("CUDA0"), machine()) == 0
