@@ -195,7 +195,8 @@ def _show(results: list[Result], comparisons: list[Comparison]) -> None:
         out(text)
     for result in results:
         for failure in result.failures:
-            say(f"{failure.at} {result.arm.name} failed: {failure.why}")
+            when = "computing" if failure.loaded else "loading"
+            say(f"{failure.at} {result.arm.name} failed while {when}: {failure.why}")
             for line in failure.lines:
                 say(f"    {line}")
 

@@ -89,10 +89,10 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     widths = stripe_widths(job.file.inventory, job.spec)
     spec = job.spec
     if widths:
-        # The hook gives striped tensors their memory when the server loads them on their device.
-        spec = replace(
-            spec, overrides=tuple((p, b) for p, b in spec.overrides if not b.startswith("stripe:"))
-        )
+        # The hook gives striped tensors their memory when the server loads them on their device, mapped:
+        # the uploads of files that are read refuse buffers that are not the device's own.
+        kept = tuple((p, b) for p, b in spec.overrides if not b.startswith("stripe:"))
+        spec = replace(spec, overrides=kept, use_mmap=True)
     placed = replace(stock(spec, len(plan_layer_devices(job.plan)) - 1), **beside)
     for note in placed.notes:
         say(f"not expressible: {note}")

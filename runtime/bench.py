@@ -44,6 +44,7 @@ class Failure:
     at: str  # ISO time
     why: str
     lines: tuple[str, ...] = ()  # the last ones of its log
+    loaded: bool = False  # it died while it computed, not while it was loaded
 
 
 @dataclass(slots=True)
@@ -134,6 +135,13 @@ def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
     asks += [
         Ask(text(n, terms.seed + n), terms.tokens, ignore_end=True, silent=True, cut=n) for n in terms.prompts
     ]
+    loaded = False
+
+    def begin() -> None:
+        nonlocal loaded
+        loaded = True
+        watch.begin()
+
     with Watch(result.arm.device_bytes) as watch:
         try:
             outcome = work(
@@ -143,13 +151,14 @@ def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
                 result.arm.spec,
                 asks,
                 checks,
-                on_loaded=watch.begin,
+                on_loaded=begin,
                 timeout_s=terms.timeout_s,
                 draft=result.arm.draft,
             )
         except MachineError as problem:
             lines = problem.lines if isinstance(problem, Died) else ()
-            result.failures.append(Failure(time.strftime("%Y-%m-%dT%H:%M:%S%z"), str(problem), lines))
+            at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            result.failures.append(Failure(at, str(problem), lines, loaded))
             return
     _keep(result, outcome, outcome.timings[1:])
     if watch.percent is not None:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from hand_plans import with_uses
 from planning_models import machine, moe, plan
 from test_run import plan_for
 
 from atsplan import main
+from planner.gguf_file import read_model
 from planner.loading import load_spec, map_devices
-from planner.plan import Plan, to_text
+from planner.plan import Plan, from_text, to_text
 from planner.profile import Profile
 from runtime.load import usable_cores, usable_threads
 
@@ -95,7 +97,8 @@ def test_a_plan_of_a_larger_machine_does_not_crowd_this_one(moe_model: Path, tmp
 def test_stock_rules_are_measured_with_the_engine_s_own_count(moe_model: Path, tmp_path: Path) -> None:
     made = with_threads(moe_model, 1).model_copy(update={"devices": (), "overrides": ()})
     path = tmp_path / "plan.yaml"
-    path.write_text(to_text(made).replace("'gpu:CUDA0'", "cpu").replace("device: CUDA0", "device: CPU"))
+    text = to_text(made).replace("'gpu:CUDA0'", "cpu").replace("device: CUDA0", "device: CPU")
+    path.write_text(to_text(with_uses(from_text(text, "plan"), read_model(moe_model).inventory)))
     base = ["bench", str(moe_model), "--plan", str(path), "--rounds", "1", "--against", "cpu", "--json"]
     done = CliRunner().invoke(main, [*base, "--prompts", "4", "-n", "2"])
     assert done.exit_code in (0, 1), done.output  # two tokens may call either faster
