@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from planner.plan import Plan
     from runtime.stock import Stock
 
-FORMATS = ("llama-server", "llama-cli", "preset", "env", "json", "llama-cpp-python", "docker-compose")
+FORMATS = (
+    *("llama-server", "llama-cli", "llama-bench", "preset", "env", "json"),
+    *("llama-cpp-python", "docker-compose"),
+)
 
 
 @click.command()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from planner.plan import Plan
+from runtime import bench_line
 from runtime.ggml import TYPE_NUMBERS
 from runtime.stock import ENVIRONMENT, Stock, options
 
@@ -30,6 +31,14 @@ def _server(plan: Plan, placed: Stock, model: str) -> str:
 
 def _cli(plan: Plan, placed: Stock, model: str) -> str:
     return _comment(plan, placed, "#") + shlex.join(["llama-cli", *arguments(placed, model)]) + "\n"
+
+
+def _bench(plan: Plan, placed: Stock, model: str) -> str:
+    """llama-bench measures its own contexts: the plan's workload gives prompt, answer and depth."""
+    work = plan.workload
+    words = bench_line.words(placed, model, work.prompt, work.gen, work.depth)
+    told = replace(placed, notes=(*placed.notes, *bench_line.lacks(placed)))
+    return _comment(plan, told, "#") + shlex.join(["llama-bench", *words]) + "\n"
 
 
 def _preset(plan: Plan, placed: Stock, model: str) -> str:
@@ -181,6 +190,7 @@ def _not_in_python(placed: Stock) -> list[str]:
 FORMATS: Mapping[str, Writer] = {
     "llama-server": _server,
     "llama-cli": _cli,
+    "llama-bench": _bench,
     "preset": _preset,
     "env": _env,
     "json": _json,

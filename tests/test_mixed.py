@@ -48,7 +48,7 @@ def endpoint(computing_server: Path) -> Iterator[str]:
 
 
 def specs(inventory: Inventory, device: str) -> list[LoadSpec]:
-    """All on the CPU; all on the device; experts or FFN of every second layer on the CPU; half of the layers."""
+    """All on the CPU; all on the device; some experts or FFNs on the CPU; half of the layers there."""
     blocks = layers_of(inventory).n_all
     units = [u for u in units_of(inventory).units if u.kind is not Kind.FOREIGN]
 

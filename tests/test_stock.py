@@ -173,6 +173,7 @@ def test_formats_agree(moe_model: Path, tmp_path: Path) -> None:
     assert set(FORMATS) == {
         "llama-server",
         "llama-cli",
+        "llama-bench",
         "json",
         "env",
         "preset",
