@@ -53,10 +53,14 @@ MODELS = {
 # A software GPU is some thousand times slower: the same shapes of graph, smaller.
 SMALL = {
     "moe": replace(
-        MODELS["moe"], n_layers=8, n_embd=512, n_head=8, head_dim=64, n_expert=16, n_used=2, n_ff_exp=256
+        MODELS["moe"], n_layers=6, n_embd=256, n_head=4, n_head_kv=2, head_dim=64, n_expert=16, n_used=4,
+        n_ff_exp=256, n_vocab=2048, name="generated-moe-6x16",
     ),
-    "dense": replace(MODELS["dense"], n_layers=8, n_embd=512, n_head=8, n_head_kv=4, head_dim=64, n_ff=1024),
-}
+    "dense": replace(
+        MODELS["dense"], n_layers=8, n_embd=256, n_head=4, n_head_kv=2, head_dim=64, n_ff=1024, n_vocab=2048,
+        name="generated-dense-8",
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -71,6 +75,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=50, help="aim for the operators")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--gen", type=int, default=24)
+    parser.add_argument("--depth", type=int, default=4096, help="deepest attention that is profiled")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1, help="of the random placements")
     parser.add_argument("--folder", type=Path, help="for the models [default: temporary]")
@@ -111,7 +116,8 @@ def _profile(options: argparse.Namespace, tables: list[Inventory]) -> int:
         run=say,
         note=say,
     )
-    cases = [c for table in tables for c in cases_of(table, min(options.prompt, 512), max_depth=4096)]
+    n_ubatch = min(options.prompt, 512)
+    cases = [c for table in tables for c in cases_of(table, n_ubatch, max_depth=options.depth)]
     measured = session.measure(request, lambda _: cases, watch)
     measured.journal.finish()
     made = measured.profile
