@@ -16,6 +16,7 @@ from commands.option_types import Number, Target
 
 if TYPE_CHECKING:
     from planner.plan import Plan
+    from planner.predict import Breakdown
 
 
 @click.command()
@@ -45,14 +46,29 @@ def command(
 
         draw_plan(plan, plot)
         say(f"wrote {plot}")
+    parts = _parts(plan, path, library)
     larger = _larger(plan, path, library, time_limit)
     if as_json:
-        out_json(as_data(plan, larger))
+        out_json(as_data(plan, larger, parts))
         return
-    for sentence in sentences(plan, larger):
+    for sentence in sentences(plan, larger, parts):
         out(sentence)
     for note in plan.notes:
         say(f"note: {note}")
+
+
+def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:
+    """What the predicted time is made of; None without the inputs, or when they give another time."""
+    from planner.reprice import NotPlaceable, reprice
+
+    inputs = library.of(plan, path)
+    if inputs.inventory is None or inputs.profile is None:
+        return None
+    try:
+        parts = reprice(plan, inputs.inventory, inputs.profile, inputs.known).parts
+    except NotPlaceable:
+        return None
+    return parts if parts.tpot_ns == plan.predicted.tpot_ns else None
 
 
 def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float) -> Plan | None:

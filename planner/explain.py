@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.errors import AnswerIsNo
@@ -12,10 +13,12 @@ from planner.loading import pins_host_weights, works_from_host
 from planner.make_plan import make_plan
 from planner.options import SolveOptions
 from planner.plan import Baseline, DeviceUse, Plan, Speculation
+from planner.predict import Breakdown
 from planner.profile import Profile
 from planner.reprice import asked
 
 GIB = 2**30
+_SHOWN = 6  # largest parts of a token's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,11 @@ class Slice:
     units: int
 
 
-def slices(plan: Plan) -> tuple[Slice, ...]:
-    """The predicted time of one token by kind of unit and place, most first; the parts add up to it."""
+def slices(plan: Plan, parts: Breakdown | None = None) -> tuple[Slice, ...]:
+    """The predicted time of one token by kind of unit and place, most first; they add up to it exactly.
+
+    `parts` tells what lies between the units; without it that is one sum.
+    """
     times: dict[str, int] = defaultdict(int)
     counts: dict[str, int] = defaultdict(int)
     for placed in plan.units:
@@ -39,9 +45,21 @@ def slices(plan: Plan) -> tuple[Slice, ...]:
     if drafting := _drafting_ns(plan):
         times["the draft model"] = drafting
     found = [Slice(what, ns, counts[what]) for what, ns in times.items()]
-    rest = plan.predicted.tpot_ns - sum(times.values())
-    found.append(Slice("changes of device, sampling and launch", max(rest, 0), 0))
+    found += _between(plan, plan.predicted.tpot_ns - sum(times.values()), parts)
     return tuple(sorted(found, key=lambda s: (-s.time_ns, s.what)))
+
+
+def _between(plan: Plan, rest_ns: int, parts: Breakdown | None) -> list[Slice]:
+    """What is not the units' own: changes of device, a fixed cost of several devices, sampling, launch."""
+    changes = parts.inside_ns + parts.edges_ns if parts else 0
+    mixed = parts.mixed_ns if parts else 0
+    if parts is None or plan.predicted.splits < 2 or changes < 0:
+        return [Slice("changes of device, sampling and launch", rest_ns, 0)]
+    found = [
+        Slice(f"{plan.predicted.splits - 1} changes of device", changes, 0),
+        Slice("sampling and launch", rest_ns - changes - mixed, 0),
+    ]
+    return [*found, Slice("work on several devices in one graph", mixed, 0)] if mixed else found
 
 
 def _drafting_ns(plan: Plan) -> int:
@@ -84,8 +102,10 @@ def with_more(
         return None
 
 
-def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
-    """The explanation, a sentence a line; `larger` is the plan with one GiB more on the binding device."""
+def sentences(plan: Plan, larger: Plan | None = None, parts: Breakdown | None = None) -> Iterator[str]:
+    """The explanation, a sentence a line; `larger` is the plan with one GiB more on the binding device,
+    `parts` what the predicted time is made of.
+    """
     p = plan.predicted
     low, high = (round(p.tpot_ns * (1 + s * p.error_ppm / 1e6)) for s in (-1, 1))
     yield (
@@ -95,7 +115,7 @@ def sentences(plan: Plan, larger: Plan | None = None) -> Iterator[str]:
     )
     if plan.speculation is not None:
         yield _speculation(plan.speculation, plan.predicted.tpot_ns)
-    yield from _time(plan)
+    yield from _time(plan, parts)
     if plan.repack is False:
         yield (
             "The CPU's weights stay as they are in the file (--no-repack): in the layout that the engine "
@@ -139,13 +159,24 @@ def _speculation(speculation: Speculation, tpot_ns: int) -> str:
     )
 
 
-def _time(plan: Plan) -> Iterator[str]:
+def _time(plan: Plan, parts: Breakdown | None) -> Iterator[str]:
     total = max(plan.predicted.tpot_ns, 1)
-    for part in slices(plan)[:6]:
-        if part.time_ns * 100 < total:
-            break
+    found = slices(plan, parts)
+    large = [part for part in found[:_SHOWN] if part.time_ns * 100 >= total]
+    for part in large:
         count = f" ({part.units} units)" if part.units > 1 else ""
         yield f"{part.time_ns * 100 / total:.0f} % of it, {_ms(part.time_ns)}, goes to {part.what}{count}."
+    small = len(found) - len(large)
+    terms = [part.time_ns for part in large]
+    terms += [plan.predicted.tpot_ns - sum(terms)] if small else []
+    rest = f", the last for {small} smaller parts" if small > 1 else ""
+    yield f"Added up: {' + '.join(_rounded(terms))} = {_ms(plan.predicted.tpot_ns)}{rest}."
+
+
+def _rounded(terms: Sequence[int]) -> list[str]:
+    """Milliseconds with two decimals that add up to their rounded sum, digit for digit."""
+    ends = [round(sum(terms[:n]) / 10_000) for n in range(len(terms) + 1)]
+    return [f"{(after - before) / 100:.2f}" for before, after in itertools.pairwise(ends)]
 
 
 def _limit(plan: Plan, larger: Plan | None) -> Iterator[str]:
@@ -215,13 +246,13 @@ def _mib(size: int) -> str:
     return f"{size // 2**20}"
 
 
-def as_data(plan: Plan, larger: Plan | None) -> Mapping[str, object]:
+def as_data(plan: Plan, larger: Plan | None, parts: Breakdown | None = None) -> Mapping[str, object]:
     """The same for a program."""
     tight = binding(plan)
     return {
         "tpot_ns": plan.predicted.tpot_ns,
-        "slices": [{"what": s.what, "time_ns": s.time_ns, "units": s.units} for s in slices(plan)],
+        "slices": [{"what": s.what, "time_ns": s.time_ns, "units": s.units} for s in slices(plan, parts)],
         "binding": tight.name if tight else None,
         "tpot_ns_with_1_gib_more": larger.predicted.tpot_ns if larger else None,
-        "sentences": list(sentences(plan, larger)),
+        "sentences": list(sentences(plan, larger, parts)),
     }

@@ -15,6 +15,7 @@ from planner.make_plan import as_stored, host_only, rows
 from planner.options import Reserve, SolveOptions
 from planner.pins import parse_pin
 from planner.plan import Plan
+from planner.predict import Breakdown, breakdown
 from planner.problem import Decision
 from planner.profile import Profile
 from planner.record_plan import Chosen, record
@@ -47,6 +48,7 @@ class Repriced:
 
     plan: Plan
     violations: tuple[str, ...]
+    parts: Breakdown  # of the predicted time
 
 
 def asked(plan: Plan, known: SolveOptions) -> SolveOptions:
@@ -91,7 +93,8 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOpti
         priced = as_stored(alone[0], profile, budgets, options) if plan.repack is False else alone[0]
     chosen = _chosen(plan, priced)
     made = record(chosen, rows(alone, stock), profile, budgets, plan.workload, options)
-    return Repriced(made.model_copy(update={"notes": plan.notes}), chosen.evaluation.violations)
+    parts = breakdown(priced, chosen.solution, chosen.evaluation)
+    return Repriced(made.model_copy(update={"notes": plan.notes}), chosen.evaluation.violations, parts)
 
 
 def edited(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOptions) -> Plan:

@@ -1,0 +1,70 @@
+"""What explain prints can be added up by hand: every part is named, and together they are the prediction."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from planning_models import dense, machine, moe, plan, real
+
+from planner.explain import as_data, sentences, slices
+from planner.options import SolveOptions
+from planner.plan import Plan
+from planner.predict import predict
+from planner.reprice import reprice
+
+PLANS = {
+    "experts on the CPU": lambda: (moe(16), machine(), plan(moe(16), "2500")),
+    "all on the GPU": lambda: (moe(), machine(), plan(moe(), "8000")),
+    "the CPU alone": lambda: (moe(), machine(), plan(moe(), "50")),
+    "dense in part": lambda: (dense([8192] * 12), machine(), plan(dense([8192] * 12), "600")),
+    "two cards": lambda: (
+        moe(16),
+        machine("2x-rtx4060ti-16gb"),
+        plan(moe(16), "CUDA0=2600,CUDA1=2300", on=machine("2x-rtx4060ti-16gb")),
+    ),
+    "recurrent layers": lambda: (
+        real("Qwen3-Next-80B-A3B-Q4_K_M"),
+        machine(),
+        plan(real("Qwen3-Next-80B-A3B-Q4_K_M"), "20000"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_printed_terms_add_up_to_the_prediction(name: str) -> None:
+    inventory, profile, made = PLANS[name]()
+    parts = reprice(made, inventory, profile, SolveOptions()).parts
+    assert parts.tpot_ns == made.predicted.tpot_ns
+    whole = sum(parts.units_ns.values()) + parts.inside_ns + parts.edges_ns + parts.mixed_ns + parts.token_ns
+    assert whole == parts.tpot_ns
+    for known in (None, parts):
+        assert sum(s.time_ns for s in slices(made, known)) == made.predicted.tpot_ns
+        line = next(s for s in sentences(made, None, known) if s.startswith("Added up: "))
+        terms, total = re.fullmatch(r"Added up: (.*) = ([\d.]+) ms.*\.", line).groups()  # type: ignore[union-attr]
+        assert sum(round(float(t) * 100) for t in terms.split(" + ")) == round(float(total) * 100)
+        assert total == f"{made.predicted.tpot_ns / 1e6:.2f}"
+
+
+def test_changes_of_device_are_counted_and_apart_from_the_rest() -> None:
+    inventory, profile, made = PLANS["experts on the CPU"]()
+    parts = reprice(made, inventory, profile, SolveOptions()).parts
+    named = {s.what: s.time_ns for s in slices(made, parts)}
+    changes = named[f"{made.predicted.splits - 1} changes of device"]
+    assert changes == parts.inside_ns + parts.edges_ns > 0
+    assert named["sampling and launch"] == parts.token_ns
+    data = as_data(made, None, parts)
+    assert {s["what"] for s in data["slices"]} == named.keys()  # type: ignore[attr-defined]
+
+
+def test_predict_and_explain_say_the_same() -> None:
+    inventory, profile, made = PLANS["experts on the CPU"]()
+    moved = {p.unit: p.site for p in made.units if p.site == "cpu" and p.unit.endswith("experts")}
+    again = predict(inventory, profile, made.workload, _devices(made), moved)
+    assert again.tpot_ns == made.predicted.tpot_ns
+    for placed in made.units:
+        assert again.units_ns.get(placed.unit, 0) == placed.time_ns
+
+
+def _devices(made: Plan) -> tuple[str, ...]:
+    return tuple(r.device for r in made.layers for _ in range(r.first, r.last + 1))
