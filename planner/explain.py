@@ -163,14 +163,14 @@ def _time(plan: Plan, parts: Breakdown | None) -> Iterator[str]:
     total = max(plan.predicted.tpot_ns, 1)
     found = slices(plan, parts)
     large = [part for part in found[:_SHOWN] if part.time_ns * 100 >= total]
-    for part in large:
-        count = f" ({part.units} units)" if part.units > 1 else ""
-        yield f"{part.time_ns * 100 / total:.0f} % of it, {_ms(part.time_ns)}, goes to {part.what}{count}."
     small = len(found) - len(large)
-    terms = [part.time_ns for part in large]
-    terms += [plan.predicted.tpot_ns - sum(terms)] if small else []
-    rest = f", the last for {small} smaller parts" if small > 1 else ""
-    yield f"Added up: {' + '.join(_rounded(terms))} = {_ms(plan.predicted.tpot_ns)}{rest}."
+    rest = plan.predicted.tpot_ns - sum(part.time_ns for part in large)
+    terms = _rounded([*(part.time_ns for part in large), *([rest] if small else [])])
+    for part, ms in zip(large, terms, strict=False):
+        count = f" ({part.units} units)" if part.units > 1 else ""
+        yield f"{part.time_ns * 100 / total:.0f} % of it, {ms} ms, goes to {part.what}{count}."
+    last = f", the last for {small} smaller parts" if small > 1 else ""
+    yield f"Added up: {' + '.join(terms)} = {_ms(plan.predicted.tpot_ns)}{last}."
 
 
 def _rounded(terms: Sequence[int]) -> list[str]:

@@ -43,6 +43,8 @@ def test_the_printed_terms_add_up_to_the_prediction(name: str) -> None:
         line = next(s for s in sentences(made, None, known) if s.startswith("Added up: "))
         terms, total = re.fullmatch(r"Added up: (.*) = ([\d.]+) ms.*\.", line).groups()  # type: ignore[union-attr]
         assert sum(round(float(t) * 100) for t in terms.split(" + ")) == round(float(total) * 100)
+        each = [re.search(r"% of it, ([\d.]+) ms", s) for s in sentences(made, None, known)]
+        assert [m[1] for m in each if m] == terms.split(" + ")[: sum(m is not None for m in each)]
         assert total == f"{made.predicted.tpot_ns / 1e6:.2f}"
 
 
