@@ -12,6 +12,7 @@ from planner.difference import Change, difference
 from planner.errors import AtsplanError, FieldProblem
 from planner.findings import Finding, Severity
 from planner.inventory import Inventory
+from planner.kernels import kv_problem
 from planner.make_plan import make_plan
 from planner.matching import disagreements
 from planner.options import SolveOptions
@@ -76,6 +77,8 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
             "canonical", "not in canonical form; atsplan fmt rewrites it", line=_first_change(plan, text)
         )
     _budgets(plan, report)
+    if problem := kv_problem(plan.workload):
+        report.add("inputs", problem, "workload", "flash_attn")
     if inputs.inventory is not None:
         for fault in workload_faults(plan.workload, inputs.inventory):
             report.add("inputs", fault, "workload", "mtp")

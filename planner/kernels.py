@@ -24,5 +24,5 @@ def attends(device: Device, workload: Workload) -> bool:
 def kv_problem(workload: Workload) -> str:
     """Why these KV types cannot work at all; "" when they can."""
     if not workload.flash_attn and workload.type_v not in ("f32", "f16", "bf16"):
-        return f"V of type {workload.type_v} needs flash attention"
+        return f"type_v {workload.type_v} needs flash_attn: true (a quantised V cache aborts without it)"
     return ""

@@ -102,7 +102,7 @@ def check_types(inventory: Inventory, workload: Workload) -> None:
     if latent and type_k != type_v:
         raise KvTypeProblem(type_k, type_v, "a latent attention (MLA) needs the same type for both")
     if not workload.flash_attn and BY_NAME[type_v].block > 1:
-        raise KvTypeProblem(type_k, type_v, "a quantised V cache needs flash attention")
+        raise KvTypeProblem(type_k, type_v, "a quantised V (type_v) needs flash attention (flash_attn: true)")
     layers = layers_of(inventory)
     for slides in {
         s for s, a in zip(sliding_layers(inventory, layers.n_main), layers.attention, strict=True) if a

@@ -17,7 +17,9 @@ from planner.options import SolveOptions
 from planner.pipeline import Pipeline
 from planner.plan import DeviceUse, Placement
 from planner.profile import Profile
+from planner.room import room_of
 from planner.units import foreign_note
+from planner.workload import Workload
 
 _SHOWN = 5  # names in a note
 
@@ -50,6 +52,7 @@ def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions
     found += _unrecognised(subject.priced.model, profile)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
     found += _ceilings(subject.priced)
+    found += _buffers(subject, budgets)
     found += _piped(subject)
     found += _paged(subject, budgets, options)
     found += _assumed(subject.priced)
@@ -113,6 +116,29 @@ def _piped(subject: Subject) -> Iterator[str]:
         )
     elif pipeline.engaged:
         yield f"prompts are pipelined over the GPUs: up to {size} MiB on each are counted for copies"
+
+
+def _buffers(subject: Subject, budgets: Mapping[str, int]) -> Iterator[str]:
+    """GPUs that no layer can live on, as one buffer of theirs cannot hold what a batch computes."""
+    inventory, prices = subject.priced.model.inventory, subject.priced.prices
+    for device in prices.profile.devices:
+        limit, work = device.max_alloc_bytes, prices.workload
+        needed = room_of(inventory, work, device).largest_bytes if limit else 0
+        if device.name not in budgets or needed <= limit:
+            continue
+        smaller = work.n_ubatch
+        while smaller > 1 and room_of(inventory, _batch(work, smaller), device).largest_bytes > limit:
+            smaller //= 2
+        fits = room_of(inventory, _batch(work, smaller), device).largest_bytes <= limit
+        yield (
+            f"{device.name}: takes no layer: its largest buffer has {limit >> 20} MiB, a batch of "
+            f"{work.n_ubatch} tokens computes in {needed >> 20}"
+            + (f"; --ubatch {smaller} fits" if fits else "")
+        )
+
+
+def _batch(workload: Workload, n_ubatch: int) -> Workload:
+    return workload.model_copy(update={"n_ubatch": n_ubatch})
 
 
 def _paged(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> Iterator[str]:

@@ -229,5 +229,5 @@ def test_an_override_pattern_that_lost_its_tail_is_refused(plan: Plan, inventory
 
 def test_quantised_v_without_flash_attention_has_no_spec(plan: Plan) -> None:
     work = plan.workload.model_copy(update={"type_v": "q8_0", "flash_attn": False})
-    with pytest.raises(Unloadable, match="V of type q8_0 needs flash attention"):
+    with pytest.raises(Unloadable, match="type_v q8_0 needs flash_attn: true"):
         load_spec(plan.model_copy(update={"workload": work}))

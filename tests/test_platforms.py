@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from planning_models import MIB, machine, moe, plan
+from planning_models import MIB, machine, moe, plan, real
 
 from planner.budget import budgets_for, headroom, spills, tight, working_set
 from planner.check import CheckOptions, Inputs, check_plan
 from planner.errors import OptionProblem
 from planner.plan import to_text
 from planner.profile import Device, Profile
+from planner.workload import Workload
 
 GIB = 1024 * MIB
 
@@ -88,3 +89,31 @@ def test_a_budget_above_the_working_set_names_the_setting_that_raises_it(name: s
             budgets_for(profile, given)
     assert budgets_for(profile, {name: 20 * GIB})[name] == 20 * GIB
     assert working_set(machine().device("CUDA0"), machine()) == 0
+
+
+@pytest.mark.parametrize(("ubatch", "smaller"), [(4096, 2048), (8192, 2048), (512, 0)])
+def test_a_compute_buffer_above_the_largest_one_asks_for_smaller_batches(ubatch: int, smaller: int) -> None:
+    model, card = real("Qwen3.6-35B-A3B-q4_K"), machine("rx9070xt-ddr5")
+    work = Workload(n_ctx=8192, n_ubatch=ubatch, n_batch=8192)
+    made = plan(model, "15000", on=card, workload=work)
+    said = [note for note in made.notes if "takes no layer" in note]
+    on_card = any(use.name == "Vulkan0" and use.weights_bytes for use in made.devices)
+    assert on_card is (not smaller)
+    if not smaller:
+        assert said == []
+        return
+    assert len(said) == 1
+    assert said[0].startswith("Vulkan0: takes no layer: its largest buffer has 4096 MiB")
+    assert said[0].endswith(f"; --ubatch {smaller} fits")
+    again = plan(model, "15000", on=card, workload=work.model_copy(update={"n_ubatch": smaller}))
+    assert any(use.name == "Vulkan0" and use.weights_bytes for use in again.devices)
+
+
+def test_quantised_v_without_flash_attention_names_both_fields_though_nothing_else_is_known() -> None:
+    work = Workload(type_v="q4_0", flash_attn=False)
+    bad = plan(moe(), "1500").model_copy(update={"workload": work})
+    for inputs in (Inputs(None, None), Inputs(moe(), machine())):
+        found = check_plan(bad, to_text(bad), "plan.yaml", inputs, CheckOptions(resolve=False))
+        (named,) = [f for f in found if "flash_attn: true (a quantised" in f.message]
+        assert "type_v q4_0" in named.message
+        assert to_text(bad).splitlines()[named.line - 1].startswith("workload:")
