@@ -16,7 +16,7 @@ from commands.beside import beside, drafting_of, extras_of, first_gpu
 from commands.console import say
 from commands.models import load_inventory, load_profile
 from commands.option_types import Number
-from planner.errors import OptionProblem
+from planner.errors import AnswerIsNo, OptionProblem
 from planner.texts import utf8
 from planner.workload import Workload, usual
 
@@ -152,19 +152,29 @@ class Inputs:
 
         A projector that may goes to the CPU where there is no plan with it on the GPU.
         """
-        from planner.errors import AnswerIsNo
-
         try:
             return self._plan()
         except AnswerIsNo as refusal:
             if self.movable is None:
-                raise
+                raise self._with_remedies(refusal) from None
             try:
                 made = self._with_projector_on_cpu(self.movable)._plan()
             except AnswerIsNo:
                 raise refusal from None
             say("the vision projector goes to the CPU: there is no room for it on the GPU")
             return made
+
+    def _with_remedies(self, refusal: AnswerIsNo) -> AnswerIsNo:
+        """A refusal for want of memory, with what was tried and fits."""
+        from planner.refusal import Infeasible
+        from planner.remedies import with_remedies
+
+        if self.lowest_ctx or not isinstance(refusal, Infeasible):
+            return refusal
+        lowest = min(_needed(self.workload), self.workload.n_ctx)
+        return with_remedies(
+            refusal, self.inventory, self.profile, self.budgets, self.workload, self.options, lowest
+        )
 
     def _with_projector_on_cpu(self, extras: Extras) -> Inputs:
         there = replace(extras, mmproj_device="CPU")

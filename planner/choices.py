@@ -76,7 +76,7 @@ class Chooser:
         for d, device in enumerate(self.devices):
             limit = device.max_alloc_bytes
             if (limit and self.rooms[device.name].largest_bytes > limit) or (
-                kv and not attends(device, self.workload)
+                kv and not attends(device, self.workload, self.prices.profile.timings)
             ):
                 continue
             spots = [list(self._spots(unit, d)) for unit in units]

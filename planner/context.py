@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 from planner.cost import Priced, model_of, price
 from planner.inventory import Inventory
@@ -39,21 +40,34 @@ def largest_context(
     Raises Infeasible, which names the floor, when even `lowest` does not fit.
     """
 
-    def fits(n_ctx: int, keep: Keep) -> bool:
-        return _fits(
-            _priced(inventory, profile, budgets, _with(workload, n_ctx), options, keep), budgets, options
-        )
+    def kept(n_ctx: int, keep: Keep) -> bool:
+        return fits(inventory, profile, budgets, workload, options, n_ctx, keep)
 
     for keep in (Keep.ALL,) if options.no_cpu else Keep:
-        if fits(lowest, keep):
-            return _bisect(lambda n, keep=keep: fits(n, keep), lowest, workload.n_ctx), keep
+        if kept(lowest, keep):
+            return bisect(partial(kept, keep=keep), lowest, workload.n_ctx), keep
     floor = _priced(inventory, profile, budgets, _with(workload, lowest), options, Keep.ANY)
     refusal = forced(floor, budgets, options) or refuse(floor, budgets, options)
     raise Infeasible(refusal.needs, refusal.hints, f"not even a context of {lowest} cells fits")
 
 
-def _bisect(fits: object, low: int, high: int) -> int:
-    assert callable(fits)
+def fits(
+    inventory: Inventory,
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+    n_ctx: int,
+    keep: Keep = Keep.ANY,
+) -> bool:
+    """Whether some placement at this context fits, prompts' host weights copied to a GPU or not."""
+    work = _with(workload, n_ctx)
+    ways = (options,) if keep is Keep.ALL or options.no_cpu else (options, replace(options, op_offload=False))
+    return any(_fits(_priced(inventory, profile, budgets, work, way, keep), budgets, way) for way in ways)
+
+
+def bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest multiple of the engine's step up to `high` that fits; `low` is known to."""
     if fits(high):
         return high
     good, bad = low // CELL_STEP, -(-high // CELL_STEP)

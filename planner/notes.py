@@ -12,11 +12,12 @@ from planner.evaluate import Evaluation
 from planner.expert_cache import told
 from planner.gguf_header import one_line
 from planner.given import NAME as FIT
+from planner.kernels import kv_note
 from planner.opaque import host_types
 from planner.options import SolveOptions
 from planner.pipeline import Pipeline
 from planner.plan import DeviceUse, Placement
-from planner.profile import Profile
+from planner.profile import Device, Profile
 from planner.room import room_of
 from planner.units import foreign_note
 from planner.workload import Workload
@@ -50,6 +51,8 @@ def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions
     if options.projector is not None and options.projector.device == "CPU":
         found.append(f"the vision projector {options.projector.name} computes on the CPU: images take longer")
     found += _unrecognised(subject.priced.model, profile)
+    if text := kv_note(_devices(subject.priced), subject.priced.prices.workload, profile.timings):
+        found.append(text)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
     found += _ceilings(subject.priced)
     found += _buffers(subject, budgets)
@@ -81,6 +84,10 @@ def _overfull(candidate: Candidate) -> str:
     if candidate.name != FIT or found is None or not found.violations:
         return ""
     return f"{FIT} ({candidate.setting}) does not fit as memory is counted here: {found.violations[0]}"
+
+
+def _devices(priced: Priced) -> list[Device]:
+    return [priced.prices.profile.device(d.device) for d in priced.problem.devices]
 
 
 def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
