@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -100,7 +101,7 @@ def serving(
     """
     chosen = free_port(host, port)
     process = subprocess.Popen(
-        [str(program), *_spelt(program, arguments), "--host", host, "--port", str(chosen)],
+        [str(program), *spelt(program, arguments), "--host", host, "--port", str(chosen)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -156,10 +157,11 @@ def _read(server: Server, on_line: Callable[[str], None]) -> None:
         on_line(line)
 
 
-def _spelt(program: Path, arguments: Sequence[str]) -> list[str]:
+def spelt(program: Path, arguments: Sequence[str]) -> list[str]:
     """The arguments as this build takes them: before --load-mode there was a switch for mapping the file."""
     words = list(arguments)
-    if "--load-mode" not in words or "--load-mode" in _help(program):
+    # Builds whose server can be loaded beside stripes are younger than that.
+    if "--load-mode" not in words or program == Path(sys.executable) or "--load-mode" in _help(program):
         return words
     at = words.index("--load-mode")
     return [*words[:at], "--no-mmap" if words[at + 1] == "none" else "--mmap", *words[at + 2 :]]

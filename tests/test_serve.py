@@ -25,7 +25,9 @@ from commands.companions import draft_fields, missing_files, projector_fields
 from planner.errors import AtsplanError
 from planner.loading import load_spec, map_devices
 from planner.plan import Plan, Projector, Speculation, to_text
-from runtime.server import NoPort, Server, free_port
+from runtime import stripe_server
+from runtime.server import NoPort, Server, free_port, spelt
+from runtime.server import serving as started
 from runtime.worker import Ask, work
 
 MODEL = ROOT / "tests" / "data" / "tiny-moe.gguf"  # trained: its tokens are text
@@ -91,6 +93,25 @@ def test_a_request_is_answered_as_run_answers_it(where: str, computing_server: P
     assert served["tokens_evaluated"] == len(PROMPT)
     assert len(served["content"]) > 0
     assert served["tokens"] == list(alone.tokens)
+
+
+def test_the_server_library_in_this_process_answers_as_the_program_does(computing_server: Path) -> None:
+    words = ["-m", str(MODEL), "-ngl", "0", "-c", "256", "--threads", "1", "--no-warmup"]
+    inside = Path(sys.executable), stripe_server.command(computing_server, {}, words)
+    answers = []
+    for program, arguments in (inside, (computing_server / "llama-server", words)):
+        with started(program, arguments) as server:
+            answers.append(complete(server.url, 6)["tokens"])
+    assert len(answers[0]) == 6 and answers[0] == answers[1]
+
+
+def test_load_mode_is_spelt_as_the_build_knows_it(computing_server: Path) -> None:
+    words = ["-m", "m.gguf", "--load-mode", "none", "--port", "1"]
+    assert spelt(Path(sys.executable), words) == words
+    assert spelt(computing_server / "llama-server", words) in (
+        words,
+        ["-m", "m.gguf", "--no-mmap", "--port", "1"],
+    )
 
 
 def test_a_draft_and_what_more_is_given_reach_the_server(computing_server: Path, tmp_path: Path) -> None:
