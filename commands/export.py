@@ -71,6 +71,7 @@ def command(
     inputs = InputLibrary(models, profiles).of(plan, plan_path)
     if inputs.inventory is not None:
         check_agreement(plan, inputs.inventory, str(plan_path))
+    plan = _without_commas(plan, inputs)
     placed = _stock(plan, device_maps, threads)
     if exact and not placed.exact:
         raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(placed.notes)}")
@@ -79,6 +80,8 @@ def command(
     if not placed.exact and (legal := _nearest(plan, inputs)):
         again = _stock(legal, device_maps, threads)
         done = "instead: as many layers on the CPU as planned, but the first ones"
+        if legal.layers == plan.layers:
+            done = "instead: the experts of whole layers on the CPU"
         plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
     placed = replace(placed, **_beside(plan, placed.spec, device_maps, mmproj, draft))
     text = export(plan, placed, model or f"{plan.model.name}.gguf", form)
@@ -87,6 +90,19 @@ def command(
     else:
         write_text(output, text)
         say(f"wrote {output}")
+
+
+def _without_commas(plan: Plan, inputs: Inputs) -> Plan:
+    """The plan with overrides that option parsers do not cut: the same tensors, spelt anew where needed."""
+    from planner.matching import placed
+    from planner.overrides import collate
+    from runtime.stock import cut_by_parsers
+
+    found = tuple((o.pattern, o.buffer) for o in plan.overrides)
+    if inputs.inventory is None or not any(cut_by_parsers(pattern) for pattern, _ in found):
+        return plan
+    say("override patterns with commas or equals signs are spelt anew, for the same tensors")
+    return plan.model_copy(update={"overrides": collate(placed(inputs.inventory, found))})
 
 
 def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:

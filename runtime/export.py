@@ -12,6 +12,7 @@ from runtime import bench_line
 from runtime.ggml import TYPE_NUMBERS
 from runtime.stock import ENVIRONMENT, Stock, options
 
+_SECTION = str.maketrans("[]:", "()-")
 Writer = Callable[[Plan, Stock, str], str]
 
 
@@ -42,7 +43,8 @@ def _bench(plan: Plan, placed: Stock, model: str) -> str:
 
 
 def _preset(plan: Plan, placed: Stock, model: str) -> str:
-    lines = [f"[{plan.model.name}]"]
+    # The section's name is the model's; a colon would begin a tag, a bracket end the name.
+    lines = [f"[{plan.model.name.translate(_SECTION)}]"]
     for option, value in options(placed, model):
         key = option.removeprefix("--")
         lines.append(f"{key} = {value or 'true'}")
@@ -50,9 +52,11 @@ def _preset(plan: Plan, placed: Stock, model: str) -> str:
 
 
 def _env(plan: Plan, placed: Stock, model: str) -> str:
-    lines = [f"{name}={value}" for name, value in _environment(placed, model).items()]
-    lacks = [option for option, _ in options(placed, model) if option not in ENVIRONMENT]
-    lines += [f"# no variable says this, add the option: {option}" for option in lacks]
+    lines = ["# as `docker run --env-file` reads it: no quotes, nothing escaped"]
+    lines += [f"{name}={value}" for name, value in _environment(placed, model).items()]
+    lacks = [part for pair in options(placed, model) if pair[0] not in ENVIRONMENT for part in pair if part]
+    if lacks:
+        lines.append(f"# no variable says this, add the options: {shlex.join(lacks)}")
     return _comment(plan, placed, "#") + "\n".join(lines) + "\n"
 
 
@@ -75,9 +79,9 @@ def _json(plan: Plan, placed: Stock, model: str) -> str:
 
 
 def _compose(plan: Plan, placed: Stock, model: str) -> str:
-    folder = model.rpartition("/")[0]
-    there = replace(placed, mmproj=_inside(placed.mmproj), draft=_inside(placed.draft))
-    command = json.dumps([*arguments(there, _inside(model)), "--host", "0.0.0.0", "--port", "8080"])
+    folders = _folders(model, placed.mmproj, placed.draft)
+    there = replace(placed, mmproj=_inside(placed.mmproj, folders), draft=_inside(placed.draft, folders))
+    command = json.dumps([*arguments(there, _inside(model, folders)), "--host", "0.0.0.0", "--port", "8080"])
     lines = [
         "services:",
         "  llama:",
@@ -86,7 +90,7 @@ def _compose(plan: Plan, placed: Stock, model: str) -> str:
         f"    command: {_dollars(command)}",
         "    ports: ['8080:8080']",
         "    volumes:",
-        f"      - {json.dumps(_dollars(folder or '.') + ':/models:ro')}",
+        *(f"      - {json.dumps(f'{_dollars(at)}:{inside}:ro')}" for at, inside in folders.items()),
     ]
     if any(device.startswith("CUDA") for device in placed.devices):
         lines += [
@@ -208,9 +212,19 @@ def _env_value(option: str, value: str) -> str:
     return value or ("1" if option.startswith("--no-") else "true")
 
 
-def _inside(path: str) -> str:
-    """Where a file of the model's folder lies in the container."""
-    return "/models/" + path.rpartition("/")[2] if path else ""
+def _folders(*paths: str) -> dict[str, str]:
+    """Folder of each file to the one it is mounted as in the container: /models, /models2 …"""
+    found = dict.fromkeys(_folder(path) for path in paths if path)
+    return {folder: f"/models{number if number > 1 else ''}" for number, folder in enumerate(found, 1)}
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0] or "."
+
+
+def _inside(path: str, folders: Mapping[str, str]) -> str:
+    """Where a file lies in the container."""
+    return f"{folders[_folder(path)]}/{path.rpartition('/')[2]}" if path else ""
 
 
 def _dollars(text: str) -> str:

@@ -30,7 +30,10 @@ class Inexpressible(InputError):
     pattern: str
 
     def message(self) -> str:
-        return f"override {self.pattern}: a comma or an equals sign in a pattern breaks --override-tensor"
+        return (
+            f"override {self.pattern}: a comma or an equals sign in a pattern breaks --override-tensor: "
+            "give --inventory to have it spelt anew"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,17 @@ def stock(spec: LoadSpec, n_blocks: int) -> Stock:
     """The nearest placement the tools can be told; `n_blocks` counts NextN blocks. Raises Inexpressible."""
     notes = list(spec.notes)
     for pattern, _ in spec.overrides:
-        if set(pattern) & set(",="):
+        if cut_by_parsers(pattern):
             raise Inexpressible(pattern)
     legal = _without_stripes(spec, notes)
     legal = _with_gpu_layers(legal, n_blocks, notes)
     rpc = dict.fromkeys(m[2] for device in legal.devices if (m := _RPC.fullmatch(device)))
     return Stock(legal, tuple(rpc), tuple(notes), len(notes) == 0)
+
+
+def cut_by_parsers(pattern: str) -> bool:
+    """Whether the option parsers of the tools would cut a pattern."""
+    return bool(set(pattern) & set(",="))
 
 
 def options(plan: Stock, model: str) -> list[tuple[str, str]]:

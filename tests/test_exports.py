@@ -1,0 +1,143 @@
+"""Exports held to the tool itself: what the real server reads from presets, and where a tool has no words."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from click.testing import CliRunner
+from engines import ENVIRONMENT
+from sample_plan import sample_plan
+from test_run import plan_for
+
+from atsplan import main
+from planner.gguf_file import read_model
+from planner.loading import LoadSpec
+from planner.plan import Override, Plan, to_text
+from planner.workload import Workload
+from runtime.export import export
+from runtime.server import free_port
+from runtime.stock import Stock, options, stock
+
+RICH = Workload(n_ctx=512, n_batch=96, n_ubatch=64, n_seq=2, type_k="q8_0", type_v="q8_0", flash_attn=True)
+EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_up_exps)\.weight$", "CPU")
+
+
+def rich() -> Stock:
+    """Everything that options can say at once, as far as a machine without a GPU takes it."""
+    spec = LoadSpec(
+        devices=(),
+        tensor_split=(),
+        n_gpu_layers=0,
+        overrides=(EXPERTS,),
+        workload=RICH,
+        use_mmap=False,
+        use_extra_bufts=False,
+        op_offload=False,
+        swa_full=True,
+        threads=3,
+    )
+    placed = stock(spec, 4)
+    return replace(
+        placed, mmproj="eyes.gguf", mmproj_on_cpu=True, draft="d.gguf", draft_device="CPU", draft_tokens=5
+    )
+
+
+def named(name: str) -> Plan:
+    plan = sample_plan()
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"name": name})})
+
+
+def listed(program: Path, preset: Path, folder: Path) -> list[dict[str, Any]]:
+    """The models that a router server offers for a preset file."""
+    port = free_port("127.0.0.1")
+    process = subprocess.Popen(
+        [str(program), "--models-preset", str(preset), "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "log").open("w"),
+        env={**ENVIRONMENT, "LD_LIBRARY_PATH": str(program.parent), "HOME": str(folder)},
+        cwd=folder,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/models", timeout=5) as answer:
+                    found: list[dict[str, Any]] = json.load(answer)["data"]
+                    return found
+            except OSError:
+                assert process.poll() is None, (folder / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def test_the_real_server_reads_every_option_of_a_preset(server_engine: Path, tmp_path: Path) -> None:
+    placed, preset = rich(), tmp_path / "preset.ini"
+    preset.write_text(export(named("Tiny [v2]: test"), placed, "/m/model.gguf", "preset"))
+    (model,) = [
+        m for m in listed(server_engine / "llama-server", preset, tmp_path) if m["source"] == "preset"
+    ]
+    assert model["id"] == "Tiny (v2)- test"
+    given = model["status"]["args"]
+    wanted = options(placed, "/m/model.gguf")
+    assert len(wanted) >= 20
+    for option, value in wanted:
+        at = given.index(SHOWN_AS.get(option, option))
+        assert not value or given[at + 1] == value, option
+
+
+SHOWN_AS = {"--spec-draft-device": "--device-draft", "--spec-draft-ngl": "--n-gpu-layers-draft"}
+
+
+def test_compose_mounts_the_folder_of_every_file() -> None:
+    placed = replace(rich(), mmproj="/eyes/e.gguf", draft="/m/d.gguf")
+    found = yaml.safe_load(export(named("x"), placed, "/m/model.gguf", "docker-compose"))["services"]["llama"]
+    assert found["volumes"] == ["/m:/models:ro", "/eyes:/models2:ro"]
+    given = [word.replace("$$", "$") for word in found["command"]]
+    inside = replace(placed, mmproj="/models2/e.gguf", draft="/models/d.gguf")
+    expected = [w for pair in options(inside, "/models/model.gguf") for w in pair if w]
+    assert given == [*expected, "--host", "0.0.0.0", "--port", "8080"]
+    here = yaml.safe_load(
+        export(named("x"), replace(rich(), mmproj="", draft=""), "m.gguf", "docker-compose")
+    )
+    assert here["services"]["llama"]["volumes"] == [".:/models:ro"]
+
+
+def test_environment_names_what_it_lacks_with_its_value() -> None:
+    lines = export(named("x"), rich(), "m.gguf", "env").splitlines()
+    assert "# as `docker run --env-file` reads it: no quotes, nothing escaped" in lines
+    assert "LLAMA_ARG_NO_MMPROJ_OFFLOAD=1" in lines and "LLAMA_ARG_NO_REPACK=1" in lines
+    lacking = [line for line in lines if line.startswith("# no variable")]
+    assert lacking == [
+        "# no variable says this, add the options: --spec-draft-device none --no-op-offload",
+    ]
+
+
+def test_patterns_that_parsers_cut_are_spelt_anew_where_the_model_is_known(
+    tmp_path: Path, moe_model: Path
+) -> None:
+    plan = plan_for(moe_model)
+    ahead = r"^blk\.(?=[0-3])[0-9]\.ffn_(down|gate|up)_exps\.weight$"
+    wide = (Override(pattern=ahead, buffer="CPU", tensors=12),)
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan.model_copy(update={"overrides": wide})))
+    alone = CliRunner().invoke(main, ["export", str(path)])
+    assert alone.exit_code == 2 and "breaks --override-tensor" in alone.stderr
+    assert "give --inventory to have it spelt anew" in alone.stderr
+    known = CliRunner().invoke(main, ["export", str(path), "--inventory", str(moe_model), "--format", "json"])
+    assert known.exit_code == 0, known.output
+    data = json.loads(known.stdout)
+    pattern = data["arguments"][data["arguments"].index("--override-tensor") + 1].removesuffix("=CPU")
+    names = [t.name for t in read_model(moe_model).inventory.tensors]
+    assert [n for n in names if re.search(pattern, n)] == [n for n in names if re.search(wide[0].pattern, n)]
+    assert data["exact"]
