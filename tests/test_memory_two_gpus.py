@@ -1,6 +1,6 @@
 """Formulas against dry loads of six real models on two H200s (llama.cpp b11434).
 
-Layers in halves; `full`: everything on the GPUs, `experts`: those of the first ten layers overridden to the CPU,
+Layers in halves; `full`: everything on the GPUs, `experts`: those of ten layers overridden to the CPU,
 `ngl`: the first four layers on the CPU, `one`: everything on CUDA0. Bytes from llama_get_memory_breakdown.
 """
 
