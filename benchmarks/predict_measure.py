@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--gen", type=int, default=24)
     parser.add_argument("--depth", type=int, default=4096, help="deepest attention that is profiled")
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU [default: find the best]")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1, help="of the random placements")
     parser.add_argument("--folder", type=Path, help="for the models [default: temporary]")
@@ -103,7 +104,7 @@ def _profile(options: argparse.Namespace, tables: list[Inventory]) -> int:
     request = session.Request(
         engine=options.engine,
         devices=(options.gpu,),
-        threads=0,
+        threads=options.threads,
         seconds=options.seconds,
         strict=False,
         name="",

@@ -123,4 +123,5 @@ def _launch_ns(at: Bench) -> int:
     """What every graph costs beside its operators: one small operator, less the slope of many."""
     one = at.measure_nodes(SMALL, 1, 0.05)
     many = at.measure_nodes(SMALL, 256, 0.05)
-    return max(one.time_ns - many.time_ns, 0)
+    # Of the fastest passes: on a busy machine the others wait for a processor, which no launch does.
+    return max(one.best_ns - many.best_ns, 0)

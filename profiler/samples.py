@@ -42,8 +42,10 @@ def repeat(run: Callable[[], None], limit_s: float, before: Callable[[], None] |
 
 
 def reduce(times_ns: Sequence[int], nodes: int, fixed_ns: int = 0) -> Sample:
-    """Median and interquartile range of one node; `fixed_ns` is what every pass costs beside its nodes."""
-    each = sorted(max(t - fixed_ns, t // 10) / nodes for t in times_ns)
+    """Median and interquartile range of one node; `fixed_ns` is what every pass costs beside its nodes, at
+    most half of it.
+    """
+    each = sorted(max(t - fixed_ns, t // 2) / nodes for t in times_ns)
     quarter = len(each) // 4
     spread = each[-1 - quarter] - each[quarter]
     return Sample(max(round(statistics.median(each)), 1), round(spread), len(each), max(round(each[0]), 1))

@@ -40,6 +40,7 @@ def test_a_pass_is_shared_by_its_nodes_and_the_launch_is_not_theirs() -> None:
     sample = reduce([1100, 1300, 1500, 1700, 9900], nodes=10, fixed_ns=100)
     assert (sample.time_ns, sample.samples, sample.best_ns) == (140, 5, 100)
     assert sample.spread_ns == 40  # the outlier does not widen it
+    assert reduce([1000], nodes=1, fixed_ns=990).time_ns == 500  # a launch measured too long makes none fast
 
 
 def test_the_first_passes_do_not_count() -> None:
