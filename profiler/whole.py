@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner.arch import layers_of
 from planner.inventory import Inventory
 from planner.profile import Device, Profile
 from planner.timing import Case
-from planner.units import Kind, units_of
+from planner.units import Kind, Unit, units_of
 from planner.workload import Workload
 from profiler import calibrate, host, runner, synth
 from profiler.calibrate import ENOUGH, Run
 from profiler.cases import cases_of
-from profiler.placements import Placement, calibrating, spec_of
+from profiler.placements import Placement, calibrating, movable, spec_of
 from profiler.runner import Length, Stop
 from profiler.session import Found, Request, Watcher
 from runtime.disk import PAGING_BYTES
@@ -73,9 +74,32 @@ def of_machine(found: Found, path: Path, inventory: Inventory) -> Model:
 def of_model(found: Found, path: Path, inventory: Inventory) -> Model:
     """A real model and up to three placements of it that fit into memory."""
     gpus = gpus_of(found)
-    placements = [p for p in calibrating(inventory, gpus[:1], brief=False) if not gpus or _touches_gpu(p)]
-    fitting = [p for p in placements if _fits(found.devices, inventory, p)]
+    placements = _filling(found.devices, inventory, gpus[0]) if gpus else calibrating(inventory, (), False)
+    units = units_of(inventory).units
+    fitting = [p for p in placements if _fits(found.devices, units, p)]
     return Model(path, inventory, tuple(fitting[:RUNS]), LEAST_RUNS, own=True)
+
+
+def _filling(devices: Sequence[Device], inventory: Inventory, gpu: str) -> Iterator[Placement]:
+    """As much as fits on the GPU, as little as can be, and half way between: what a plan will lie among.
+
+    The weights of first layers move; where that frees too little, whole layers go to the CPU.
+    """
+    n, weights = layers_of(inventory).n_main, movable(inventory)
+    units = units_of(inventory).units
+
+    def moved(count: int) -> Placement:
+        return Placement(f"first {count} of {len(weights)} moved", (gpu,) * (n + 1), weights[:count])
+
+    least = next((c for c in range(len(weights) + 1) if _on_gpu_fits(devices, units, moved(c))), None)
+    if least is not None:
+        yield from (moved(c) for c in dict.fromkeys((least, len(weights), (least + len(weights)) // 2)))
+        return
+    for count in range(1, n + 1):
+        placement = Placement(f"-ngl {n + 1 - count}", ("CPU",) * count + (gpu,) * (n + 1 - count))
+        if _on_gpu_fits(devices, units, placement):
+            yield placement
+            return
 
 
 def measured(found: Found, model: Model, request: Request, watch: Watcher) -> list[Run]:
@@ -143,17 +167,24 @@ def _touches_gpu(placement: Placement) -> bool:
     return set(placement.layer_devices) != {"CPU"}
 
 
-def _fits(devices: Sequence[Device], inventory: Inventory, placement: Placement) -> bool:
+def _fits(devices: Sequence[Device], units: Sequence[Unit], placement: Placement) -> bool:
     """Whether weights and some room for caches fit: into the device, and the rest into main memory."""
-    on_device, on_host = 0, 0
-    for unit in units_of(inventory).units:
-        device = placement.layer_devices[
-            -1 if unit.layer is None else min(unit.layer, len(placement.layer_devices) - 1)
-        ]
+    on_host = _bytes(units, placement)[1]
+    return _on_gpu_fits(devices, units, placement) and on_host < FULL_SHARE * host.memory_bytes()[1]
+
+
+def _on_gpu_fits(devices: Sequence[Device], units: Sequence[Unit], placement: Placement) -> bool:
+    free = [d.free_bytes for d in devices if d.kind in ("gpu", "igpu")]
+    return not free or _bytes(units, placement)[0] <= FULL_SHARE * free[0] - GiB // 2
+
+
+def _bytes(units: Sequence[Unit], placement: Placement) -> tuple[int, int]:
+    """Weights on the first GPU and on the host."""
+    on_device = on_host = 0
+    for unit in units:
+        last = len(placement.layer_devices) - 1
+        device = placement.layer_devices[last if unit.layer is None else min(unit.layer, last)]
         away = unit.kind in (Kind.EMBEDDING, Kind.LOOKUP) or unit.name in placement.moved or device == "CPU"
         on_host += unit.size_bytes if away else 0
         on_device += 0 if away else unit.size_bytes + unit.tied_bytes
-    free = [d.free_bytes for d in devices if d.kind in ("gpu", "igpu")]
-    if free and on_device > FULL_SHARE * free[0] - GiB // 2:
-        return False
-    return on_host < FULL_SHARE * host.memory_bytes()[1]
+    return on_device, on_host

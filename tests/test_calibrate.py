@@ -13,9 +13,11 @@ from planner import machines
 from planner import profile as profiles
 from planner.inventory import Inventory
 from planner.profile import Calibration
+from planner.units import units_of
 from planner.workload import Workload
-from profiler import calibrate, whole
+from profiler import calibrate, host, session, whole
 from profiler.calibrate import Parameter, Run, solve
+from profiler.journal import Journal
 from profiler.placements import Placement, Predictor, calibrating, sensible, shuffled, spec_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,3 +159,34 @@ def test_nothing_is_streamed_where_the_cpu_stands_in_the_device_list(table: Inve
     assert Placement("moved", ("CUDA0",) * 25, ("blk.0.experts",)).streamed
     early, late = Predictor(table, WORK).evaluate_all(BASE, [first, after])
     assert late.prefill_ns > 2 * early.prefill_ns
+
+
+def runs_within(table: Inventory, free_bytes: int, folder: Path) -> tuple[Placement, ...]:
+    gpu = {"name": "CUDA0", "device_kind": "gpu", "description": "", "free_bytes": free_bytes}
+    figures = {"memory_bytes": 2**40, "bandwidth_bytes_per_s": 1, "flops_per_s": 1, "op_overhead_ns": 1}
+    found = session.Found(
+        Journal("m", folder=folder), host.fingerprint(""), ({"kind": "device", **gpu, **figures},), 0.0
+    )
+    return whole.of_model(found, Path("m.gguf"), table).placements
+
+
+def test_a_model_is_run_within_the_memory_there_is(
+    table: Inventory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "memory_bytes", lambda: (2**40, 2**40))
+    sizes = {u.name: u.size_bytes for u in units_of(table).units}
+    rest = sum(size for name, size in sizes.items() if name.endswith(("experts", "token_embd")))
+    roomy = runs_within(table, 100 * 2**30, tmp_path)
+    assert [len(p.moved) for p in roomy] == [0, 24, 12]
+    some, most, half = runs_within(table, 3 * 2**30, tmp_path)
+    held = sum(sizes.values()) - sizes["token_embd"] - sum(sizes[name] for name in some.moved)
+    room = round(0.85 * 3 * 2**30) - 2**29
+    assert held <= room < held + sizes["blk.0.experts"]
+    assert len(some.moved) < len(half.moved) < len(most.moved) == 24
+    fixed = sum(sizes.values()) - rest
+    (layers,) = runs_within(table, round((fixed * 0.6 + 2**29) / 0.85), tmp_path)
+    assert layers.moved == ()
+    assert set(layers.layer_devices[:2]) == {"CPU"} != {layers.layer_devices[-1]}
+    assert runs_within(table, 2**28, tmp_path) == ()
+    monkeypatch.setattr(host, "memory_bytes", lambda: (2**40, 2**30))  # all moved, they do not fit the host
+    assert [len(p.moved) for p in runs_within(table, 100 * 2**30, tmp_path)] == [0]
