@@ -7,8 +7,8 @@ and no memory of a device stays with the program that asked.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,53 +128,89 @@ def work(
     return Outcome(Loaded(loaded["engine"], loaded["load_ns"], memory, tuple(loaded["notes"])), timings)
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to be loaded, in the engine's device names; `renamed` leads from the plan's to those."""
+
+    engine: Engine
+    path: Path
+    spec: LoadSpec
+    renamed: Mapping[str, str]
+    checks: Checks | None
+    draft: Draft | None
+
+    def named(self, found: Mapping[str, T]) -> dict[str, T]:
+        """The same by the plan's names: remote devices have others in the engine."""
+        planned = {here: name for name, here in self.renamed.items()}
+        return {planned.get(name, name): value for name, value in found.items()}
+
+
 def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
-    llama_h = Path(request["llama_h"]) if request["llama_h"] else None
-    engine = Engine.find(request["engine"], llama_h)
+    job = _job(request, emit)
+    dry = _review(job, emit) if job.checks or request["dry"] else None
+    notes = dry.notes if dry else ()
+    if dry and request["dry"]:
+        return {"loaded": asdict(Loaded(job.engine.build.text, 0, dry.devices, notes)), "timings": []}
+    asks = [_ask_from_json(each) for each in request["asks"]]
+    start = time.perf_counter_ns()
+    with ExitStack() as stack:
+        session = stack.enter_context(session_for(job.engine, job.path, job.spec))
+        guesser = stack.enter_context(_guesser(job, session)) if job.draft else None
+        took = time.perf_counter_ns() - start
+        memory = _prove(job, session, guesser, dry)
+        emit({"loaded": True})
+        before = read_bytes()
+        helper = (guesser, job.draft.tokens) if guesser and job.draft else None
+        timings = [_generate(session, helper, ask, emit) for ask in asks]
+        if (paged := read_bytes() - before) > PAGING_BYTES:
+            emit({"note": f"note: {paged >> 20} MiB came from disk while it computed: {_WHY_PAGED}"})
+        last_words = _closing_words(session)
+    loaded = Loaded(job.engine.build.text, took, memory, (*notes, *last_words))
+    return {"loaded": asdict(loaded), "timings": [asdict(t) for t in timings]}
+
+
+def _job(request: Mapping[str, Any], emit: child.Emit) -> _Job:
+    """The request in terms of a loaded engine, which the plan's demands are held to."""
+    engine = Engine.find(request["engine"], Path(request["llama_h"]) if request["llama_h"] else None)
     emit({"engine": engine.label})
     if request["checks"]:
         _check_build(engine, request["checks"]["demands"], emit)
         _check_machine(engine, request["checks"])
     spec, renamed = connect(engine, dryrun.from_json(request["spec"]))
-    path = Path(request["model"])
     for name in spec.devices:
         load.device_handle(engine, name)
     checks = _checks_from_json(request["checks"], renamed) if request["checks"] else None
     draft = _draft_here(engine, request["draft"]) if request["draft"] else None
-    examined = bool(checks or request["dry"])
-    dry = _review(engine, path, spec, checks, draft, emit, renamed) if examined else None
-    notes = dry.notes if dry else ()
-    if dry and request["dry"]:
-        return {"loaded": asdict(Loaded(engine.build.text, 0, dry.devices, notes)), "timings": []}
-    start = time.perf_counter_ns()
-    with ExitStack() as stack:
-        session = stack.enter_context(session_for(engine, path, spec))
-        guesser = stack.enter_context(Session(engine, draft.path, draft.spec)) if draft else None
-        took = time.perf_counter_ns() - start
-        if guesser:
-            check_vocabulary(session, guesser)
-        if checks:
-            truth.compare(engine, session.weights(), checks.devices)
-            if guesser and draft:
-                truth.compare(engine, guesser.weights(), draft.devices)
-        alone = _planned_names(_memory(session), renamed)
-        memory = _sum(alone, _planned_names(_memory(guesser), renamed)) if guesser else alone
-        if dry:
-            check_loaded(dry.devices, memory)
-        if checks and checks.plan is not None and not draft:
-            check_items(checks.plan, memory, loaded=True)
-            check_caches(checks.plan, {k: _planned_names(v, renamed) for k, v in session.caches().items()})
-        emit({"loaded": True})
-        before = read_bytes()
-        helper = (guesser, draft.tokens) if guesser and draft else None
-        timings = [_generate(session, helper, _ask_from_json(each), emit) for each in request["asks"]]
-        if (paged := read_bytes() - before) > PAGING_BYTES:
-            emit({"note": f"note: {paged >> 20} MiB came from disk while it computed: {_WHY_PAGED}"})
-        last_words = _closing_words(session)
-    return {
-        "loaded": asdict(Loaded(engine.build.text, took, memory, (*notes, *last_words))),
-        "timings": [asdict(t) for t in timings],
-    }
+    return _Job(engine, Path(request["model"]), spec, renamed, checks, draft)
+
+
+@contextmanager
+def _guesser(job: _Job, session: Session) -> Iterator[Session]:
+    """The loaded draft, proven where it must be and to speak the model's tokens."""
+    assert job.draft is not None
+    with Session(job.engine, job.draft.path, job.draft.spec) as guesser:
+        check_vocabulary(session, guesser)
+        if job.checks:
+            truth.compare(job.engine, guesser.weights(), job.draft.devices)
+        yield guesser
+
+
+def _prove(
+    job: _Job, session: Session, guesser: Session | None, dry: dryrun.DryRun | None
+) -> dict[str, Breakdown]:
+    """Weights, memory and caches after loading against plan and dry run; the memory, a draft's included."""
+    if job.checks:
+        truth.compare(job.engine, session.weights(), job.checks.devices)
+    memory = job.named(_memory(session))
+    if guesser:
+        memory = _sum(memory, job.named(_memory(guesser)))
+    if dry:
+        check_loaded(dry.devices, memory)
+    # With a draft there are copies of the state that the plan's items do not count; the dry run did.
+    if job.checks and job.checks.plan is not None and not guesser:
+        check_items(job.checks.plan, memory, loaded=True)
+        check_caches(job.checks.plan, {item: job.named(sizes) for item, sizes in session.caches().items()})
+    return memory
 
 
 def _check_build(engine: Engine, demands: Mapping[str, Any] | None, emit: child.Emit) -> None:
@@ -205,40 +241,27 @@ def _draft_here(engine: Engine, data: Mapping[str, Any]) -> Draft:
     return replace(draft, spec=spec, devices=devices)
 
 
-def _review(
-    engine: Engine,
-    path: Path,
-    spec: LoadSpec,
-    checks: Checks | None,
-    draft: Draft | None,
-    emit: child.Emit,
-    renamed: Mapping[str, str],
-) -> dryrun.DryRun:
+def _review(job: _Job, emit: child.Emit) -> dryrun.DryRun:
     """The dry run in the plan's device names: items, budgets and free memory, before anything is loaded.
 
     A draft's bytes are added, and the state that guesses may be taken back from; a plan's items are without.
     """
-    dry = dryrun.measure_here(engine, path, replace(spec, rollback=0), True, checks.shared if checks else ())
+    engine, checks, plain = job.engine, job.checks, replace(job.spec, rollback=0)
+    dry = dryrun.measure_here(engine, job.path, plain, True, checks.shared if checks else ())
     for note in dry.notes:
         emit({"note": f"engine: {note}"})
     if dry.strays:
         raise StrayWork(engine.label, dry.strays)
-    alone = _planned_names(dry.devices, renamed)
-    if draft:
-        parts = ((path, spec), (draft.path, draft.spec))
-        both = [dryrun.measure_here(engine, model, each).devices for model, each in parts]
+    alone = job.named(dry.devices)
+    if job.draft:
+        parts = ((job.path, job.spec), (job.draft.path, job.draft.spec))
+        both = [dryrun.measure_here(engine, model, spec).devices for model, spec in parts]
         dry = replace(dry, devices=_sum(*both))
-    check_room(dry.devices, engine.ggml.devices(), spec.use_mmap)
+    check_room(dry.devices, engine.ggml.devices(), job.spec.use_mmap)
     if checks and checks.plan is not None:
         check_items(checks.plan, alone)
         check_budgets(checks.plan, alone)
-    return replace(dry, devices=_planned_names(dry.devices, renamed))
-
-
-def _planned_names(found: Mapping[str, T], renamed: Mapping[str, str]) -> dict[str, T]:
-    """The same by the plan's names: remote devices have others in the engine."""
-    planned = {here: name for name, here in renamed.items()}
-    return {planned.get(name, name): value for name, value in found.items()}
+    return replace(dry, devices=job.named(dry.devices))
 
 
 def _sum(first: Mapping[str, Breakdown], second: Mapping[str, Breakdown]) -> dict[str, Breakdown]:
