@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from runtime.locate import Place
 
 RULES = ("fit", "ngl", "ncmoe", "cpu")
+_EQUAL_BYTES = 2**20
 _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
 
 
@@ -124,10 +125,19 @@ def _arms(
         other = open_job(job.path, Path(name), maps, threads, job.spec.use_mmap, job.elsewhere)
         called = _unused(Path(name).stem, ["plan", *(arm.name for arm in arms)])
         arms.append(replace(plan_arm(engine, other.path, other.spec), name=called, setting=name))
+        _say_unequal(mine, arms[-1])
     if names and not arms:
         raise MachineError(f"there is nothing to compare with: {'; '.join(missing)}")
     checks = {a.name: Checks(None, expected_devices(job.file.inventory, a.spec)) for a in arms}
     return [mine, *arms], {"plan": job.checks(), **checks}
+
+
+def _say_unequal(mine: Arm, other: Arm) -> None:
+    """Another plan brings its own placement, and with it its own memory: said where it is more."""
+    for device, size in other.device_bytes.items():
+        more = size - mine.device_bytes.get(device, 0)
+        if more > _EQUAL_BYTES:
+            say(f"note: {other.name} takes {mib(more)} more of {device} than the plan")
 
 
 def _unused(name: str, taken: list[str]) -> str:

@@ -15,11 +15,13 @@ from rpc_servers import moved, rpc_serving
 from test_stock import server_plan
 
 from atsplan import main
+from commands.bench import _say_unequal, _unused
 from planner.gguf_file import read_model
-from planner.loading import load_spec
+from planner.loading import LoadSpec, load_spec
 from planner.plan import to_text
+from planner.workload import Workload
 from runtime import gpu, settle
-from runtime.arms import same_load
+from runtime.arms import Arm, same_load
 from runtime.gpu import Reading, Watch
 from runtime.settle import Settling
 
@@ -173,3 +175,17 @@ def test_figures_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu.nvml() as library:
         assert library is not None
         assert gpu.readings(library) == [Reading(100, 0), Reading(101, 7)]
+
+
+def test_a_plan_that_takes_more_memory_is_no_equal_rival(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = LoadSpec((), (), 0, (), Workload())
+    mine = Arm("plan", spec, "", {"CUDA0": 900 * MIB, "CUDA1": 5 * MIB})
+    _say_unequal(mine, Arm("other", spec, "", {"CUDA0": 900 * MIB + 2**19, "CUDA1": 4 * MIB}))
+    assert capsys.readouterr().err == ""
+    _say_unequal(mine, Arm("other", spec, "", {"CUDA0": 800 * MIB, "CUDA2": 30 * MIB}))
+    assert capsys.readouterr().err == "note: other takes 30 MiB more of CUDA2 than the plan\n"
+
+
+def test_contenders_of_one_name_are_told_apart() -> None:
+    assert _unused("other", ["plan", "fit"]) == "other"
+    assert _unused("plan", ["plan", "plan-2"]) == "plan-3"

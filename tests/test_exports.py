@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import time
 import urllib.request
 from dataclasses import replace
@@ -13,13 +14,15 @@ from typing import Any
 
 import yaml
 from click.testing import CliRunner
-from engines import ENVIRONMENT
+from engines import ENVIRONMENT, ROOT
 from sample_plan import sample_plan
 from test_run import plan_for
+from test_stock import server_plan
 
 from atsplan import main
+from planner.expected import expected_devices
 from planner.gguf_file import read_model
-from planner.loading import LoadSpec
+from planner.loading import LoadSpec, load_spec
 from planner.plan import Override, Plan, to_text
 from planner.workload import Workload
 from runtime.export import export
@@ -141,3 +144,67 @@ def test_patterns_that_parsers_cut_are_spelt_anew_where_the_model_is_known(
     names = [t.name for t in read_model(moe_model).inventory.tensors]
     assert [n for n in names if re.search(pattern, n)] == [n for n in names if re.search(wide[0].pattern, n)]
     assert data["exact"]
+
+
+_STAND_IN = '''
+import ctypes as c, json, sys, types
+from runtime import dryrun, load
+from runtime.libllama import Engine
+from planner.loading import LoadSpec, load_spec
+from planner.workload import Workload
+
+engine = Engine.find(sys.argv[1])
+package = types.ModuleType("llama_cpp")
+package.llama_cpp = types.SimpleNamespace(_lib=engine.lib)
+package.llama_model_default_params = engine.model_params
+
+
+class Llama:
+    """Loads as the package does: the default parameters, then its own arguments, by name."""
+
+    def __init__(self, model_path, **given):
+        params = package.llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = given.pop("n_gpu_layers")
+        given.pop("use_mmap")
+        params.load_mode, params.no_alloc = 0, True
+        if engine.takes("use_mmap"):
+            params.use_mmap = False
+        with load.model(engine, model_path, None, params) as model:
+            work = Workload(n_ctx=given["n_ctx"], n_batch=given["n_batch"], n_ubatch=given["n_ubatch"])
+            spec = LoadSpec((), (), 0, (), work, threads=given["n_threads"] or 1)
+            with load.context(engine, model, load.context_params(engine, spec, load.Kept())) as context:
+                found = dryrun.by_device(engine, dryrun.breakdown(engine, context))
+        self.held = {name: sizes.model for name, sizes in found.items()}
+
+
+package.Llama = Llama
+sys.modules["llama_cpp"] = package
+scope = {}
+exec(sys.stdin.read(), scope)
+print(json.dumps(scope["llm"].held))
+'''
+
+
+def test_the_python_script_places_what_the_plan_places(
+    moe_model: Path, vulkan_engine: Path, tmp_path: Path
+) -> None:
+    """Run against the real library; of the binding only what the script touches is stood in for."""
+    plan = server_plan(moe_model)
+    placed = stock(replace(load_spec(plan), threads=1), 4)
+    script = export(plan, placed, str(moe_model), "llama-cpp-python")
+    done = subprocess.run(
+        [sys.executable, "-c", _STAND_IN, str(vulkan_engine)],
+        input=script,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    held = json.loads(done.stdout)
+    inventory = read_model(moe_model).inventory
+    devices = expected_devices(inventory, load_spec(plan))
+    wanted = sum(t.size_bytes for t in inventory.tensors if devices[t.name] == "Vulkan0")
+    assert 0 <= held["Vulkan0"] - wanted < 4096 * len(inventory.tensors)
