@@ -28,7 +28,7 @@ _UNITS = {
     "tb": 10**12,
 }
 _ABSURD = 2**50  # a pebibyte
-_METAL = ("Metal", "MTL")
+METAL = ("Metal", "MTL")
 
 
 def parse_budget(text: str, option: str = "--budget") -> Mapping[str, int]:
@@ -99,16 +99,16 @@ def budgets_for(
 def _budget(device: Device, given: Mapping[str, int], option: str, hybrid: bool, profile: Profile) -> int:
     if device.name in given:
         return given[device.name]
-    if device.kind == "cpu":
-        return device.free_bytes or device.memory_bytes or _ABSURD
-    if EVERY in given:
+    available = device.free_bytes or device.memory_bytes
+    if device.kind == "cpu" and available:
+        return available
+    if EVERY in given and device.kind != "cpu":
         if device.kind == "rpc" and not device.memory_bytes:
             raise OptionProblem(option, device.name, "the server does not tell its memory: name it")
         _fits(device, given[EVERY], option, profile)
         return given[EVERY]
-    if given and set(given) != {"CPU"}:
+    if device.kind != "cpu" and given and set(given) != {"CPU"}:
         return 0
-    available = device.free_bytes or device.memory_bytes
     if not available:
         raise OptionProblem(
             option, device.name, "the device does not say how much memory it has: give a budget"
@@ -168,6 +168,6 @@ def working_set(device: Device, profile: Profile) -> int:
     host = profile.fingerprint.memory_bytes or max(
         (d.memory_bytes for d in profile.devices if d.kind == "cpu"), default=0
     )
-    if not device.name.startswith(_METAL) or device.memory_bytes * 100 < host * 95:
+    if not device.name.startswith(METAL) or device.memory_bytes * 100 < host * 95:
         return 0
     return host * 2 // 3 if host <= 36 * 2**30 else host * 3 // 4

@@ -97,9 +97,9 @@ def refuse(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) ->
     sizes = [min(sum(o.memory) for o in d.options) for d in problem.decisions]
     caches = sum(priced.model.kv.values()) + sum(priced.model.state.values())
     compute = sum(s.size_bytes for s in problem.shares if s.name.endswith("in use"))
-    total = sum(budgets.values())
+    total, together = _room(problem, budgets, options)
     need = Need(
-        "all devices together",
+        together,
         total,
         max(sum(sizes) - caches, 0),
         caches,
@@ -107,8 +107,21 @@ def refuse(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) ->
         sum(r.size_bytes for r in options.reserves),
     )
     if need.total_bytes <= total:
-        return Infeasible((), hints(priced, options), "every device has room, but not for whole units")
+        return Infeasible((need,), hints(priced, options), "there is room, but not for whole units")
     return Infeasible((need,), hints(priced, options))
+
+
+def _room(problem: Problem, budgets: Mapping[str, int], options: SolveOptions) -> tuple[int, str]:
+    """What all devices hold together, memory that several share counted once, and what to call them."""
+    total = 0
+    for index, pool in enumerate((*problem.pools, None)):
+        members = [d.device for d in problem.devices if d.pool == (index if pool else -1)]
+        kept = sum(r.size_bytes for r in options.reserves if r.device in members)
+        offered = sum(budgets[name] for name in members)
+        total += min(offered, pool.capacity_bytes + kept) if pool else offered
+    one = len(problem.pools) == 1 and len(problem.devices) > 1 and all(d.pool == 0 for d in problem.devices)
+    names = " and ".join(d.device for d in problem.devices)
+    return total, f"the one memory of {names}" if one else "all devices together"
 
 
 def _forced(priced: Priced, device: int, budgets: Mapping[str, int], options: SolveOptions) -> Need:

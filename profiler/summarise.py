@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.budget import METAL
 from planner.errors import MachineError
 from planner.profile import Device, Fingerprint, Link, OpTiming, Profile
 from planner.timing import STATE_OPS, Case, bytes_read
@@ -52,7 +53,15 @@ def devices(lines: Iterable[Line]) -> tuple[Device, ...]:
         if line["kind"] == "device":
             values = {k: v for k, v in line.items() if k in names} | {"kind": line["device_kind"]}
             found.append(Device(**values))
-    return tuple(found)
+    return tuple(_pooled(found))
+
+
+def _pooled(found: Sequence[Device]) -> Iterator[Device]:
+    """GPUs without memory of their own draw on the one that the CPU has."""
+    shared = {d.name for d in found if d.kind == "igpu" or d.name.startswith(METAL)}
+    for device in found:
+        pool = "system" if shared and (device.kind == "cpu" or device.name in shared) else ""
+        yield device.model_copy(update={"memory_pool": pool})
 
 
 def links(lines: Sequence[Line]) -> tuple[Link, ...]:

@@ -192,3 +192,24 @@ def test_heat_is_read_from_the_kernel_and_from_the_driver_s_bits(tmp_path: Path)
     assert thermal.reasons(0x04 | 0x01) == ()  # idle, at its power limit: ordinary
     assert thermal.reasons(0x60) == ("heat",)
     assert thermal.reasons(0x88) == ("hardware slowdown", "power brake")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "pool"),
+    [("igpu", "Vulkan0", "system"), ("gpu", "MTL0", "system"), ("gpu", "CUDA0", "")],
+)
+def test_a_gpu_without_memory_of_its_own_shares_that_of_the_host(kind: str, name: str, pool: str) -> None:
+    measured = {
+        "kind": "device",
+        "description": "",
+        "memory_bytes": 2**34,
+        "free_bytes": 2**33,
+        "bandwidth_bytes_per_s": 10**11,
+        "flops_per_s": 10**12,
+        "op_overhead_ns": 1,
+    }
+    lines = [
+        {**measured, "name": name, "device_kind": kind},
+        {**measured, "name": "CPU", "device_kind": "cpu"},
+    ]
+    assert [d.memory_pool for d in summarise.devices(lines)] == [pool, pool]

@@ -11,10 +11,14 @@ from planning_models import MIB, machine, moe, plan, real, sites
 from sparse_model import write_sparse
 
 from atsplan import main
+from planner.budget import budgets_for
 from planner.check import CheckOptions, Inputs, check_plan
+from planner.errors import OptionProblem
 from planner.findings import Severity
 from planner.inventory import Inventory
 from planner.loading import load_spec
+from planner.machines import load as load_machine
+from planner.make_plan import make_plan
 from planner.options import Pin, Reserve, SolveOptions
 from planner.plan import from_text as plan_text
 from planner.plan import to_text
@@ -241,3 +245,24 @@ def test_a_pin_on_what_is_not_loaded_says_so(tmp_path: Path) -> None:
     line = refused(solve(model, "--budget", "2000", "--pin", "*.nextn=cpu"), 2)
     assert line == "atsplan: --pin *.nextn=cpu: blk.2.nextn is not loaded without --mtp"
     assert solve(model, "--budget", "2000", "--pin", "*.nextn=cpu", "--mtp").exit_code == 0
+
+
+def test_memory_that_devices_share_is_refused_as_one() -> None:
+    profile = load_machine("apu-unified")
+    budgets = budgets_for(profile, {})
+    with pytest.raises(Infeasible) as caught:
+        make_plan(real("Qwen3-Next-80B-A3B-Q4_K_M"), profile, budgets, Workload(), SolveOptions())
+    (need,) = caught.value.needs
+    assert need.device == "the one memory of Vulkan0 and CPU"
+    assert need.budget_bytes < min(budgets.values())
+    assert need.total_bytes > 44 * 2**30
+
+
+def test_a_host_of_unknown_memory_needs_a_budget() -> None:
+    profile = load_machine("rtx4090-ddr5")
+    host = profile.device("CPU").model_copy(update={"memory_bytes": 0, "free_bytes": 0})
+    others = tuple(d for d in profile.devices if d.name != "CPU")
+    unknown = profile.model_copy(update={"devices": (*others, host)})
+    with pytest.raises(OptionProblem, match="CPU: the device does not say how much memory it has"):
+        budgets_for(unknown, {"CUDA0": 2**30})
+    assert budgets_for(unknown, {"CUDA0": 2**30, "CPU": 2**34}) == {"CUDA0": 2**30, "CPU": 2**34}
