@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -213,8 +214,24 @@ class Constraints(Record):
     cache: tuple[CachePoint, ...] | None = None  # the engine has a MoE cache; sizes to choose from, concave
 
 
+_SITES = "the site of each unit says where its experts are"
+_LAYERS = "layers says the device of each layer"
+# What other tools' settings are here.
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("n_cpu_moe", "cpu_moe", "cpu_experts"), _SITES),
+    **dict.fromkeys(("n_gpu_layers", "tensor_split", "split_mode", "main_gpu"), _LAYERS),
+    "kv_device": "the KV cache follows the device of its layer",
+    "tiers": "one placement serves decoding and prompts; make a plan for each workload",
+    "engine": "engines says which builds can load the plan",
+    "host": "host_memory says how host weights are held",
+    "margin": "constraints.reserves holds what is left to others",
+}
+
+
 class Plan(Record):
     """A decision that can be reviewed, checked without model or GPU, compiled and loaded."""
+
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
 
     schema_: int = Field(1, alias="schema", ge=1, le=1)
     command: str

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
@@ -23,6 +24,7 @@ class Record(BaseModel):
     """An immutable record: unknown keys refused, no silent conversion of types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    instead: ClassVar[Mapping[str, str]] = {}  # keys that people expect in such a file: what says it here
 
 
 def _shape(value: Any) -> Any:
@@ -90,6 +92,8 @@ def load(text: str, kind: type[R], path: str) -> R:
             )
             raise FieldProblem(path, _line_of(node, where), "schema", why) from None
         why = _WORDS.get(first["type"]) or first["msg"].lower()
+        if first["type"] == "extra_forbidden" and where[-1] in kind.instead:
+            why += f": {kind.instead[str(where[-1])]}"
         raise FieldProblem(path, _line_of(node, where), _spell(where), why) from None
     except yaml.MarkedYAMLError as problem:
         raise _not_yaml(problem, text, path) from None

@@ -298,3 +298,25 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("n_cpu_moe", "n_cpu_moe: unknown key: the site of each unit says where its experts are"),
+        ("tensor_split", "tensor_split: unknown key: layers says the device of each layer"),
+        ("colour", "colour: unknown key [schema]"),
+    ],
+)
+def test_settings_of_other_tools_are_refused_with_what_says_it_here(
+    plan: Plan, inventory: Inventory, key: str, why: str
+) -> None:
+    (found,) = findings({**yaml.safe_load(to_text(plan)), key: [1]}, inventory)
+    assert why in found
+
+
+def test_a_cache_on_another_device_than_its_layer_is_refused(plan: Plan, inventory: Inventory) -> None:
+    data = yaml.safe_load(to_text(plan))
+    data["layers"][0]["kv_device"] = "CPU"
+    (found,) = findings(data, inventory)
+    assert "layers[0].kv_device: unknown key: the KV cache follows the device of its layer" in found
