@@ -78,7 +78,7 @@ def command(
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
     helper = open_draft(draft, job, draft_max, draft_device)
     if smoke:
-        prove(job, plan_path, engine, llama_h)
+        prove(job, plan_path, engine, llama_h, helper)
         return
     heard: list[str] = []
     ask = Ask(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from planner.errors import MachineError
 
 if TYPE_CHECKING:
     from commands.engines import Job
+    from runtime.drafting import Draft
 
 _SHORT = 4  # tokens
 _OFFLOAD_BATCH = 32  # tokens from which the engine computes host weights on a GPU
@@ -28,20 +29,23 @@ class SmokeFailed(MachineError):
         return f"{self.plan}: {self.why}; the plan is kept as it is: try another build with --engine"
 
 
-def smoke(job: Job, plan_path: Path, engine: str | None, llama_h: Path | None) -> None:
+def smoke(
+    job: Job, plan_path: Path, engine: str | None, llama_h: Path | None, draft: Draft | None = None
+) -> None:
     """Decode after a short prompt, one past the engine's offload threshold, and one of two ubatches.
 
-    Raises SmokeFailed with the engine's own reason and the build's name.
+    A draft guesses along. Raises SmokeFailed with the engine's own reason and the build's name.
     """
     from runtime.prompts import text
     from runtime.worker import Ask, work
 
-    work_ = job.spec.workload
-    room = work_.n_ctx - _MADE
+    work_, guesses = job.spec.workload, draft.tokens if draft else 0
+    room = work_.n_ctx - _MADE - guesses
     lengths = sorted({min(n, room) for n in (_SHORT, _OFFLOAD_BATCH + 8, work_.n_ubatch + 88)})
     asks = [Ask(text(n), _MADE, ignore_end=True, silent=True, cut=n) for n in lengths]
     try:
-        outcome = work(engine, llama_h, job.path, job.spec, asks, job.checks(), on_note=say)
+        spec = replace(job.spec, rollback=guesses)
+        outcome = work(engine, llama_h, job.path, spec, asks, job.checks(), on_note=say, draft=draft)
     except MachineError as problem:
         raise SmokeFailed(str(plan_path), str(problem)) from None
     for timings in outcome.timings:

@@ -133,12 +133,13 @@ class Build:
     commit: str  # ggml_commit(); "" when the build does not say
     model_params_bytes: int
     context_params_bytes: int
+    stated: int = 0  # the number that the tools of the same build print; 0 when they do not know it
 
     @property
     def text(self) -> str:
         """One line for profiles, plans and messages: the build's number and commit where they are known."""
         commit = "" if self.commit == "unknown" else self.commit
-        number = build_number(f"{self.label} {commit}")
+        number = build_number(f"{self.label} {commit}") or self.stated
         told = "" if not number or str(number) in self.label else f"b{number}"
         more = ", ".join(filter(None, (told, commit)))
         return f"{self.label} ({more})" if more else self.label
@@ -189,6 +190,7 @@ class Engine:
             commit="" if "ggml_commit" in self.ggml.missing else _text(self.lib.ggml_commit()),
             model_params_bytes=self._model.size_bytes,
             context_params_bytes=self._context.size_bytes,
+            stated=_stated_number(self.path),
         )
 
     @property
@@ -268,6 +270,7 @@ class Engine:
             raise EngineProblem(self.label, f"no backend could be loaded from {self.path.parent}")
 
 
+_FEWEST = 1000  # real numbers are larger
 _NOT_FOUND = re.compile(r"(?P<name>[\w.+-]+): cannot open shared object file")
 
 
@@ -285,6 +288,17 @@ def load_library(path: Path, label: str) -> c.CDLL:
                 raise EngineProblem(label, _why_not(str(problem))) from None
             tried.add(missing["name"])
             load_library(sibling, label)
+
+
+def _stated_number(library: Path) -> int:
+    """LLAMA_BUILD_NUMBER of the library that the tools share; builds from an archive have 0 or 1 there."""
+    for path in sorted(library.parent.glob("libllama-common.so*")):
+        try:
+            number = c.c_int.in_dll(load_library(path, path.name), "LLAMA_BUILD_NUMBER").value
+        except (EngineProblem, ValueError):
+            continue
+        return number if number > _FEWEST else 0
+    return 0
 
 
 def _load_cxx_runtime() -> None:

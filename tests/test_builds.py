@@ -20,6 +20,7 @@ from planner.plan import EngineRange, LayerRange, Plan, from_text, to_text
 from planner.profile import Profile
 from planner.refusal import Infeasible
 from planner.workload import Workload
+from profiler.synth import SynthSpec, write
 from runtime import child
 from runtime.libllama import Engine
 from runtime.worker import Ask, Checks, work
@@ -233,6 +234,21 @@ def test_check_smoke_decodes_short_and_long_prompts(dense_model: Path, tmp_path:
     assert "the plan is kept" in gone.stderr
 
 
+def test_smoke_with_a_draft_of_a_hybrid_for_a_hybrid(gdn_model: Path, tmp_path: Path) -> None:
+    """Both keep recurrent states that must be taken back; the draft is no longer passed over."""
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(cpu_plan(gdn_model)))
+    draft = write(tmp_path / "small.gguf", SynthSpec("qwen35", n_layers=4))
+    words = ("run", gdn_model, "--plan", path, "--smoke", "--draft", draft, "--draft-device", "CPU")
+    done = call(*words, "--draft-max", 3, "--threads", 1)
+    assert done.exit_code == 0, done.output
+    assert [line.split()[2] for line in done.stdout.splitlines()] == ["4", "40", "152"]
+    other = write(tmp_path / "other.gguf", SynthSpec("qwen35", n_layers=4, n_vocab=777))
+    refused = call(*words[:-4], "--draft", other, "--draft-device", "CPU")
+    assert refused.exit_code in (2, 3) and refused.stdout == ""
+    assert len([line for line in refused.stderr.splitlines() if line.startswith("atsplan:")]) == 1
+
+
 def test_an_abort_names_the_build_that_the_child_had_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -263,3 +279,56 @@ def test_a_build_tells_its_number_where_its_commit_is_known(portable_engine: Pat
     )
     assert told.stdout.strip() == f"{portable_engine} (b10068, 571d0d5)"
     assert Engine.find().label.startswith("xllamacpp ")
+
+
+_PATCH = """
+import ctypes, sys
+from pathlib import Path
+from runtime.libllama import Engine, load_library
+folder, number = Path(sys.argv[1]), int(sys.argv[2])
+path = folder / "libllama-common.so"
+place = ctypes.addressof(ctypes.c_int.in_dll(load_library(path, "x"), "LLAMA_BUILD_NUMBER"))
+for line in Path("/proc/self/maps").read_text().splitlines():
+    where, _, offset, *_, name = line.split()
+    start, end = (int(part, 16) for part in where.split("-"))
+    if start <= place < end and name.endswith(path.resolve().name):
+        data = bytearray(path.read_bytes())
+        at = place - start + int(offset, 16)
+        data[at : at + 4] = number.to_bytes(4, "little")
+        Path(sys.argv[3]).write_bytes(data)
+"""
+
+
+def test_a_release_states_its_number(node_engine: Path, tmp_path: Path) -> None:
+    """A build of unknown commit, with the number that a release has in its tools' library."""
+    import subprocess
+    import sys
+
+    from engines import ENVIRONMENT, ROOT
+
+    def python(code: str, *words: object) -> str:
+        told = subprocess.run(
+            [sys.executable, "-c", code, *map(str, words)],
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+            cwd=ROOT,
+            timeout=120,
+            check=True,
+        )
+        return told.stdout.strip()
+
+    label = "import sys; from runtime.libllama import Engine; print(Engine.find(sys.argv[1]).label)"
+    assert python(label, node_engine).endswith(" (0ad4a86)")
+    release = tmp_path / "release"
+    release.mkdir()
+    for file in node_engine.iterdir():
+        if file.name != "libllama-common.so":
+            (release / file.name).symlink_to(file.resolve())
+    python(_PATCH, node_engine, 11111, release / "libllama-common.so")
+    assert python(label, release) == f"{release} (b11111, 0ad4a86)"
+    assert (
+        Demands("llama4", ("CPU", "CUDA0"))
+        .refusal(f"{release} (b11111, 0ad4a86)")
+        .startswith("b11111 cannot")
+    )
