@@ -6,7 +6,7 @@ Every question to the engine goes to a child process: none of a device's memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planner.arch import layers_of
@@ -45,6 +45,13 @@ class Field:
     inventory: Inventory
     devices: tuple[str, ...]  # those of the plan, each once
     budgets: Mapping[str, int]  # bytes per device that the plan itself takes
+    asked: dict[LoadSpec, dict[str, int]] = field(default_factory=dict)  # dry runs, none of them twice
+
+    def device_bytes(self, spec: LoadSpec) -> dict[str, int]:
+        """What a spec takes of each device, by a dry run."""
+        if spec not in self.asked:
+            self.asked[spec] = _device_bytes(dryrun.memory(self.engine, self.model, spec))
+        return self.asked[spec]
 
 
 def plan_arm(engine: Place, model: Path, spec: LoadSpec, draft: Draft | None = None) -> Arm:
@@ -172,11 +179,11 @@ def _stock(field: Field, base: LoadSpec, count: int, overrides: tuple[tuple[str,
 
 
 def _arm(field: Field, name: str, spec: LoadSpec, setting: str) -> Arm:
-    return Arm(name, spec, setting, _device_bytes(dryrun.memory(field.engine, field.model, spec)))
+    return Arm(name, spec, setting, field.device_bytes(spec))
 
 
 def _fits(field: Field, spec: LoadSpec) -> bool:
-    found = _device_bytes(dryrun.memory(field.engine, field.model, spec))
+    found = field.device_bytes(spec)
     return all(size <= field.budgets.get(device, 0) for device, size in found.items())
 
 
