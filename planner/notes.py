@@ -57,6 +57,7 @@ def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions
     found += _ceilings(subject.priced)
     found += _buffers(subject, budgets)
     found += _piped(subject)
+    found += _routing(subject, options)
     found += _paged(subject, budgets, options)
     found += _assumed(subject.priced)
     found += [f"profile: {warning}" for warning in profile.warnings]
@@ -142,6 +143,19 @@ def _buffers(subject: Subject, budgets: Mapping[str, int]) -> Iterator[str]:
             f"{work.n_ubatch} tokens computes in {needed >> 20}"
             + (f"; --ubatch {smaller} fits" if fits else "")
         )
+
+
+def _routing(subject: Subject, options: SolveOptions) -> Iterator[str]:
+    """What became of the routing that was given: single experts on a GPU need more than stock llama.cpp."""
+    striped = sum(p.site.startswith("stripe:") for p in subject.placements)
+    if striped:
+        layers = "1 layer" if striped == 1 else f"{striped} layers"
+        yield (
+            f"experts striped in {layers}: loaded by atsplan run, bench and serve; stock llama.cpp cannot "
+            "place single experts"
+        )
+    elif options.heat_digest and options.stripes:
+        yield "with this routing (--heat) hot experts on a GPU gain nothing over whole layers"
 
 
 def _batch(workload: Workload, n_ubatch: int) -> Workload:

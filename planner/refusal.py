@@ -73,7 +73,8 @@ def forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) ->
             return Infeasible((), hints(priced, options), why)
     needs = [_forced(priced, d, budgets, options) for d in range(len(problem.devices))]
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
-    return Infeasible(short, hints(priced, options)) if short else None
+    host = any(d.host and n.total_bytes > n.budget_bytes for d, n in zip(problem.devices, needs, strict=True))
+    return Infeasible(short, hints(priced, options, host)) if short else None
 
 
 def crowded(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible | None:
@@ -108,7 +109,7 @@ def refuse(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) ->
     )
     if need.total_bytes <= total:
         return Infeasible((need,), hints(priced, options), "there is room, but not for whole units")
-    return Infeasible((need,), hints(priced, options))
+    return Infeasible((need,), hints(priced, options, any(d.host for d in problem.devices)))
 
 
 def _room(problem: Problem, budgets: Mapping[str, int], options: SolveOptions) -> tuple[int, str]:
@@ -152,8 +153,8 @@ def _always(problem: Problem) -> set[int]:
     return found
 
 
-def hints(priced: Priced, options: SolveOptions) -> tuple[str, ...]:
-    """What would free memory, most promising first."""
+def hints(priced: Priced, options: SolveOptions, host: bool = False) -> tuple[str, ...]:
+    """What would free memory, most promising first; `host`: it is host memory that is short."""
     workload = priced.prices.workload
     found = []
     if sum(priced.model.kv.values()) and workload.n_ctx > 8192:
@@ -172,5 +173,5 @@ def hints(priced: Priced, options: SolveOptions) -> tuple[str, ...]:
     if options.no_cpu or options.contiguous:
         found.append("allowing the CPU")
     elif not options.page:
-        found.append("a smaller quantisation")
+        found += [*(["--page"] if host else []), "a smaller quantisation"]
     return tuple(found)

@@ -266,3 +266,17 @@ def test_a_host_of_unknown_memory_needs_a_budget() -> None:
     with pytest.raises(OptionProblem, match="CPU: the device does not say how much memory it has"):
         budgets_for(unknown, {"CUDA0": 2**30})
     assert budgets_for(unknown, {"CUDA0": 2**30, "CPU": 2**34}) == {"CUDA0": 2**30, "CPU": 2**34}
+
+
+def test_only_host_memory_can_be_paged() -> None:
+    profile, work = load_machine("rtx4060-8gb-ddr5"), Workload()
+    with pytest.raises(Infeasible) as host:
+        make_plan(
+            real("gpt-oss-120b-MXFP4"), profile, {"CUDA0": 7 * 2**30, "CPU": 2**34}, work, SolveOptions()
+        )
+    assert "--page" in host.value.hints
+    pins = (Pin("*.experts", "gpu"),)
+    budgets = {"CUDA0": 7 * 2**30, "CPU": 2**36}
+    with pytest.raises(Infeasible) as device:
+        make_plan(real("gpt-oss-120b-MXFP4"), profile, budgets, work, SolveOptions(pins=pins))
+    assert "--page" not in device.value.hints
