@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,22 @@ def test_two_sessions_at_once_share_nothing(engine: Engine, dense_model: Path, m
         assert np.array_equal(one.logits(TOKENS), dense)
         one.close()
         assert np.array_equal(two.logits(TOKENS), moe)
+
+
+def test_two_sessions_compute_at_the_same_time(engine: Engine, dense_model: Path, gdn_model: Path) -> None:
+    """Two models in two threads, each with a cache of its own, many times over."""
+
+    def often(session: Session) -> bool:
+        first = session.logits(TOKENS)
+        return all(np.array_equal(first, session.logits(TOKENS)) for _ in range(20))
+
+    other = Engine.find(str(engine.path))
+    with Session(engine, dense_model, CPU_ONLY) as one, Session(other, gdn_model, CPU_ONLY) as two:
+        alone = [session.logits(TOKENS) for session in (one, two)]
+        with ThreadPoolExecutor(2) as threads:
+            assert all(threads.map(often, (one, two)))
+        for session, logits in zip((one, two), alone, strict=True):
+            assert np.array_equal(session.logits(TOKENS), logits)
 
 
 def test_memory_is_given_back(engine: Engine, moe_model: Path) -> None:
