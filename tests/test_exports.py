@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from click.testing import CliRunner
 from engines import ENVIRONMENT, ROOT
@@ -27,7 +28,7 @@ from planner.plan import Override, Plan, to_text
 from planner.workload import Workload
 from runtime.export import export
 from runtime.server import free_port
-from runtime.stock import Stock, options, stock
+from runtime.stock import MAX_SPLIT, Stock, options, stock
 
 RICH = Workload(n_ctx=512, n_batch=96, n_ubatch=64, n_seq=2, type_k="q8_0", type_v="q8_0", flash_attn=True)
 EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_up_exps)\.weight$", "CPU")
@@ -208,3 +209,28 @@ def test_the_python_script_places_what_the_plan_places(
     devices = expected_devices(inventory, load_spec(plan))
     wanted = sum(t.size_bytes for t in inventory.tensors if devices[t.name] == "Vulkan0")
     assert 0 <= held["Vulkan0"] - wanted < 4096 * len(inventory.tensors)
+
+
+@pytest.mark.parametrize(
+    ("words", "taken"),
+    [
+        (("--tensor-split", ",".join("1" * MAX_SPLIT)), True),
+        (("--tensor-split", ",".join("1" * (MAX_SPLIT + 1))), False),
+        (("--override-tensor", r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_up_exps)\.weight$=CPU"), True),
+        (("--override-tensor", "^blk[.][0-9]{1,2}[.]=CPU"), False),
+        (("--override-tensor", "^blk[.](?=0)=CPU"), False),
+        (("--device", "CPU"), False),
+    ],
+)
+def test_what_the_parser_takes_and_what_it_cuts(
+    server_engine: Path, words: tuple[str, ...], taken: bool
+) -> None:
+    """Exports keep to the limits of the real parser, which reads all options before --version."""
+    done = subprocess.run(
+        [str(server_engine / "llama-server"), *words, "--version"],
+        capture_output=True,
+        env={**ENVIRONMENT, "LD_LIBRARY_PATH": str(server_engine)},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode == 0) is taken, done.stderr.decode()
