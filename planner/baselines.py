@@ -99,7 +99,9 @@ def realise(priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, st
         home = homes.get(decision.name, "CPU")
         if home not in names and decision.layer:
             return None
-        index = _find(decision, home, names.index(home) if decision.layer else -1, sites)
+        owner = priced.model.owners.get(decision.name)
+        away = owner is not None and homes[owner] != home
+        index = _find(decision, home, names.index(home) if decision.layer else -1, sites, away)
         if index is None:
             return None
         choices.append(index)
@@ -114,9 +116,8 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
     for decision, wanted in zip(
         priced.problem.decisions, candidate.solution.chosen(free.problem), strict=True
     ):
-        same = [
-            j for j, o in enumerate(decision.options) if (o.entry, o.sites) == (wanted.entry, wanted.sites)
-        ]
+        key = (wanted.entry, wanted.sites, wanted.away)
+        same = [j for j, o in enumerate(decision.options) if (o.entry, o.sites, o.away) == key]
         if not same:
             return None
         choices.append(same[0])
@@ -124,11 +125,11 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
     return replace(candidate, solution=solution, evaluation=evaluate(priced.problem, solution))
 
 
-def _find(decision: Decision, home: str, device: int, sites: Mapping[str, str]) -> int | None:
+def _find(decision: Decision, home: str, device: int, sites: Mapping[str, str], away: bool) -> int | None:
     at_home = "cpu" if home == "CPU" else f"gpu:{home}"
     wanted = tuple(sites.get(unit, at_home) for unit in decision.units)
     for index, option in enumerate(decision.options):
-        if not decision.layer or (option.entry == device and option.sites == wanted):
+        if not decision.layer or ((option.entry, option.sites, option.away) == (device, wanted, away)):
             return index
     return None
 

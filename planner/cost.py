@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from planner import kv, timing
-from planner.arch import Layers, layers_of
+from planner.arch import Layers, layers_of, shared_kv
 from planner.choices import Chooser
+from planner.expert_cache import cache_shares
 from planner.host_memory import HostMemory
-from planner.inventory import Inventory, by_name
+from planner.inventory import Inventory
 from planner.opaque import host_bound
 from planner.options import SolveOptions
 from planner.pins import agrees, pinned
@@ -17,7 +18,8 @@ from planner.price import OFFLOAD_BATCH, Prices, state_case
 from planner.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
 from planner.profile import Device, Profile
 from planner.room import Room, room_of
-from planner.units import Kind, Unit, UnitTable, movable, units_of
+from planner.sharing import Sharing
+from planner.units import Kind, Unit, UnitTable, units_of
 from planner.workload import Workload
 
 INPUT = "input"
@@ -38,6 +40,7 @@ class Model:
     groups: tuple[tuple[str, tuple[Unit, ...]], ...]  # decision name and its units, in graph order
     kv: Mapping[str, int]  # bytes by decision
     state: Mapping[str, int]
+    owners: Mapping[str, str]  # decision of a layer that reads another's KV cache, and of that other
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -59,7 +62,13 @@ def model_of(inventory: Inventory, workload: Workload) -> Model:
         caches |= dict(zip(names, kv.nextn_kv_bytes(inventory, workload), strict=True))
     state = dict(zip(_names(layers.n_main), kv.state_bytes(inventory, workload), strict=True))
     return Model(
-        inventory, table, layers, tuple((k, tuple(v)) for k, v in groups.items() if v), caches, state
+        inventory,
+        table,
+        layers,
+        tuple((k, tuple(v)) for k, v in groups.items() if v),
+        caches,
+        state,
+        {f"blk.{reader}": f"blk.{owner}" for reader, owner in shared_kv(inventory, layers).items()},
     )
 
 
@@ -108,14 +117,17 @@ def price(
     prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation, memory)
     rooms = {d.name: room_of(model.inventory, workload, d, options.op_offload) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
-    shares += _cache_shares(model, devices, options)
+    shares += cache_shares(model.inventory, model.units, devices, options.cache)
     chooser = Chooser(prices, devices, options, rooms)
     units = [u for _, g in model.groups for u in g]
     wanted = host_bound(model.inventory, units, profile)
     loaded = {u.name for u in units}
     idle = [u for u in model.units if u.name not in loaded]
     wanted |= pinned(options.pins, units, [d.name for d in devices], idle)
-    decisions = tuple(_decision(chooser, model, name, units, options, wanted) for name, units in model.groups)
+    sharing = Sharing(model.owners, model.kv, devices, prices, len(shares))
+    decisions = tuple(
+        sharing.told(_decision(chooser, model, name, units, options, wanted)) for name, units in model.groups
+    )
     reserved = {d.name: sum(r.size_bytes for r in options.reserves if r.device == d.name) for d in devices}
     pools = _pools(devices, profile, reserved)
     problem = Problem(
@@ -131,8 +143,8 @@ def price(
         decisions=decisions,
         edges=_edges(prices, devices, len(decisions)),
         pools=pools,
-        shares=shares,
-        exclusive=chooser.exclusive(),
+        shares=(*shares, *sharing.shares()),
+        exclusive=(*chooser.exclusive(), *sharing.exclusive()),
         mixed=_mixed(model, prices, devices, decisions),
         decode_weight=workload.gen,
         decode_ns=prices.token_ns,
@@ -166,29 +178,6 @@ def _shares(index: int, device: Device, room: Room) -> tuple[Share, ...]:
         Share(f"{device.name} streams", index, room.staging_bytes - shared),
         Share(f"{device.name} has the head", index, room.head_bytes - shared),
     )
-
-
-def _cache_shares(model: Model, devices: tuple[Device, ...], options: SolveOptions) -> tuple[Share, ...]:
-    """What each size of the engine's MoE cache takes beside its part of every layer, by device.
-
-    The engine adds one slot for each set of layers whose experts are alike, and is told whole MiB. The last
-    share stands for experts on the host without a cache.
-    """
-    if not options.cache:
-        return ()
-    tensors = by_name(model.inventory)
-    slots = {
-        tuple((tensors[n].type, tensors[n].shape) for n in movable(u)): u.size_bytes // u.experts
-        for u in model.units
-        if u.kind is Kind.EXPERTS
-    }
-    extra = sum(slots.values()) + 2**20
-    found = [
-        Share(f"{d.name} has a cache of {point.share_ppm} ppm", i, extra)
-        for i, d in enumerate(devices)
-        for point in options.cache
-    ]
-    return (*found, Share("experts on the host without a cache", 0, 0))
 
 
 def _pools(devices: tuple[Device, ...], profile: Profile, reserved: Mapping[str, int]) -> tuple[Pool, ...]:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from planner.inventory import Inventory, by_name
 from planner.loading import CPU, plan_layer_devices
 from planner.plan import CachePoint, Placement, Plan
+from planner.problem import Share
+from planner.profile import Device
+from planner.units import Kind, Unit, movable
 
 _PPM = 10**6
 
@@ -19,6 +23,31 @@ def share_of(site: str) -> tuple[str, int] | None:
     kind, _, rest = site.partition(":")
     device, _, share = rest.rpartition(":")
     return (device, int(share)) if kind == "cache" and device and share.isdecimal() else None
+
+
+def cache_shares(
+    inventory: Inventory, units: Sequence[Unit], devices: Sequence[Device], curve: Sequence[CachePoint]
+) -> tuple[Share, ...]:
+    """What each size of the engine's MoE cache takes beside its part of every layer, by device.
+
+    The engine adds one slot for each set of layers whose experts are alike, and is told whole MiB. The last
+    share stands for experts on the host without a cache.
+    """
+    if not curve:
+        return ()
+    tensors = by_name(inventory)
+    slots = {
+        tuple((tensors[n].type, tensors[n].shape) for n in movable(u)): u.size_bytes // u.experts
+        for u in units
+        if u.kind is Kind.EXPERTS
+    }
+    extra = sum(slots.values()) + 2**20
+    found = [
+        Share(f"{d.name} has a cache of {point.share_ppm} ppm", i, extra)
+        for i, d in enumerate(devices)
+        for point in curve
+    ]
+    return (*found, Share("experts on the host without a cache", 0, 0))
 
 
 def cached_bytes(sites: Mapping[str, str], sizes: Mapping[str, int], device: str) -> int:

@@ -56,6 +56,7 @@ class Option:
     memory: tuple[int, ...]  # bytes per device: weights, KV, state
     shares: tuple[int, ...] = ()  # indices into Problem.shares, ascending
     splits: int = 0  # changes of device inside
+    away: bool = False  # reads a KV cache that lies on another device
     parts: tuple[int, ...] = ()  # of decode_ns, by unit; the rest are changes of device
 
     @property

@@ -49,7 +49,8 @@ def _elsewhere(decision: Decision, option: Option, index: int) -> Option | None:
     """The option that differs only in the site of one unit."""
     for other in decision.options:
         rest = [i for i in range(len(option.sites)) if i != index]
-        same = other.entry == option.entry and all(other.sites[i] == option.sites[i] for i in rest)
+        alike = (other.entry, other.away) == (option.entry, option.away)
+        same = alike and all(other.sites[i] == option.sites[i] for i in rest)
         if (
             same
             and other.sites[index] != option.sites[index]

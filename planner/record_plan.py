@@ -255,7 +255,8 @@ def _use(
     kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
     asked = {s for _, option in _pairs(chosen) for s in option.shares}
     mine = [s for i, s in enumerate(problem.shares) if i in asked and s.device == d]
-    once = sum(s.size_bytes for s in mine)
+    away = [d.name for d, option in _pairs(chosen) if option.away and d.name in kept]
+    once = sum(s.size_bytes for s in mine) + sum(model.kv[model.owners[name]] for name in away)
     context = chosen.priced.prices.profile.device(device.device).context_bytes if once or opened else 0
     sites = {unit: site for d, o in _pairs(chosen) for unit, site in zip(d.units, o.sites, strict=True)}
     sizes = {u.name: chosen.priced.prices.moved_bytes(u) for u in model.units if u.name in sites}

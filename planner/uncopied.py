@@ -60,8 +60,8 @@ def _same(streamed: Chosen | None, priced: Priced, plain: Priced) -> Candidate |
 def _faster(priced: Priced, plain: Priced) -> bool:
     """Whether some placement's prompt takes less time without copies to a GPU."""
     for decision, other in zip(priced.problem.decisions, plain.problem.decisions, strict=True):
-        streamed = {(o.entry, o.sites): o.prefill_ns for o in decision.options}
-        if any(o.prefill_ns < streamed.get((o.entry, o.sites), 0) for o in other.options):
+        streamed = {(o.entry, o.sites, o.away): o.prefill_ns for o in decision.options}
+        if any(o.prefill_ns < streamed.get((o.entry, o.sites, o.away), 0) for o in other.options):
             return True
     return False
 
