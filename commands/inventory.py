@@ -31,14 +31,19 @@ _FILE = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="The summary for a program.")
 @click.option("--mmproj", type=_FILE, help="A vision projector that is loaded beside the model.")
 @click.option("--draft", type=_FILE, help="A draft model for speculative decoding.")
-def command(model: Path, output: Path | None, as_json: bool, mmproj: Path | None, draft: Path | None) -> None:
+@click.option("--strict", is_flag=True, help="Refuse a file with anything that is not known (exit 1).")
+def command(
+    model: Path, output: Path | None, as_json: bool, mmproj: Path | None, draft: Path | None, strict: bool
+) -> None:
     """What MODEL holds: layers by kind, bytes by role, experts, bytes read per token, caches.
 
     MODEL is a GGUF file (any shard of a split one, or its folder) or an inventory.yaml.
     """
-    from planner.summary import extra_of, summary_of
+    from planner.summary import extra_of, refuse_strange, summary_of
 
     inventory = load_inventory(model)
+    if strict:
+        refuse_strange(inventory)
     summary = summary_of(inventory)
     given = (("mmproj", mmproj), ("draft", draft))
     extras = [extra_of(kind, load_inventory(path)) for kind, path in given if path is not None]

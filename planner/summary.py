@@ -7,15 +7,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.arch import Layers, layers_of
+from planner.errors import AnswerIsNo
+from planner.ggml_types import is_known
 from planner.inventory import Inventory, by_name
 from planner.memory import compute_bytes, kv_bytes, state_bytes
 from planner.reserve import check_extras, projector_compute_bytes
 from planner.roles import Role, part_of
 from planner.sliding import sliding_layers, window
-from planner.units import Kind, Unit, active_bytes, units_of
+from planner.units import Kind, Unit, active_bytes, foreign_note, units_of
 from planner.workload import Workload
 
 _CELLS = 1024
+
+
+@dataclass(eq=False)
+class Strange(AnswerIsNo):
+    """A file with parts that this program, or the stock engine, does not know."""
+
+    model: str
+    parts: tuple[str, ...]
+
+    def message(self) -> str:
+        return f"{self.model}: --strict: {'; '.join(self.parts)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +199,14 @@ def _notes(inventory: Inventory, units: Iterable[Unit]) -> tuple[str, ...]:
     if kinds[Kind.LOOKUP]:
         found.append("its lookup tables stay in host memory; a token reads one row of each")
     return tuple(found)
+
+
+def refuse_strange(inventory: Inventory) -> None:
+    """Strange for a type without a known layout, tensors of other modalities, anything unrecognised."""
+    table = units_of(inventory)
+    types = sorted({t.type for t in inventory.tensors if not is_known(t.type)})
+    found = [f"tensor type {kind} is not known" for kind in types]
+    found += filter(None, [foreign_note(table.units)])
+    found += [f"{name} is not recognised" for name in table.unknown[:1]]
+    if found:
+        raise Strange(inventory.name, tuple(found))

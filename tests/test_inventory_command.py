@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from gguf_bytes import STR, T, arch, gguf, kv
+from gguf_bytes import STR, U32, T, arch, gguf, kv
 from sparse_model import write_sparse
 
 from atsplan import main
@@ -173,3 +173,22 @@ def test_an_output_that_is_a_folder_is_named(moe_model: Path, tmp_path: Path) ->
 def _file(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (T("output.weight", (8,), 999, bytes(40)), "tensor type type999 is not known"),
+        (T("v.patch_embd.weight", (8,), 0, bytes(32)), "1 tensor (v.patch_embd.weight) is not of the text"),
+        (T("blk.0.mystery.weight", (8,), 0, bytes(32)), "blk.0.mystery.weight is not recognised"),
+    ],
+)
+def test_strict_refuses_what_is_not_known(tmp_path: Path, tensor: T, why: str) -> None:
+    kvs, known = [arch(), kv("llama.block_count", U32, 1)], T("blk.0.attn_q.weight", (8, 8), 0, bytes(256))
+    path = _file(tmp_path / "m.gguf", gguf(kvs, [known, tensor]))
+    result = call(path, "--strict")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert why in result.stderr.splitlines()[-1]
+    assert call(path).exit_code == 0
+    plain = _file(tmp_path / "p.gguf", gguf(kvs, [known]))
+    assert call(plain, "--strict").exit_code == 0
