@@ -7,6 +7,8 @@ No context is made on any device; without a driver every question has no answer.
 from __future__ import annotations
 
 import ctypes as c
+import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 _PAUSE_S = 0.2
+_CUDA = re.compile(r"CUDA(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,9 @@ class Nvml(Protocol):
     def read(self, index: int) -> Reading:
         """One of them, in the order of their PCI addresses."""
 
+    def name(self, index: int) -> str:
+        """The product's name."""
+
     def close(self) -> None:
         """Let go of the library."""
 
@@ -48,7 +54,8 @@ class Watch:
     def __init__(self, devices: Iterable[str]) -> None:
         self.percent: float | None = None
         self.peak_bytes: int | None = None
-        self._wanted = nvidia(devices)
+        self._devices = tuple(devices)
+        self._wanted = nvidia(self._devices)
         self._done, self._counting = threading.Event(), threading.Event()
         self._samples: list[int] = []
         self._thread: threading.Thread | None = None
@@ -77,9 +84,9 @@ class Watch:
         with suppress(Exception), nvml() as library:
             if library is None or not library.count():
                 return
-            idle = sum(one.used_bytes for one in readings(library))
+            idle = sum(one.used_bytes for one in readings(library, self._devices).values())
             while not self._done.wait(_PAUSE_S):
-                now = readings(library)
+                now = readings(library, self._devices).values()
                 used = sum(one.used_bytes for one in now) - idle
                 self.peak_bytes = max(self.peak_bytes or 0, used)
                 if self._counting.is_set():
@@ -91,11 +98,12 @@ def nvidia(devices: Iterable[str]) -> bool:
     return any(name.startswith("CUDA") for name in devices)
 
 
-def used() -> Mapping[str, int]:
-    """Bytes in use on each NVIDIA GPU; empty where nothing can tell."""
-    with nvml() as library:
-        found = readings(library) if library is not None else []
-    return {f"GPU {index}": one.used_bytes for index, one in enumerate(found)}
+def used(devices: Iterable[str] = ()) -> Mapping[str, int]:
+    """Bytes in use on the NVIDIA GPUs behind these device names; empty where nothing can tell."""
+    with suppress(Exception), nvml() as library:  # a GPU that is lost, a driver that refuses
+        if library is not None:
+            return {f"GPU {n}": one.used_bytes for n, one in readings(library, devices).items()}
+    return {}
 
 
 def available() -> bool:
@@ -104,9 +112,20 @@ def available() -> bool:
         return library is not None and library.count() > 0
 
 
-def readings(library: Nvml) -> list[Reading]:
-    """Every GPU now."""
-    return [library.read(index) for index in range(library.count())]
+def readings(library: Nvml, devices: Iterable[str] = ()) -> dict[int, Reading]:
+    """The GPUs behind these device names now, by their number here; all where that cannot be told."""
+    everyone = range(library.count())
+    chosen = _behind(devices, everyone) if len({library.name(n) for n in everyone}) == 1 else None
+    return {index: library.read(index) for index in (chosen or everyone)}
+
+
+def _behind(devices: Iterable[str], everyone: range) -> list[int] | None:
+    """Numbers of the GPUs that CUDA0 … are, as CUDA counts those of one product; None when unknown."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = list(everyone) if shown is None else [int(n) for n in shown.split(",") if n.strip().isdigit()]
+    wanted = {int(m[1]) for name in devices if (m := _CUDA.fullmatch(name))}
+    known = all(n < len(visible) and visible[n] in everyone for n in wanted)
+    return sorted(visible[n] for n in wanted) if wanted and known else None
 
 
 @contextmanager
@@ -148,6 +167,9 @@ class _Package:
             percent = self._nvml.nvmlDeviceGetUtilizationRates(device).gpu
         return Reading(self._nvml.nvmlDeviceGetMemoryInfo(device).used, percent)
 
+    def name(self, index: int) -> str:
+        return str(self._nvml.nvmlDeviceGetName(self._nvml.nvmlDeviceGetHandleByIndex(index)))
+
     def close(self) -> None:
         self._nvml.nvmlShutdown()
 
@@ -165,16 +187,25 @@ class _Driver:
         return number.value
 
     def read(self, index: int) -> Reading:
-        device = c.c_void_p()
+        device = self._device(index)
         memory = (c.c_uint64 * 3)()  # nvmlMemory_t: total, free, used
         rates = (c.c_uint * 2)()  # nvmlUtilization_t: gpu, memory
-        self._call("nvmlDeviceGetHandleByIndex_v2", index, c.byref(device))
         self._call("nvmlDeviceGetMemoryInfo", device, memory)
         self._library.nvmlDeviceGetUtilizationRates(device, rates)
         return Reading(memory[2], rates[0])
 
+    def name(self, index: int) -> str:
+        room = c.create_string_buffer(96)
+        self._call("nvmlDeviceGetName", self._device(index), room, len(room))
+        return room.value.decode(errors="replace")
+
     def close(self) -> None:
         self._library.nvmlShutdown()
+
+    def _device(self, index: int) -> c.c_void_p:
+        device = c.c_void_p()
+        self._call("nvmlDeviceGetHandleByIndex_v2", index, c.byref(device))
+        return device
 
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self._library, name)(*arguments):

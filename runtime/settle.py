@@ -51,7 +51,7 @@ def reader(engine: str | None, llama_h: Path | None, devices: Sequence[str]) -> 
     if not names:
         return dict
     if gpu.nvidia(names) and all(name.startswith("CUDA") for name in names) and gpu.available():
-        return gpu.used
+        return lambda: gpu.used(names)
     request = {"engine": engine, "llama_h": str(llama_h) if llama_h else None, "devices": names}
 
     def ask() -> Use:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes as c
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -117,6 +119,9 @@ class Gpus:
         self.steps += index
         return Reading(1000 + (500 * index if self.steps > 1 else 0), 40 * index)
 
+    def name(self, index: int) -> str:
+        return "NVIDIA H200"
+
     def close(self) -> None:
         self.closed = True
 
@@ -125,7 +130,7 @@ def test_gpus_are_watched_from_the_load_on(monkeypatch: pytest.MonkeyPatch) -> N
     gpus = Gpus()
     monkeypatch.setattr(gpu, "_open", lambda: gpus)
     monkeypatch.setattr(gpu, "_PAUSE_S", 0.001)
-    with Watch(["CUDA0"]) as watch:
+    with Watch(["CUDA0", "CUDA1", "CPU"]) as watch:
         while gpus.steps < 4:
             pass
         assert watch.percent is None
@@ -166,6 +171,7 @@ def test_figures_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlShutdown=lambda: None,
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda device: "NVIDIA H200",
         nvmlDeviceGetMemoryInfo=lambda device: SimpleNamespace(used=100 + device),
         nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=7) if device else refused(device),
     )
@@ -174,7 +180,35 @@ def test_figures_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.used() == {"GPU 0": 100, "GPU 1": 101}
     with gpu.nvml() as library:
         assert library is not None
-        assert gpu.readings(library) == [Reading(100, 0), Reading(101, 7)]
+        assert gpu.readings(library) == {0: Reading(100, 0), 1: Reading(101, 7)}
+
+
+@pytest.mark.parametrize(
+    ("devices", "shown", "mixed", "read"),
+    [
+        (["CUDA0", "CPU"], None, False, [0]),
+        (["CUDA1", "CUDA0"], None, False, [0, 1]),
+        (["CUDA0"], "1", False, [1]),
+        (["CUDA0", "CUDA1"], "1, 0", False, [0, 1]),
+        # Others may be busy with the second GPU; where it is not known which is which, all are read.
+        (["CUDA0"], None, True, [0, 1]),
+        (["CUDA0"], "GPU-8932f937", False, [0, 1]),
+        (["CUDA5"], None, False, [0, 1]),
+        ([], None, False, [0, 1]),
+    ],
+)
+def test_only_the_gpus_in_use_are_read(
+    devices: list[str], shown: str | None, mixed: bool, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = Gpus()
+    monkeypatch.setattr(gpu, "_open", lambda: gpus)
+    if mixed:
+        monkeypatch.setattr(gpus, "name", lambda index: f"GPU of kind {index}")
+    if shown is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert list(gpu.used(devices)) == [f"GPU {index}" for index in read]
 
 
 def test_a_plan_that_takes_more_memory_is_no_equal_rival(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,3 +223,56 @@ def test_a_plan_that_takes_more_memory_is_no_equal_rival(capsys: pytest.CaptureF
 def test_contenders_of_one_name_are_told_apart() -> None:
     assert _unused("other", ["plan", "fit"]) == "other"
     assert _unused("plan", ["plan", "plan-2"]) == "plan-3"
+
+
+class DriverLibrary:
+    """The functions of libnvidia-ml that are called, in C's terms: one GPU of 7 bytes in use, 42 % busy."""
+
+    def __init__(self, name: str) -> None:
+        assert name == "libnvidia-ml.so.1"
+        number, sizes = c.POINTER(c.c_uint), c.POINTER(c.c_uint64)
+        self.ended = False
+        self.nvmlInit_v2 = c.CFUNCTYPE(c.c_int)(lambda: 0)
+        self.nvmlShutdown = c.CFUNCTYPE(c.c_int)(self._end)
+        self.nvmlDeviceGetCount_v2 = c.CFUNCTYPE(c.c_int, number)(lambda out: _put(out, 1))
+        self.nvmlDeviceGetHandleByIndex_v2 = c.CFUNCTYPE(c.c_int, c.c_uint, c.POINTER(c.c_void_p))(
+            lambda index, out: _put(out, 0x123) if index == 0 else 2
+        )
+        self.nvmlDeviceGetMemoryInfo = c.CFUNCTYPE(c.c_int, c.c_void_p, sizes)(
+            lambda device, out: _put(out, 100, 93, 7) if device == 0x123 else 1
+        )
+        self.nvmlDeviceGetUtilizationRates = c.CFUNCTYPE(c.c_int, c.c_void_p, number)(
+            lambda device, out: _put(out, 42, 10) if device == 0x123 else 1
+        )
+        self.nvmlDeviceGetName = c.CFUNCTYPE(c.c_int, c.c_void_p, c.POINTER(c.c_char), c.c_uint)(
+            lambda device, out, room: _put(out, *b"NVIDIA H200\0") if room >= 96 else 7
+        )
+
+    def _end(self) -> int:
+        self.ended = True
+        return 0
+
+
+def _put(out: Any, *values: int) -> int:
+    for index, value in enumerate(values):
+        out[index] = value
+    return 0
+
+
+def test_figures_through_the_driver_s_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    made: list[DriverLibrary] = []
+
+    def load(name: str) -> DriverLibrary:
+        made.append(DriverLibrary(name))
+        return made[-1]
+
+    monkeypatch.setattr(c, "CDLL", load)
+    assert gpu.available() and gpu.used(["CUDA0"]) == {"GPU 0": 7}
+    with gpu.nvml() as library:
+        assert library is not None
+        assert library.name(0) == "NVIDIA H200"
+        assert gpu.readings(library) == {0: Reading(7, 42)}
+        with pytest.raises(OSError, match="nvmlDeviceGetHandleByIndex_v2 returned 2"):
+            library.read(1)
+    assert all(each.ended for each in made)
