@@ -57,8 +57,7 @@ def command(
         review(job, engine or build, llama_h)
     with serving(program, [*words, *extra], host, port, (lambda line: None) if quiet else say) as server:
         out(f"{server.url} (OpenAI-compatible under /v1)")
-        code = server.wait()
-        raise EngineProblem("llama-server", f"ended with status {code}")
+        raise EngineProblem("llama-server", server.outlive())
 
 
 def _file(path: Path | None) -> str:

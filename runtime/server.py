@@ -45,6 +45,7 @@ class Server:
     host: str
     port: int
     log: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
+    reader: threading.Thread | None = None  # fills the log
 
     @property
     def url(self) -> str:
@@ -58,9 +59,12 @@ class Server:
             found: Mapping[str, Any] = json.load(answer)
             return found
 
-    def wait(self) -> int:
-        """Wait until it ends; its exit status."""
-        return self.process.wait()
+    def outlive(self) -> str:
+        """Wait until it ends; why it did, with its most telling line."""
+        code = self.process.wait()
+        if self.reader:
+            self.reader.join(5)
+        return child.death(code, self.log)
 
 
 def find_program(engine: str | None, name: str = "llama-server") -> Path:
@@ -110,7 +114,7 @@ def serving(
         preexec_fn=child.die_with_parent,
     )
     server = Server(process, host, chosen)
-    reader = threading.Thread(target=_read, args=(server, on_line), daemon=True)
+    server.reader = reader = threading.Thread(target=_read, args=(server, on_line), daemon=True)
     reader.start()
     try:
         _until_healthy(server, reader, timeout_s)

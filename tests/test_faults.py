@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -166,6 +167,26 @@ def test_a_remote_host_that_is_gone_since_the_plan(
         assert done.exit_code == 3, done.output
         assert f"{endpoint}: no RPC server answers" in done.stderr
         assert "start ggml-rpc-server there" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_remote_host_that_dies_while_it_is_served(
+    moe_model: Path, computing_server: Path, plan_path: Path
+) -> None:
+    with rpc_process(computing_server) as (endpoint, host):
+        plan_path.write_text(to_text(remote_plan(moe_model, endpoint)))
+        words = ["serve", str(moe_model), "--plan", str(plan_path), "--engine", str(computing_server)]
+        port = free_port("127.0.0.1")
+        with started([*words, "--port", str(port), "--quiet"]) as process:
+            children = descendants(process.pid)
+            host.kill()
+            ask = Request(f"http://127.0.0.1:{port}/completion", b'{"prompt": "a", "n_predict": 4}')
+            with pytest.raises(OSError):
+                urlopen(ask, timeout=60).close()
+            assert process.wait(60) == 3
+            last = said(process)[-1]
+            assert until(lambda: not alive(children))
+    assert last.startswith("atsplan: engine llama-server: ")
+    assert "the server of a remote device is gone (ended by SIGABRT)" in last
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
