@@ -68,7 +68,7 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
         with figures.bench(ggml, device, place, 0, size, caches.last_bytes) as at:
             threads, rates = _threads(at, request["threads"], limit_s)
             measured = figures.measure(at, limit_s)
-            taken = host.gpu_memory_used() - before - at.arena.size_bytes if before else 0
+            taken = _taken(device_id(ggml, device), before, at.arena.size_bytes)
         yield {
             "kind": "device",
             "name": device.name,
@@ -88,6 +88,12 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
         if place.kind == "zero-copy":
             yield _zero_copy(ggml, place, limit_s)
     yield from _links(ggml, devices)
+
+
+def _taken(pci_id: str, before: tuple[int, ...], arena_bytes: int) -> int:
+    """What a card holds beside the arena since `before`; the driver opens other cards too."""
+    number = host.gpu_number(pci_id)
+    return host.gpu_memory_used()[number] - before[number] - arena_bytes if number is not None else 0
 
 
 def _zero_copy(ggml: Ggml, place: Place, limit_s: float) -> Line:
