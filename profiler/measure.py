@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from planner.errors import AtsplanError
+from planner.errors import AtsplanError, MachineError
 from planner.timing import Case
 from profiler import figures, host, links, thermal
 from profiler.answers import Line, answer_request
@@ -25,6 +25,17 @@ from runtime.libllama import Engine
 GPU_ARENA = 1024 * MiB
 
 
+@dataclass(eq=False)
+class NoDevice(MachineError):
+    """A device was asked for that the engine does not see."""
+
+    device: str
+    here: tuple[str, ...]
+
+    def message(self) -> str:
+        return f"no device {self.device} on this machine (there is {', '.join(self.here)})"
+
+
 def answer(request: Line) -> Iterator[Line]:
     """Lines for a request."""
     engine = Engine.find(request["engine"])
@@ -34,10 +45,13 @@ def answer(request: Line) -> Iterator[Line]:
 
 
 def wanted(ggml: Ggml, names: Iterable[str]) -> list[Device]:
-    """CPU and GPU devices; those named (and always the CPU), or all."""
-    names = {name.casefold() for name in names}
+    """CPU and GPU devices; those named (and always the CPU), or all. NoDevice for one that is not there."""
+    asked = {name.casefold(): name for name in names}
     devices = [d for d in ggml.devices() if d.kind in ("cpu", "gpu", "igpu")]
-    return [d for d in devices if not names or d.kind == "cpu" or d.name.casefold() in names]
+    absent = asked.keys() - {d.name.casefold() for d in devices}
+    if absent:
+        raise NoDevice(asked[min(absent)], tuple(d.name for d in devices))
+    return [d for d in devices if not asked or d.kind == "cpu" or d.name.casefold() in asked]
 
 
 def places(ggml: Ggml, devices: Iterable[Device]) -> tuple[Place, ...]:

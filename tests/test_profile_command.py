@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from atsplan import main
 from planner.profile import Profile, from_text
 from planner.timing import Case, lookup
 from profiler import runner
@@ -171,3 +174,14 @@ def test_wrong_input_is_one_line(arguments: tuple[str, ...], code: int, text: st
     assert process.returncode == code
     assert text in said
     assert "Traceback" not in said
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Not left out: the profile would look whole."""
+    out = tmp_path / "p.yaml"
+    result = CliRunner().invoke(main, ["profile", "--device", "CUDA7", "-o", str(out)])
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert re.fullmatch(
+        r"atsplan: engine .*: no device CUDA7 on this machine \(there is .*CPU\)\n", result.stderr
+    )
+    assert not out.exists()
