@@ -154,7 +154,7 @@ def test_stock_tools_are_told(moe_model: Path, tmp_path: Path) -> None:
     told = {
         "llama-server": "--no-op-offload",
         "preset": "no-op-offload = true",
-        "env": "# no variable says this, add the option: --no-op-offload",
+        "env": "# no variable says this, add the options: --no-op-offload",
         "json": '"--no-op-offload"',
         "llama-cpp-python": "op_offload=False",
         "docker-compose": "--no-op-offload",
