@@ -81,7 +81,7 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
 
     from planner.loading import plan_layer_devices
     from runtime import locate, stripe_server
-    from runtime.export import arguments
+    from runtime.export import arguments, prompt_cache
     from runtime.server import find_program
     from runtime.stock import stock, stripe_widths
 
@@ -95,7 +95,7 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     placed = replace(stock(spec, len(plan_layer_devices(job.plan)) - 1), **beside)
     for note in placed.notes:
         say(f"not expressible: {note}")
-    words = arguments(placed, str(job.path))
+    words = [*arguments(placed, str(job.path)), *prompt_cache(job.plan)]
     if not widths:
         return find_program(engine), words
     folder = locate.find(engine).path.parent

@@ -12,6 +12,8 @@ from runtime import bench_line
 from runtime.ggml import TYPE_NUMBERS
 from runtime.stock import ENVIRONMENT, Stock, options
 
+_PROMPT_CACHE_MIB = 8192  # what llama-server takes for past prompts unless told
+_HOST_SLACK_MIB = 1024  # of host memory, for all else
 _SECTION = str.maketrans("[]:", "()-")
 Writer = Callable[[Plan, Stock, str], str]
 
@@ -27,7 +29,15 @@ def arguments(placed: Stock, model: str) -> list[str]:
 
 
 def _server(plan: Plan, placed: Stock, model: str) -> str:
-    return _comment(plan, placed, "#") + shlex.join(["llama-server", *arguments(placed, model)]) + "\n"
+    words = ["llama-server", *arguments(placed, model), *prompt_cache(plan)]
+    return _comment(plan, placed, "#") + shlex.join(words) + "\n"
+
+
+def prompt_cache(plan: Plan) -> list[str]:
+    """A limit for what the server keeps of past prompts in host memory, where its own would not fit."""
+    host = next((use for use in plan.devices if use.kind == "cpu"), None)
+    left = (host.budget_bytes - host.used_bytes) // 2**20 - _HOST_SLACK_MIB if host else _PROMPT_CACHE_MIB
+    return ["--cache-ram", str(max(left, 0))] if left < _PROMPT_CACHE_MIB else []
 
 
 def _cli(plan: Plan, placed: Stock, model: str) -> str:
@@ -81,7 +91,8 @@ def _json(plan: Plan, placed: Stock, model: str) -> str:
 def _compose(plan: Plan, placed: Stock, model: str) -> str:
     folders = _folders(model, placed.mmproj, placed.draft)
     there = replace(placed, mmproj=_inside(placed.mmproj, folders), draft=_inside(placed.draft, folders))
-    command = json.dumps([*arguments(there, _inside(model, folders)), "--host", "0.0.0.0", "--port", "8080"])
+    told = [*arguments(there, _inside(model, folders)), *prompt_cache(plan)]
+    command = json.dumps([*told, "--host", "0.0.0.0", "--port", "8080"])
     lines = [
         "services:",
         "  llama:",

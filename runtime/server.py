@@ -162,10 +162,18 @@ def _read(server: Server, on_line: Callable[[str], None]) -> None:
 
 
 def spelt(program: Path, arguments: Sequence[str]) -> list[str]:
-    """The arguments as this build takes them: before --load-mode there was a switch for mapping the file."""
+    """The arguments as this build takes them: before --load-mode there was a switch for mapping the file,
+    before --cache-ram no cache that needs a limit.
+    """
     words = list(arguments)
     # Builds whose server can be loaded beside stripes are younger than that.
-    if "--load-mode" not in words or program == Path(sys.executable) or "--load-mode" in _help(program):
+    if not {"--load-mode", "--cache-ram"} & set(words) or program == Path(sys.executable):
+        return words
+    known = _help(program)
+    if "--cache-ram" in words and "--cache-ram" not in known:
+        at = words.index("--cache-ram")
+        words = [*words[:at], *words[at + 2 :]]
+    if "--load-mode" not in words or "--load-mode" in known:
         return words
     at = words.index("--load-mode")
     return [*words[:at], "--no-mmap" if words[at + 1] == "none" else "--mmap", *words[at + 2 :]]

@@ -26,7 +26,7 @@ from planner.gguf_file import read_model
 from planner.loading import LoadSpec, load_spec
 from planner.plan import Override, Plan, to_text
 from planner.workload import Workload
-from runtime.export import export
+from runtime.export import export, prompt_cache
 from runtime.server import free_port
 from runtime.stock import MAX_SPLIT, Stock, options, stock
 
@@ -115,6 +115,22 @@ def test_compose_mounts_the_folder_of_every_file() -> None:
         export(named("x"), replace(rich(), mmproj="", draft=""), "m.gguf", "docker-compose")
     )
     assert here["services"]["llama"]["volumes"] == [".:/models:ro"]
+
+
+@pytest.mark.parametrize(
+    ("left_mib", "limit"), [(9216, []), (9215, ["--cache-ram", "8191"]), (4096, ["--cache-ram", "3072"]),
+                            (500, ["--cache-ram", "0"]), (-20_000, ["--cache-ram", "0"])],
+)  # fmt: skip
+def test_the_server_s_cache_of_prompts_fits_beside_host_weights(left_mib: int, limit: list[str]) -> None:
+    """Unless told the server takes 8 GiB of host memory that no plan counts; 1 GiB is left to all else."""
+    host = sample_plan().devices[0].model_copy(update={"name": "CPU", "kind": "cpu"})
+    host = host.model_copy(update={"budget_bytes": host.used_bytes + left_mib * 2**20})
+    plan = named("x").model_copy(update={"devices": (host,)})
+    assert prompt_cache(plan) == limit
+    assert export(plan, rich(), "m.gguf", "llama-server").rstrip().endswith(" ".join(limit))
+    assert "--cache-ram" not in export(plan, rich(), "m.gguf", "llama-cli")
+    composed = yaml.safe_load(export(plan, rich(), "m.gguf", "docker-compose"))
+    assert ("--cache-ram" in composed["services"]["llama"]["command"]) == bool(limit)
 
 
 def test_environment_names_what_it_lacks_with_its_value() -> None:

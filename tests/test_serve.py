@@ -114,6 +114,23 @@ def test_load_mode_is_spelt_as_the_build_knows_it(computing_server: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ("--load-mode --cache-ram", ["--load-mode", "none", "--cache-ram", "5"]),
+        ("--load-mode", ["--load-mode", "none"]),
+        ("--mmap", ["--no-mmap"]),
+    ],
+)
+def test_options_that_a_build_lacks_are_spelt_anew_or_left_out(
+    tmp_path: Path, known: str, told: list[str]
+) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text(f"#!/bin/sh\necho '{known}'\n")
+    program.chmod(0o755)
+    assert spelt(program, ["--load-mode", "none", "--cache-ram", "5"]) == told
+
+
 def test_a_draft_and_what_more_is_given_reach_the_server(computing_server: Path, tmp_path: Path) -> None:
     more = ("--draft", str(MODEL), "--spec-draft-n-max", "3", "--alias", "tiny")
     with serving(plan_on("Vulkan0"), tmp_path, computing_server, *HERE, *more) as (url, _):

@@ -94,6 +94,7 @@ def test_every_option_is_one_the_server_knows(server_engine: Path) -> None:
     ).stdout
     known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", help_text))
     assert set(VARIABLES) - known == {"--moe-cache-mib"}  # that server is older
+    assert "--cache-ram" in known  # the server's alone
     embedded = Engine.find(None).path.read_bytes()
     assert b"--moe-cache-mib\0" in embedded and b"LLAMA_ARG_MOE_CACHE_MIB\0" in embedded
     named = set(re.findall(r"env: (LLAMA_ARG_\w+)", help_text))
