@@ -70,13 +70,16 @@ class Chooser:
             return ()
         return (tuple(range(self._cache_share(0, 0), self._cache_share(len(self.devices), 0) + 1)),)
 
-    def layer(self, name: str, units: tuple[Unit, ...], kv: int, state: int) -> list[Option]:
-        """Options of a layer (or the output head) that keeps `kv` and `state` bytes beside its weights."""
+    def layer(self, units: tuple[Unit, ...], kv: int, state: int, *, reads: bool = False) -> list[Option]:
+        """Options of a layer (or the output head) that keeps `kv` and `state` bytes beside its weights.
+
+        `reads`: its attention works on another layer's cache.
+        """
         found: list[Option] = []
         for d, device in enumerate(self.devices):
             limit = device.max_alloc_bytes
             if (limit and self.rooms[device.name].largest_bytes > limit) or (
-                kv and not attends(device, self.workload, self.prices.profile.timings)
+                (kv or reads) and not attends(device, self.workload, self.prices.profile.timings)
             ):
                 continue
             spots = [list(self._spots(unit, d)) for unit in units]

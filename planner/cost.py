@@ -207,7 +207,8 @@ def _decision(
     if name == INPUT:
         found = chooser.on_host(units)
     else:
-        found = chooser.layer(name, units, model.kv.get(name, 0), model.state.get(name, 0))
+        held = model.kv.get(name, 0), model.state.get(name, 0)
+        found = chooser.layer(units, *held, reads=name in model.owners)
     kept = [o for o in found if _allowed(chooser, o, name, units, options, wanted)]
     return Decision(name, tuple(u.name for u in units), tuple(kept), name != INPUT)
 

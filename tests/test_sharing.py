@@ -123,3 +123,9 @@ def test_the_search_agrees_with_cp_sat(model: Path) -> None:
     found, exact = solve(problem), solve_cp(problem)
     assert found.solution is not None and evaluate(problem, found.solution).feasible
     assert (found.status, found.objective_ns) == ("optimal", exact.objective_ns)
+
+
+def test_readers_need_kernels_for_the_types_of_what_they_read(model: Path) -> None:
+    odd = WORK.model_copy(update={"type_k": "q5_1", "type_v": "q5_1"})
+    made = plan(inventory(model), "900", on=machine(), workload=odd)
+    assert set(plan_layer_devices(made)[:8]) == {"CPU"}
