@@ -29,7 +29,8 @@ def gpu_reasons() -> tuple[str, ...]:
     seen = 0
     for index in range(count.value):
         if not nvml.nvmlDeviceGetHandleByIndex_v2(index, c.byref(handle)):
-            nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle, c.byref(bits))
+            with contextlib.suppress(AttributeError):  # a name that newer drivers may drop
+                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle, c.byref(bits))
             seen |= bits.value
     nvml.nvmlShutdown()
     return reasons(seen)
