@@ -190,3 +190,20 @@ def test_a_model_is_run_within_the_memory_there_is(
     assert runs_within(table, 2**28, tmp_path) == ()
     monkeypatch.setattr(host, "memory_bytes", lambda: (2**40, 2**30))  # all moved, they do not fit the host
     assert [len(p.moved) for p in runs_within(table, 100 * 2**30, tmp_path)] == [0]
+
+
+def test_placements_of_a_software_gpu_are_told_apart_from_measurements() -> None:
+    """Two loads of one placement lie further apart than a model could be wrong: the profile says so."""
+    folder = ROOT / "benchmarks" / "data" / "lavapipe"
+    profile = profiles.from_text((folder / "profile.yaml").read_text(), "profile.yaml")
+    assert any(w.startswith("contended") for w in profile.warnings)
+    assert any(w.startswith("unsteady") for w in profile.warnings)
+    for path in sorted(folder.glob("*.inventory.yaml")):
+        inventory = inventories.from_text(path.read_text(), path.name)
+        rows = predict.read_rows(folder / "runs.csv", inventory.name)
+        kinds = [row.kind for row in rows]
+        assert kinds.count("random") >= 24
+        assert kinds.count("sensible") >= 8
+        alone, fitted, _ = predict.judge(inventory, rows, profile, (8, 4))
+        assert fitted.summary()["decode_median"] < alone.summary()["decode_median"]
+        assert fitted.profile.calibrations[0].residual_ppm > whole.DOUBTFUL_PPM  # it would be warned of
