@@ -1,17 +1,20 @@
 """A relaxation that counts: how many layers of each kind take each option, whatever their order.
 
-Layers that look alike to the solver become one integer variable per option; hand-overs become total
-flows between devices. The model is tiny, its optimum a lower bound on every placement, and often the
-cost of one: order matters only where changing device between two layers does.
+Layers that look alike to the solver become one integer variable per option; of their order it only
+knows how often two kinds meet. The model is tiny, its optimum a lower bound on every placement, and often
+the cost of one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from planner.problem import Decision, Problem
+
+Port = tuple[int, int]  # the devices that an option begins and ends on
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,38 +79,80 @@ class CountModel:
                 self.model.add(count == 0)
 
     def _flows(self) -> None:
-        """Every decision but the last hands over, every one but the first receives."""
+        """How often a decision of one kind, at one port, stands before one of another kind, at another port.
+
+        A port is the pair of devices that an option begins and ends on. Every decision but the last has one
+        successor, every one but the first one predecessor, and the chain says how often kinds meet.
+        """
         if not self.problem.edges:
             return
-        devices, n = range(len(self.problem.devices)), len(self.problem.decisions)
-        flow = {(p, q): self.model.new_int_var(0, n, f"flow{p}.{q}") for p in devices for q in devices}
-        # Devices that data reaches otherwise than by a hand-over: where the chain starts, inside a layer.
-        reached = {o.exit for o in self.problem.decisions[0].options}
-        reached |= {o.exit for _, _, o in self.problem.each_option() if o.exit != o.entry}
-        for d in devices:
-            given = self._counting(lambda o, d=d: o.exit == d, lambda c: not c.last)
-            taken = self._counting(lambda o, d=d: o.entry == d, lambda c: not c.first)
-            self.model.add(sum(flow[d, q] for q in devices) == sum(given))
-            self.model.add(sum(flow[p, d] for p in devices) == sum(taken))
-            if d not in reached and taken:  # a device in use is entered from another at least once
-                entered = self.model.new_bool_var(f"entered{d}")
-                for count in taken:
-                    self.model.add(count <= n * entered)
-                self.model.add(sum(flow[p, d] for p in devices if p != d) >= entered)
         edge = next(e for e in self.problem.edges if e.target == e.source + 1)
-        for (p, q), amount in flow.items():
-            price = self.problem.price(edge.decode_ns[p][q], edge.prefill_ns[p][q])
+        pairs = {
+            (a, b, p, q): self.model.new_int_var(0, met, "")
+            for (a, b), met in self._meetings().items()
+            for p in self._ports(a)
+            for q in self._ports(b)
+            if not self._falls_back(a, b, p, q)
+        }
+        before: dict[object, list[Any]] = defaultdict(list)
+        for (a, b, p, q), var in pairs.items():
+            before[a, b].append(var)
+            before["out", a, p].append(var)
+            before["in", b, q].append(var)
+            price = self.problem.price(edge.decode_ns[p[1]][q[0]], edge.prefill_ns[p[1]][q[0]])
             if price:
-                self.cost.append(amount * price)
+                self.cost.append(var * price)
+        for (a, b), met in self._meetings().items():
+            self.model.add(sum(before[a, b]) == met)
+        for n, alike in enumerate(self.classes):
+            for port in self._ports(n):
+                here = sum(self._at_port(n, port))
+                if not alike.last:
+                    self.model.add(sum(before["out", n, port]) == here)
+                if not alike.first:
+                    self.model.add(sum(before["in", n, port]) == here)
+        self._turns(pairs)
 
-    def _counting(self, option_is: Any, class_is: Any) -> list[Any]:
-        return [
-            count
-            for alike, row in zip(self.classes, self.counts, strict=True)
-            if class_is(alike)
-            for count, option in zip(row, self._decision(alike).options, strict=True)
-            if option_is(option)
-        ]
+    def _turns(self, pairs: Mapping[tuple[int, int, Port, Port], Any]) -> None:
+        """Changes of the layer device: limited, and one at least into every device that is not the first."""
+        problem, total = self.problem, len(self.problem.decisions)
+        layer = [self._decision(c).layer for c in self.classes]
+        turns = [(q[0], v) for (a, b, p, q), v in pairs.items() if p[0] != q[0] and layer[a] and layer[b]]
+        if problem.max_runs:
+            self.model.add(sum(var for _, var in turns) <= problem.max_runs - 1)
+        first = {o.entry for o in problem.decisions[0].options}
+        for d in set(range(len(problem.devices))) - first:
+            taken = [
+                v
+                for n in range(len(self.classes))
+                for p in self._ports(n)
+                if p[0] == d
+                for v in self._at_port(n, p)
+            ]
+            entered = [v for (_, _, p, q), v in pairs.items() if q[0] == d != p[0]]
+            if taken:
+                used = self.model.new_bool_var(f"entered{d}")
+                for count in taken:
+                    self.model.add(count <= total * used)
+                self.model.add(sum(entered) >= used)
+
+    def _meetings(self) -> Counter[tuple[int, int]]:
+        """How often a decision of one kind is followed by one of another."""
+        kind = {m: n for n, alike in enumerate(self.classes) for m in alike.members}
+        return Counter((kind[i], kind[i + 1]) for i in range(len(self.problem.decisions) - 1))
+
+    def _ports(self, n: int) -> list[Port]:
+        return sorted({(o.entry, o.exit) for o in self._decision(self.classes[n]).options})
+
+    def _at_port(self, n: int, port: Port) -> list[Any]:
+        options = self._decision(self.classes[n]).options
+        return [v for v, o in zip(self.counts[n], options, strict=True) if (o.entry, o.exit) == port]
+
+    def _falls_back(self, a: int, b: int, p: Port, q: Port) -> bool:
+        """Whether the CPU would take over as layer device, where that is forbidden."""
+        both = self._decision(self.classes[a]).layer and self._decision(self.classes[b]).layer
+        host = [d.host for d in self.problem.devices]
+        return self.problem.host_leads and both and host[q[0]] and not host[p[0]]
 
     def _mixed(self) -> None:
         problem = self.problem

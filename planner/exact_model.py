@@ -13,7 +13,6 @@ class ExactModel:
 
     def __init__(self, cp: Any, problem: Problem) -> None:
         self.problem = problem
-        self.narrowed = False  # whether constraints were added that some placements break
         self.model = cp.CpModel()
         self.choose = [
             [self.model.new_bool_var(f"{d.name}.{j}") for j in range(len(d.options))]

@@ -12,6 +12,7 @@ from typing import Any
 
 from planner import counts, frontier
 from planner.exact_model import ExactModel
+from planner.prefixes import Part, parts
 from planner.problem import Problem, Solution
 
 _SHARES = {"count": 0.3, "arrange": 0.2, "exact": 0.5}  # of the time, for each use of CP-SAT
@@ -65,23 +66,115 @@ def _judged(solved: Solved) -> Solved:
 
 
 def _counted(problem: Problem, best: Solved, limits: Limits) -> Solved:
-    """Raise the bound by the counting relaxation, then look for an order of layers that attains it."""
+    """Bound every part of the problem by the counting relaxation, then look for orders that attain it.
+
+    Parts whose bound is not below the best placement are done with; what is left open bounds the answer.
+    """
     from ortools.sat.python import cp_model
 
-    relaxed = counts.CountModel(cp_model, problem)
-    solver = _solver(cp_model, limits.part("count"))
-    status = solver.solve(relaxed.model)
-    if status == cp_model.INFEASIBLE:
+    clock = Clock(limits.part("count").deterministic_s)
+    whole = _relaxed(cp_model, problem, None, clock, limits)
+    if whole is None:
         return Solved("infeasible", None, 0, 0)
-    bound = max(best.bound_ns, int(solver.best_objective_bound))
-    best = _judged(Solved(best.status, best.solution, best.objective_ns, bound))
-    if best.status == "optimal" or status != cp_model.OPTIMAL:
+    best = _judged(Solved(best.status, best.solution, best.objective_ns, max(best.bound_ns, whole.bound_ns)))
+    if best.status == "optimal" or whole.focus is None:
         return best
-    if frontier.applies(problem):
-        focus = _focus(relaxed, solver)
-        found = frontier.search(problem, best.solution, best.objective_ns, bound, focus)
-        best = _judged(Solved(best.status, found.solution, found.objective_ns, bound))
-    return best if best.status == "optimal" else _arranged(cp_model, problem, best, relaxed, solver, limits)
+    best = _focused(problem, best, whole)
+    if best.status == "optimal":
+        return best
+    return _by_parts(cp_model, problem, best, clock, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """A solved counting relaxation; without a focus when it was not solved to its optimum."""
+
+    bound_ns: int
+    focus: frontier.Focus | None
+    counts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # members of a kind, and how many take each
+
+
+@dataclass
+class Clock:
+    """Deterministic seconds left to a use of CP-SAT."""
+
+    left_s: float
+
+
+def _relaxed(cp: Any, problem: Problem, below_ns: int | None, clock: Clock, limits: Limits) -> Relaxed | None:
+    """The relaxation's optimum; None when nothing below `below_ns` exists."""
+    relaxed = counts.CountModel(cp, problem)
+    if below_ns is not None:
+        relaxed.model.add(relaxed.objective < below_ns)
+    solver = _solver(cp, Limits(max(clock.left_s, 0.1), limits.wall_s, limits.seed))
+    status = solver.solve(relaxed.model)
+    clock.left_s -= solver.response_proto.deterministic_time
+    if status == cp.INFEASIBLE:
+        return None
+    bound = int(solver.best_objective_bound)
+    if status != cp.OPTIMAL:
+        return Relaxed(bound, None, ())
+    found = tuple(
+        (alike.members, tuple(int(solver.value(v)) for v in row))
+        for alike, row in zip(relaxed.classes, relaxed.counts, strict=True)
+    )
+    return Relaxed(bound, _focus(relaxed, solver), found)
+
+
+def _focused(problem: Problem, best: Solved, relaxed: Relaxed) -> Solved:
+    """The frontier search where the relaxation's optimum lies."""
+    if not frontier.applies(problem) or relaxed.focus is None:
+        return best
+    found = frontier.search(problem, best.solution, best.objective_ns, relaxed.bound_ns, relaxed.focus)
+    return _judged(Solved(best.status, found.solution, found.objective_ns, best.bound_ns))
+
+
+def _by_parts(cp: Any, problem: Problem, best: Solved, clock: Clock, limits: Limits) -> Solved:
+    """Close part after part, the lowest bound first; what is not closed when time is up bounds the rest."""
+    open_parts: list[tuple[int, int, Part, Relaxed]] = []
+    for part in parts(problem):
+        below = best.objective_ns if best.solution else None
+        unknown = Relaxed(best.bound_ns, None, ())
+        found = _relaxed(cp, part.problem, below, clock, limits) if clock.left_s > 0 else unknown
+        if found is not None:
+            open_parts.append((max(found.bound_ns, best.bound_ns), part.count, part, found))
+    work = Clock(limits.part("arrange").deterministic_s)
+    left: list[int] = []
+    for bound, _, part, found in sorted(open_parts, key=lambda each: each[:2]):
+        if best.solution is not None and bound >= best.objective_ns:
+            break
+        best, closed = _closed(cp, part, found, best, bound, work, limits)
+        if not closed:
+            left.append(bound)
+    lowest = min(left, default=best.objective_ns)
+    return _judged(Solved(best.status, best.solution, best.objective_ns, max(best.bound_ns, lowest)))
+
+
+def _closed(
+    cp: Any, part: Part, relaxed: Relaxed, best: Solved, bound: int, clock: Clock, limits: Limits
+) -> tuple[Solved, bool]:
+    """Search one part for something better than the best; whether nothing better is left in it."""
+    for narrowed in (True, False):
+        if clock.left_s <= 0 or (narrowed and not relaxed.counts):
+            continue
+        exact = ExactModel(cp, part.problem)
+        if narrowed:
+            for members, row in relaxed.counts:
+                for j, count in enumerate(row):
+                    exact.model.add(sum(exact.choose[i][j] for i in members) == count)
+        if best.solution is not None:
+            exact.model.add(exact.objective < best.objective_ns)
+        exact.model.add(exact.objective >= bound)
+        solver = _solver(cp, Limits(clock.left_s / 2, limits.wall_s, limits.seed))
+        status = solver.solve(exact.model)
+        clock.left_s -= solver.response_proto.deterministic_time
+        if status in (cp.OPTIMAL, cp.FEASIBLE):
+            chosen = Solution(tuple(_index(solver, row) for row in exact.choose))
+            best = Solved(best.status, part.whole(chosen), round(solver.objective_value), best.bound_ns)
+        done = status in (cp.OPTIMAL, cp.INFEASIBLE) and not narrowed
+        if done or (best.solution is not None and bound >= best.objective_ns):
+            return best, True
+    return best, False
 
 
 def _focus(relaxed: counts.CountModel, solver: Any) -> frontier.Focus:
@@ -93,19 +186,6 @@ def _focus(relaxed: counts.CountModel, solver: Any) -> frontier.Focus:
     )
     sides = [tuple(solver.boolean_value(v) for v in pair) for pair in relaxed.sides]
     return frontier.Focus(paid, tuple(2 if host and other else 1 if host else 0 for host, other in sides))
-
-
-def _arranged(
-    cp: Any, problem: Problem, best: Solved, relaxed: counts.CountModel, solver: Any, limits: Limits
-) -> Solved:
-    """Look for an order of layers with the relaxation's counts."""
-    exact = ExactModel(cp, problem)
-    exact.narrowed = True
-    for alike, row in zip(relaxed.classes, relaxed.counts, strict=True):
-        for j, count in enumerate(row):
-            members = [exact.choose[i][j] for i in alike.members]
-            exact.model.add(sum(members) == solver.value(count))
-    return _run(cp, exact, best, limits.part("arrange"))
 
 
 def solve_cp(problem: Problem, best: Solved | None = None, limits: Limits | None = None) -> Solved:
@@ -123,20 +203,19 @@ def solve_cp(problem: Problem, best: Solved | None = None, limits: Limits | None
 
 
 def _run(cp: Any, exact: ExactModel, best: Solved, limits: Limits) -> Solved:
-    """Solve a model from what is known; its own bound counts only when it has all placements."""
+    """Solve a model from what is known."""
     if best.solution is not None:
         exact.model.add(exact.objective <= best.objective_ns)
     exact.model.add(exact.objective >= best.bound_ns)
     solver = _solver(cp, limits)
     status = solver.solve(exact.model)
-    if status == cp.INFEASIBLE and best.solution is None and not exact.narrowed:
+    if status == cp.INFEASIBLE and best.solution is None:
         return Solved("infeasible", None, 0, 0)
     if status not in (cp.OPTIMAL, cp.FEASIBLE):
         return best
     chosen = Solution(tuple(_index(solver, row) for row in exact.choose))
-    own = best.bound_ns if exact.narrowed else int(solver.best_objective_bound)
     objective = round(solver.objective_value)
-    bound = objective if status == cp.OPTIMAL and not exact.narrowed else max(own, best.bound_ns)
+    bound = objective if status == cp.OPTIMAL else max(int(solver.best_objective_bound), best.bound_ns)
     return _judged(Solved("unknown", chosen, objective, bound))
 
 
