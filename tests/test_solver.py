@@ -12,6 +12,7 @@ from random_problems import brute_force, random_problem, with_budget
 
 from planner import counts, dp, frontier
 from planner.evaluate import evaluate
+from planner.prefixes import parts
 from planner.problem import Problem, Solution
 from planner.solve import Solved, price_of, solve, solve_cp
 
@@ -93,6 +94,18 @@ def test_the_counting_relaxation_is_a_lower_bound(seed: int) -> None:
     solver = cp_model.CpSolver()
     assert solver.solve(counts.CountModel(cp_model, problem).model) == cp_model.OPTIMAL
     assert round(solver.objective_value) <= best
+
+
+@many(150)
+@given(SEEDS)
+def test_the_parts_are_the_whole(seed: int) -> None:
+    problem = replace(random_problem(seed, length=3), host_leads=True)
+    optima = [brute_force(part.problem) for part in parts(problem)]
+    assert min((best for best in optima if best is not None), default=None) == brute_force(problem)
+    for part in parts(problem):
+        first = Solution((0,) * len(part.problem.decisions))
+        there, here = evaluate(problem, part.whole(first)), evaluate(part.problem, first)
+        assert (there.objective_ns, there.memory) == (here.objective_ns, here.memory)
 
 
 @many(100)
