@@ -67,7 +67,7 @@ def _site(pin: Pin, devices: Sequence[str]) -> str:
     head, _, device = pin.site.partition(":")
     if pin.site in devices:
         return "cpu" if pin.site == "CPU" else f"gpu:{pin.site}"
-    if head not in _SITES or (device and device.split(":")[0] not in devices):
+    if head not in _SITES or (device and device not in devices and device.rpartition(":")[0] not in devices):
         known = ", ".join((*_SITES, *devices))
         raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", f"no such site; there are {known}")
     return pin.site

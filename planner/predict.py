@@ -89,7 +89,9 @@ def _measured_ppm(priced: Priced, solution: Solution) -> int:
     total = measured = 0
     for decision, option in zip(priced.problem.decisions, solution.chosen(priced.problem), strict=True):
         for name, site in zip(decision.units, option.sites, strict=True):
-            device = "CPU" if site == "cpu" else site.split(":")[1]
+            kind, _, rest = site.partition(":")
+            place = rest if kind == "gpu" else rest.rpartition(":")[0]
+            device = "CPU" if kind == "cpu" else place
             times = priced.prices.on(by_name[name], device)
             total, measured = total + times.decode_ns, measured + times.measured_ns
     return measured * 10**6 // max(total, 1)
