@@ -53,6 +53,7 @@ def make_plan(
     model = model_of(inventory, workload)
     if not model.layers.n_main:
         raise NothingToPlace(inventory.name, inventory.architecture)
+    options = options.begun()
     if options.host_memory is not None:
         return _plan(model, profile, budgets, workload, options)
     limit = 0 if options.page else can_be_pinned(profile, budgets, options.pinned_limit_bytes)
@@ -174,7 +175,7 @@ def choose(
     """
     usable = [c for c in (translated(priced, each, free) for each in stock) if c is not None and c.feasible]
     hint = min(usable, key=lambda c: _objective(c), default=None)
-    limits = Limits(options.time_limit_s, 6 * options.time_limit_s)
+    limits = Limits(options.time_limit_s, options.wall_s)
     start = hint.solution if hint else None
     solved = solve(priced.problem, start, limits) if searched else Solved("infeasible", None, 0, 0)
     found = _pick(priced, solved, usable)

@@ -29,22 +29,24 @@ def better(
 ) -> Chosen | None:
     """The better of a placement with copies, None where there is none, and the best without.
 
-    The second must be faster by more than the error of its prompt: the speed of a link and that of a CPU
-    do not share their errors, as two placements do.
+    Where the first really copies, the second must be faster by more than the error of its prompt: the speed
+    of a link and that of a CPU do not share their errors, as two placements do.
     """
     start = _same(streamed, priced, plain)
     worth = streamed is None or _faster(priced, plain) or _roomier(streamed, start, plain)
     if not worth or forced(plain, budgets, options) is not None:
         return streamed
     hint = start.solution if start is not None and start.feasible else None
-    solved = solve(plain.problem, hint, Limits(options.time_limit_s, 6 * options.time_limit_s))
+    solved = solve(plain.problem, hint, Limits(options.time_limit_s, options.wall_s))
     if solved.solution is None:
         return streamed
     found = evaluate(plain.problem, solved.solution)
     assert found.feasible, found.violations
     if streamed is not None:
         own = streamed.evaluation.objective_ns
-        margin = own * indistinct_ppm(priced.prices.calibration) + found.prefill_ns * error_ppm(plain.prices)
+        margin = own * indistinct_ppm(priced.prices.calibration)
+        if _copies(streamed, start):
+            margin += found.prefill_ns * error_ppm(plain.prices)
         if found.objective_ns + margin // _PPM >= own:
             return streamed
     return Chosen(plain, solved.solution, found, solved.bound_ns, solved.status, "")
@@ -55,6 +57,12 @@ def _same(streamed: Chosen | None, priced: Priced, plain: Priced) -> Candidate |
     if streamed is None or streamed.priced is not priced:
         return None
     return translated(plain, Candidate("", "", streamed.solution, None), priced)
+
+
+def _copies(streamed: Chosen, same: Candidate | None) -> bool:
+    """Whether its prompt is computed elsewhere than where the weights are, so that it takes another time."""
+    evaluation = same.evaluation if same is not None else None
+    return evaluation is not None and evaluation.prefill_ns != streamed.evaluation.prefill_ns
 
 
 def _faster(priced: Priced, plain: Priced) -> bool:

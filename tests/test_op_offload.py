@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_models import dense, machine, moe, plan, sites
+from planning_models import dense, machine, moe, plan, real, sites
 from test_run import plan_for
 
 from atsplan import main
@@ -193,3 +193,20 @@ def test_stock_rules_keep_the_engine_s_default(moe_model: Path, tmp_path: Path) 
     assert done.exit_code in (0, 1), done.output  # two tokens may call either faster
     offload = {each["name"]: each["op_offload"] for each in json.loads(done.stdout)["contenders"]}
     assert offload == {"plan": False, "cpu": True}
+
+
+def test_a_batch_just_long_enough_to_be_copied_costs_no_more_than_one_that_is_not() -> None:
+    """From 32 tokens on weights would be copied; where that takes longer the plan keeps to the CPU's way."""
+    model, profile = real("Kimi-K2-Thinking-q4_K"), machine("rtx4090-epyc")
+    times = [
+        plan(model, "21000", on=profile, workload=Workload(n_ctx=4096, n_ubatch=n, prompt=2000, gen=100))
+        for n in (31, 32)
+    ]
+    assert times[1].predicted.objective_ns <= times[0].predicted.objective_ns
+
+
+def test_all_problems_of_a_plan_share_one_clock() -> None:
+    options = SolveOptions(time_limit_s=10).begun()
+    assert options.begun() is options and 0 < options.wall_s <= 60
+    assert replace(options, ends=options.ends - 3600).wall_s == 1
+    assert SolveOptions(time_limit_s=10).wall_s == 60
