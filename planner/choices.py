@@ -102,19 +102,21 @@ class Chooser:
         here = self.prices.on(unit, device.name)
         if unit.kind is Kind.OUTPUT:
             here += self._logits(device)
-        if not self._too_large(device, unit):
+        able = self.prices.computes(unit, device.name)
+        if able and not self._too_large(device, unit):
             yield Spot(f"gpu:{device.name}", self._bytes(d, unit.size_bytes + unit.tied_bytes), here)
         # A tied head is the input table itself: an override would move both.
         apart = unit.kind in (Kind.FFN, Kind.EXPERTS) or (unit.kind is Kind.OUTPUT and not unit.tied_bytes)
         if apart and self.cpu >= 0:
-            streams = device.kind == "gpu" and unit.kind is not Kind.OUTPUT  # one row a sequence: too few
+            # Of the output head there is one row a sequence: too few.
+            streams = able and device.kind == "gpu" and unit.kind is not Kind.OUTPUT
             times = self._host_times(unit, d if streams else -1)
             moved = self.prices.moved_bytes(unit)
             memory = [0] * len(self.devices)
             memory[self.cpu], memory[d] = moved, unit.size_bytes - moved
             shares = self._no_cache() if unit.kind is Kind.EXPERTS else ()
             yield Spot("cpu", tuple(memory), times, True, shares)
-        if unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
+        if able and unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
             yield from self._stripes(unit, d, here)
             yield from self._cached(unit, d, here)
 

@@ -101,6 +101,10 @@ def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
         yield "the file does not say how wide its attention is: the KV cache is not counted"
     if foreign := foreign_note(model.units):
         yield foreign
+    here = {tensor.type for tensor in model.inventory.tensors}
+    for one in profile.unsupported:
+        if one.type in here:
+            yield f"{one.device} cannot compute {one.op} of {one.type}: such weights are kept off it"
     for kind in host_types(model.inventory, profile):
         yield f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere"
 

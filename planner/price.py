@@ -189,6 +189,15 @@ class Prices:
             return 0
         return self.calibration.split_ns + self.copy_ns(source, target, size_bytes)
 
+    def computes(self, unit: Unit, device: str) -> bool:
+        """Whether a device has kernels for the weights of a unit, as far as the profile says."""
+        refused = {(one.op, one.type) for one in self.profile.unsupported if one.device == device}
+        if not refused:
+            return True
+        found = [self.tensors[name] for name in unit.tensors if _is_matrix(self.tensors[name])]
+        ops = {True: "MUL_MAT_ID", False: "MUL_MAT"}
+        return not any((ops[self._parts[t.name].role is Role.EXPERTS], t.type) in refused for t in found)
+
     def zero_copy(self, device: str) -> int:
         """Bytes per second at which kernels of a device read host memory; 0 where they cannot."""
         return max((li.zero_copy_bytes_per_s for li in self.profile.links if li.target == device), default=0)

@@ -54,6 +54,14 @@ class OpTiming(Record):
     samples: int = Field(gt=0)
 
 
+class Unsupported(Record):
+    """An operator that a device cannot compute with weights of a type in its own memory."""
+
+    op: str
+    type: str
+    device: str
+
+
 class Calibration(Record):
     """Whole-model corrections; `model` is a table digest, "" for the generated model of the profiler."""
 
@@ -90,6 +98,7 @@ class Profile(Record):
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
     timings: tuple[OpTiming, ...] = ()
+    unsupported: tuple[Unsupported, ...] = ()
     calibrations: tuple[Calibration, ...] = ()
     warnings: tuple[str, ...] = ()
 

@@ -35,6 +35,9 @@ _MATRIX_ROLES = frozenset(
 _NOT_MULTIPLIED = ("conv1d", "shortconv.conv", "ssm_a", "ssm_d.", "lerp", "rope_f", "time_mix_first", "r_k")
 
 
+NOT_SUPPORTED = "not supported by the device"
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A device and the buffer its weights lie in."""

@@ -17,7 +17,7 @@ from profiler import figures, host, links, thermal
 from profiler.answers import Line, answer_request
 from profiler.arena import MiB
 from profiler.bench import Bench
-from profiler.cases import Place, job_of
+from profiler.cases import NOT_SUPPORTED, Place, job_of
 from profiler.pace import Pace
 from runtime.ggml import Device, Ggml
 from runtime.libllama import Engine
@@ -182,7 +182,7 @@ def _time(at: Bench, case: Case, limit_s: float) -> Line:
         sample = at.measure(case, limit_s)
     except (AtsplanError, AttributeError, KeyError) as problem:
         return {"skipped": str(problem)}
-    return asdict(sample) if sample else {"skipped": "not supported by the device"}
+    return asdict(sample) if sample else {"skipped": NOT_SUPPORTED}
 
 
 def arena_bytes(device: Device, cache_bytes: int) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 
 from planner.budget import METAL
 from planner.errors import MachineError
-from planner.profile import Device, Fingerprint, Link, OpTiming, Profile
+from planner.profile import Device, Fingerprint, Link, OpTiming, Profile, Unsupported
 from planner.timing import STATE_OPS, Case, bytes_read
-from profiler.cases import Job, Place
+from profiler.cases import NOT_SUPPORTED, Job, Place
 from profiler.samples import possible
 
 Line = Mapping[str, Any]
@@ -112,6 +112,18 @@ def _verdict(job: Job, line: Line, streams: Mapping[str, int]) -> Verdict:
         samples=line["samples"],
     )
     return Verdict(job, timing)
+
+
+def unsupported(judged: Iterable[Verdict]) -> tuple[Unsupported, ...]:
+    """Products that a device said it cannot compute with weights of its own memory, at any shape or batch."""
+    own = [v for v in judged if v.job.place.kind == "own" and v.job.case.op in ("MUL_MAT", "MUL_MAT_ID")]
+    refused = {_product(v) for v in own if v.dropped == NOT_SUPPORTED}
+    known = sorted(refused - {_product(v) for v in own if v.timing})
+    return tuple(Unsupported(op=op, type=kind, device=device) for op, kind, device in known)
+
+
+def _product(verdict: Verdict) -> tuple[str, str, str]:
+    return verdict.job.case.op, verdict.job.case.type, verdict.job.place.device
 
 
 def compulsory_bytes(case: Case) -> int:
@@ -218,5 +230,6 @@ def profile(
         devices=devices(lines),
         links=links(lines),
         timings=tuple(v.timing for v in judged if v.timing),
+        unsupported=unsupported(judged),
         warnings=tuple(notes),
     )
