@@ -39,6 +39,7 @@ class LoadSpec:
     swa_full: bool = False  # sliding-window layers keep the whole context
     rollback: int = 0  # tokens that speculation may take back: as many more copies of a recurrent state
     notes: tuple[str, ...] = ()  # where the engine cannot be told the plan exactly
+    mapped: tuple[tuple[str, str], ...] = ()  # (the plan's device, the one here in its place)
 
 
 @dataclass(eq=False)
@@ -156,6 +157,7 @@ def map_devices(spec: LoadSpec, names: Mapping[str, str]) -> LoadSpec:
         spec,
         overrides=tuple((pattern, _renamed(buffer, names)) for pattern, buffer in spec.overrides),
         threads=0 if CPU in names.values() else spec.threads,
+        mapped=(*spec.mapped, *names.items()),
     )
     here = _listed(mapped, _runs(layers), [names.get(d, d) for d in spec.devices])
     if any(d != CPU for d in here.devices):

@@ -156,7 +156,8 @@ def to_json(spec: LoadSpec) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> LoadSpec:
     """A spec from the plain data that `to_json` made."""
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    plain["overrides"] = tuple((pattern, buffer) for pattern, buffer in data["overrides"])
+    for pairs in ("overrides", "mapped"):
+        plain[pairs] = tuple((first, second) for first, second in data[pairs])
     plain["workload"] = Workload(**data["workload"])
     return LoadSpec(**plain)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +29,14 @@ class MissingDevice(EngineProblem):
 
     device: str
     here: tuple[str, ...]
+    planned: tuple[str, ...] = ()  # the plan's devices that were mapped to it; (): the plan's own name
 
     def message(self) -> str:
         there = ", ".join(self.here)
+        maps = " ".join(f"--device-map {name}={self.here[0]}" for name in self.planned or (self.device,))
         return (
             f"no device {self.device} on this machine (there is {there}); "
-            f"to run the plan elsewhere add --device-map {self.device}={self.here[0]}"
+            f"to run the plan elsewhere give {maps}"
         )
 
 
@@ -89,7 +91,7 @@ def model_params(
 ) -> Any:
     """llama_model_params of a spec; `own` maps buffer names that ggml does not know (stripes) to handles."""
     params = engine.model_params()
-    handles = [device_handle(engine, name) for name in spec.devices]
+    handles = [device_handle(engine, name, spec.mapped) for name in spec.devices]
     params.devices = _address(kept((c.c_void_p * (len(handles) + 1))(*handles, None)))
     params.tensor_split = _address(kept((c.c_float * max(16, engine.max_devices))(*spec.tensor_split)))
     params.n_gpu_layers = spec.n_gpu_layers
@@ -159,13 +161,17 @@ def context(engine: Engine, loaded: Handle, params: Any, log: Tail | None = None
         engine.lib.llama_free(handle)
 
 
-def device_handle(engine: Engine, name: str) -> Handle:
-    """The device of that name; MissingDevice when it is not here."""
+def device_handle(engine: Engine, name: str, mapped: Sequence[tuple[str, str]] = ()) -> Handle:
+    """The device of that name; MissingDevice when it is not here.
+
+    `mapped` pairs the plan's devices with those that were to take their place: the error names the former.
+    """
     devices = engine.ggml.devices()
     for device in devices:
         if device.name.casefold() == name.casefold():
             return device.handle
-    raise MissingDevice(engine.label, "", name, tuple(d.name for d in devices))
+    planned = tuple(of for of, there in mapped if there == name)
+    raise MissingDevice(engine.label, "", name, tuple(d.name for d in devices), planned)
 
 
 def usable_threads() -> int:
@@ -195,16 +201,16 @@ def _override_array(engine: Engine, spec: LoadSpec, own: Mapping[str, Handle], n
         entry.pattern = pattern.encode()
         if no_alloc and buffer.startswith("stripe:"):
             buffer = buffer.split(":")[1]  # the device computes; what a stripe leaves on the host is not seen
-        entry.buft = known.get(buffer) or _default_buffer(engine, buffer)
+        entry.buft = known.get(buffer) or _default_buffer(engine, buffer, spec.mapped)
     return array
 
 
-def _default_buffer(engine: Engine, name: str) -> Handle:
+def _default_buffer(engine: Engine, name: str, mapped: Sequence[tuple[str, str]]) -> Handle:
     if name == CPU:
         return int(engine.lib.ggml_backend_cpu_buffer_type())
     if name.startswith("stripe:"):
         raise EngineProblem(engine.label, f"{name}: striped experts are not possible here")
-    return int(engine.lib.ggml_backend_dev_buffer_type(device_handle(engine, name)))
+    return int(engine.lib.ggml_backend_dev_buffer_type(device_handle(engine, name, mapped)))
 
 
 def _address(array: Any) -> int:

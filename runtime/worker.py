@@ -178,7 +178,7 @@ def _job(request: Mapping[str, Any], emit: child.Emit) -> _Job:
         _check_machine(engine, request["checks"])
     spec, renamed = connect(engine, dryrun.from_json(request["spec"]))
     for name in spec.devices:
-        load.device_handle(engine, name)
+        load.device_handle(engine, name, spec.mapped)
     checks = _checks_from_json(request["checks"], renamed) if request["checks"] else None
     draft = _draft_here(engine, request["draft"]) if request["draft"] else None
     return _Job(engine, Path(request["model"]), spec, renamed, checks, draft)

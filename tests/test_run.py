@@ -146,6 +146,8 @@ def test_a_plan_that_promises_another_placement(
     [
         (("--device-map", "CUDA7=CPU", "-p", "a"), 2, "the plan does not use CUDA7"),
         (("--device-map", "CUDA0", "-p", "a"), 2, "write it as CUDA0=CPU"),
+        # What to give names the plan's device, not the missing one in its place.
+        (("--device-map", "CUDA0=CUDA7", "-p", "a"), 3, "give --device-map CUDA0=CPU"),
         ((*HERE, "-p", "  "), 2, "is empty"),
         ((*HERE, "-p", "a", "--engine", "/nowhere"), 3, "no such file or folder"),
         ((*HERE, "-p", "a b " * 300), 2, "do not fit the context of 256"),
