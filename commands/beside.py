@@ -10,7 +10,7 @@ from commands.models import load_inventory
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
-    from commands.asking import Asked
+    from commands.ask_options import Asked
     from planner.drafting import Drafting
     from planner.inventory import Inventory
     from planner.profile import Profile

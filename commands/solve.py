@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.asking import Asked, asking, inputs_of
+from commands.ask_options import Asked, asking
+from commands.asking import inputs_of
 from commands.console import mib, ms, out, out_json, out_table, say, table, write_text
 from commands.option_types import Target
 from planner.errors import OptionProblem

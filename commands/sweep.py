@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.asking import Asked, Inputs, asking, inputs_of
+from commands.ask_options import Asked, asking
+from commands.asking import Inputs, inputs_of
 from commands.console import PICTURE, mib, out_json, out_table, progress, table
 from commands.figures import check_name, pyplot, save
 from commands.option_types import Target
