@@ -8,8 +8,6 @@ import os
 import platform
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,45 +154,6 @@ def device_id(library: Any, device: int) -> str:
     get(device, c.addressof(props))
     found = (props.device_id or b"").decode(errors="replace")
     return found if re.fullmatch(r"[0-9a-fA-F:.]{7,16}", found) else ""
-
-
-def gpu_memory_used() -> tuple[int, ...]:
-    """Bytes in use by anybody on each NVIDIA card, in the driver's order; none without a driver."""
-    used = []
-    with _nvml() as nvml:
-        count, handle, memory = c.c_uint(), c.c_void_p(), (c.c_uint64 * 3)()
-        if nvml is not None:
-            nvml.nvmlDeviceGetCount_v2(c.byref(count))
-        for index in range(count.value):
-            nvml.nvmlDeviceGetHandleByIndex_v2(index, c.byref(handle))
-            nvml.nvmlDeviceGetMemoryInfo(handle, c.byref(memory))
-            used.append(memory[2])
-    return tuple(used)
-
-
-def gpu_number(pci_id: str) -> int | None:
-    """The driver's number of the NVIDIA card at a PCI address."""
-    with _nvml() as nvml:
-        handle, number = c.c_void_p(), c.c_uint()
-        if nvml is None or nvml.nvmlDeviceGetHandleByPciBusId_v2(pci_id.encode(), c.byref(handle)):
-            return None
-        return None if nvml.nvmlDeviceGetIndex(handle, c.byref(number)) else number.value
-
-
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    """The driver's management library, initialised; None where there is none."""
-    try:
-        nvml = c.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        nvml = None
-    if nvml is None or nvml.nvmlInit_v2():
-        yield None
-        return
-    try:
-        yield nvml
-    finally:
-        nvml.nvmlShutdown()
 
 
 def _quota() -> int:

@@ -7,7 +7,7 @@ nothing but the case that failed. Requests: {"ask": "figures"} and {"ask": "case
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
@@ -19,6 +19,7 @@ from profiler.arena import MiB
 from profiler.bench import Bench
 from profiler.cases import NOT_SUPPORTED, Place, job_of
 from profiler.pace import Pace
+from runtime import gpu
 from runtime.ggml import Device, Ggml
 from runtime.libllama import Engine
 
@@ -72,7 +73,7 @@ def places(ggml: Ggml, devices: Iterable[Device]) -> tuple[Place, ...]:
 
 def _figures(engine: Engine, request: Line) -> Iterator[Line]:
     ggml, caches, limit_s = engine.ggml, host.caches(), request["limit_s"]
-    before = host.gpu_memory_used()
+    before = gpu.used()
     devices = wanted(ggml, request["devices"])
     yield {"kind": "engine", "text": engine.build.text, "moe_cache": engine.has_moe_cache}
     all_places = places(ggml, devices)
@@ -104,10 +105,10 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
     yield from _links(ggml, devices)
 
 
-def _taken(pci_id: str, before: tuple[int, ...], arena_bytes: int) -> int:
+def _taken(pci_id: str, before: Mapping[str, int], arena_bytes: int) -> int:
     """What a card holds beside the arena since `before`; the driver opens other cards too."""
-    number = host.gpu_number(pci_id)
-    return host.gpu_memory_used()[number] - before[number] - arena_bytes if number is not None else 0
+    name, now = gpu.name_at(pci_id), gpu.used()
+    return now[name] - before[name] - arena_bytes if name in now and name in before else 0
 
 
 def _zero_copy(ggml: Ggml, place: Place, limit_s: float) -> Line:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes as c
 from pathlib import Path
+
+from runtime import gpu
 
 _CPU = Path("/sys/devices/system/cpu")
 # Bits of nvmlDeviceGetCurrentClocksThrottleReasons that mean heat or a lack of power.
@@ -19,21 +20,7 @@ def cpu_events(root: Path = _CPU) -> int:
 
 def gpu_reasons() -> tuple[str, ...]:
     """Why NVIDIA cards run below their clocks right now, each reason once; () without card or reason."""
-    try:
-        nvml = c.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return ()
-    count, handle, bits = c.c_uint(), c.c_void_p(), c.c_ulonglong()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(c.byref(count)):
-        return ()
-    seen = 0
-    for index in range(count.value):
-        if not nvml.nvmlDeviceGetHandleByIndex_v2(index, c.byref(handle)):
-            with contextlib.suppress(AttributeError):  # a name that newer drivers may drop
-                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle, c.byref(bits))
-            seen |= bits.value
-    nvml.nvmlShutdown()
-    return reasons(seen)
+    return reasons(gpu.slowdown_bits())
 
 
 def reasons(bits: int) -> tuple[str, ...]:

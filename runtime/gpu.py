@@ -1,47 +1,22 @@
-"""What NVIDIA GPUs say of themselves while something is measured: memory in use, utilisation.
+"""What NVIDIA GPUs say of themselves while something is measured: memory in use, utilisation, slowdowns.
 
-Read through nvidia-ml-py, or where that is not installed from the driver's own library, which it wraps.
-No context is made on any device; without a driver every question has no answer.
+Without a driver every question has no answer.
 """
 
 from __future__ import annotations
 
-import ctypes as c
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
+
+from runtime.nvml import Nvml, Reading, nvml
 
 _PAUSE_S = 0.2
 _CUDA = re.compile(r"CUDA(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One GPU at one moment, all processes together."""
-
-    used_bytes: int
-    percent: int  # of the time that some kernel ran
-
-
-class Nvml(Protocol):
-    """The few questions asked of the management library."""
-
-    def count(self) -> int:
-        """GPUs there are."""
-
-    def read(self, index: int) -> Reading:
-        """One of them, in the order of their PCI addresses."""
-
-    def name(self, index: int) -> str:
-        """The product's name."""
-
-    def close(self) -> None:
-        """Let go of the library."""
 
 
 class Watch:
@@ -106,6 +81,27 @@ def used(devices: Iterable[str] = ()) -> Mapping[str, int]:
     return {}
 
 
+def name_at(pci_id: str) -> str:
+    """What `used` calls the NVIDIA GPU at a PCI address; "" where nothing can tell."""
+    with suppress(Exception), nvml() as library:
+        if library is not None:
+            return f"GPU {library.at(pci_id)}"
+    return ""
+
+
+def slowdown_bits() -> int:
+    """Why NVIDIA GPUs run below their clocks now, all together; bits of nvmlClocksThrottleReasons.
+
+    0 where none does, and where nothing can tell.
+    """
+    bits = 0
+    with suppress(Exception), nvml() as library:  # a function that newer drivers may drop
+        if library is not None:
+            for index in range(library.count()):
+                bits |= library.slowdown_bits(index)
+    return bits
+
+
 def available() -> bool:
     """Whether GPU figures can be had here."""
     with nvml() as library:
@@ -126,87 +122,3 @@ def _behind(devices: Iterable[str], everyone: range) -> list[int] | None:
     wanted = {int(m[1]) for name in devices if (m := _CUDA.fullmatch(name))}
     known = all(n < len(visible) and visible[n] in everyone for n in wanted)
     return sorted(visible[n] for n in wanted) if wanted and known else None
-
-
-@contextmanager
-def nvml() -> Iterator[Nvml | None]:
-    """The management library; None where it, a driver or the permission is missing."""
-    library = _open()
-    try:
-        yield library
-    finally:
-        if library is not None:
-            library.close()
-
-
-def _open() -> Nvml | None:
-    for kind in (_Package, _Driver):
-        try:
-            return kind()
-        except Exception:  # no package, no library, no driver, no permission: all the same to us
-            continue
-    return None
-
-
-class _Package:
-    """Through nvidia-ml-py."""
-
-    def __init__(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml: Any = pynvml
-
-    def count(self) -> int:
-        return int(self._nvml.nvmlDeviceGetCount())
-
-    def read(self, index: int) -> Reading:
-        device = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        percent = 0
-        with suppress(self._nvml.NVMLError):  # a GPU divided by MIG tells its memory but no utilisation
-            percent = self._nvml.nvmlDeviceGetUtilizationRates(device).gpu
-        return Reading(self._nvml.nvmlDeviceGetMemoryInfo(device).used, percent)
-
-    def name(self, index: int) -> str:
-        return str(self._nvml.nvmlDeviceGetName(self._nvml.nvmlDeviceGetHandleByIndex(index)))
-
-    def close(self) -> None:
-        self._nvml.nvmlShutdown()
-
-
-class _Driver:
-    """Through libnvidia-ml, which comes with the driver."""
-
-    def __init__(self) -> None:
-        self._library = c.CDLL("libnvidia-ml.so.1")
-        self._call("nvmlInit_v2")
-
-    def count(self) -> int:
-        number = c.c_uint()
-        self._call("nvmlDeviceGetCount_v2", c.byref(number))
-        return number.value
-
-    def read(self, index: int) -> Reading:
-        device = self._device(index)
-        memory = (c.c_uint64 * 3)()  # nvmlMemory_t: total, free, used
-        rates = (c.c_uint * 2)()  # nvmlUtilization_t: gpu, memory
-        self._call("nvmlDeviceGetMemoryInfo", device, memory)
-        self._library.nvmlDeviceGetUtilizationRates(device, rates)
-        return Reading(memory[2], rates[0])
-
-    def name(self, index: int) -> str:
-        room = c.create_string_buffer(96)
-        self._call("nvmlDeviceGetName", self._device(index), room, len(room))
-        return room.value.decode(errors="replace")
-
-    def close(self) -> None:
-        self._library.nvmlShutdown()
-
-    def _device(self, index: int) -> c.c_void_p:
-        device = c.c_void_p()
-        self._call("nvmlDeviceGetHandleByIndex_v2", index, c.byref(device))
-        return device
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._library, name)(*arguments):
-            raise OSError(f"{name} returned {status}")

@@ -22,9 +22,11 @@ from planner.gguf_file import read_model
 from planner.loading import LoadSpec, load_spec
 from planner.plan import to_text
 from planner.workload import Workload
-from runtime import gpu, settle
+from profiler import thermal
+from runtime import gpu, nvml, settle
 from runtime.arms import Arm, same_load
-from runtime.gpu import Reading, Watch
+from runtime.gpu import Watch
+from runtime.nvml import Reading
 from runtime.settle import Settling
 
 MIB = 2**20
@@ -122,13 +124,19 @@ class Gpus:
     def name(self, index: int) -> str:
         return "NVIDIA H200"
 
+    def at(self, pci_id: str) -> int:
+        return int(pci_id[5:7], 16)
+
+    def slowdown_bits(self, index: int) -> int:
+        return 0x20 << index
+
     def close(self) -> None:
         self.closed = True
 
 
 def test_gpus_are_watched_from_the_load_on(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus()
-    monkeypatch.setattr(gpu, "_open", lambda: gpus)
+    monkeypatch.setattr(nvml, "_open", lambda: gpus)
     monkeypatch.setattr(gpu, "_PAUSE_S", 0.001)
     with Watch(["CUDA0", "CUDA1", "CPU"]) as watch:
         while gpus.steps < 4:
@@ -152,7 +160,7 @@ def test_a_gpu_that_is_lost_ends_the_watching_only(monkeypatch: pytest.MonkeyPat
         raise OSError("GPU is lost")
 
     monkeypatch.setattr(gpus, "read", read)
-    monkeypatch.setattr(gpu, "_open", lambda: gpus)
+    monkeypatch.setattr(nvml, "_open", lambda: gpus)
     with Watch(["CUDA0"]) as watch:
         watch.begin()
     assert watch.percent is None and gpus.closed
@@ -174,11 +182,15 @@ def test_figures_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetName=lambda device: "NVIDIA H200",
         nvmlDeviceGetMemoryInfo=lambda device: SimpleNamespace(used=100 + device),
         nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=7) if device else refused(device),
+        nvmlDeviceGetHandleByPciBusId=lambda pci_id: int(pci_id[5:7], 16),
+        nvmlDeviceGetIndex=lambda device: device,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda device: 0x04 << device,
     )
     monkeypatch.setitem(sys.modules, "pynvml", package)
     assert gpu.available()
     assert gpu.used() == {"GPU 0": 100, "GPU 1": 101}
-    with gpu.nvml() as library:
+    assert (gpu.name_at("0000:01:00.0"), gpu.slowdown_bits()) == ("GPU 1", 0x0C)
+    with nvml.nvml() as library:
         assert library is not None
         assert gpu.readings(library) == {0: Reading(100, 0), 1: Reading(101, 7)}
 
@@ -201,7 +213,7 @@ def test_only_the_gpus_in_use_are_read(
     devices: list[str], shown: str | None, mixed: bool, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = Gpus()
-    monkeypatch.setattr(gpu, "_open", lambda: gpus)
+    monkeypatch.setattr(nvml, "_open", lambda: gpus)
     if mixed:
         monkeypatch.setattr(gpus, "name", lambda index: f"GPU of kind {index}")
     if shown is None:
@@ -244,6 +256,15 @@ class DriverLibrary:
         self.nvmlDeviceGetUtilizationRates = c.CFUNCTYPE(c.c_int, c.c_void_p, number)(
             lambda device, out: _put(out, 42, 10) if device == 0x123 else 1
         )
+        self.nvmlDeviceGetHandleByPciBusId_v2 = c.CFUNCTYPE(c.c_int, c.c_char_p, c.POINTER(c.c_void_p))(
+            lambda pci_id, out: _put(out, 0x123) if pci_id == b"0000:8a:00.0" else 6
+        )
+        self.nvmlDeviceGetIndex = c.CFUNCTYPE(c.c_int, c.c_void_p, number)(
+            lambda device, out: _put(out, 0) if device == 0x123 else 1
+        )
+        self.nvmlDeviceGetCurrentClocksThrottleReasons = c.CFUNCTYPE(c.c_int, c.c_void_p, sizes)(
+            lambda device, out: _put(out, 0x40) if device == 0x123 else 1
+        )
         self.nvmlDeviceGetName = c.CFUNCTYPE(c.c_int, c.c_void_p, c.POINTER(c.c_char), c.c_uint)(
             lambda device, out, room: _put(out, *b"NVIDIA H200\0") if room >= 96 else 7
         )
@@ -269,7 +290,9 @@ def test_figures_through_the_driver_s_own_library(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(c, "CDLL", load)
     assert gpu.available() and gpu.used(["CUDA0"]) == {"GPU 0": 7}
-    with gpu.nvml() as library:
+    assert gpu.name_at("0000:8a:00.0") == "GPU 0" and gpu.name_at("0000:8b:00.0") == ""
+    assert thermal.gpu_reasons() == ("heat",)
+    with nvml.nvml() as library:
         assert library is not None
         assert library.name(0) == "NVIDIA H200"
         assert gpu.readings(library) == {0: Reading(7, 42)}
