@@ -197,7 +197,7 @@ _USE = {"prompt": "prompt", "gen": "gen", "depth": "depth", "seqs": "n_seq"}
 
 
 def _use(text: str) -> dict[str, int]:
-    """Fields of the workload from --workload; OptionProblem for other words and for what is no whole number."""
+    """Fields of the workload from --workload; OptionProblem for unknown words and for what is no number."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")

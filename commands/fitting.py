@@ -44,7 +44,7 @@ def _room(inputs: Inputs, engine: Engine) -> dict[str, int]:
             continue
         if device.name not in here and not endpoints([device.name]):
             raise OptionProblem("--fit", inputs.fit_engine, f"the engine has no {device.name} here")
-        reserved = sum(r.size_bytes for r in inputs.options.reserves if r.device == device.name)
+        reserved = inputs.options.reserved_bytes(device.name)
         size = inputs.budgets[device.name] - device.context_bytes - reserved
         found[device.name] = max(size, 0)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner import kv, timing
 from planner.arch import Layers, layers_of, shared_kv
@@ -18,6 +18,7 @@ from planner.price import OFFLOAD_BATCH, Prices, state_case
 from planner.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
 from planner.profile import Device, Profile
 from planner.room import Room, room_of
+from planner.rounding import rounded
 from planner.sharing import Sharing
 from planner.units import Kind, Unit, UnitTable, units_of
 from planner.workload import Workload
@@ -25,7 +26,6 @@ from planner.workload import Workload
 INPUT = "input"
 OUTPUT = "output"
 UNFUSED = "unfused delta net"
-_FIGURES = 10_000  # times are rounded to this share of a token, at least: finer is noise, and slow to prove
 _ON_HOST = frozenset({Kind.EMBEDDING, Kind.LOOKUP})
 _NOT_LOADED = frozenset({Kind.FOREIGN})
 
@@ -128,7 +128,7 @@ def price(
     decisions = tuple(
         sharing.told(_decision(chooser, model, name, units, options, wanted)) for name, units in model.groups
     )
-    reserved = {d.name: sum(r.size_bytes for r in options.reserves if r.device == d.name) for d in devices}
+    reserved = {d.name: options.reserved_bytes(d.name) for d in devices}
     pools = _pools(devices, profile, reserved)
     problem = Problem(
         devices=tuple(
@@ -293,52 +293,3 @@ def unfused_ns(prices: Prices, device: Device) -> tuple[int, bool]:
 
 def _delta_net(name: str) -> bool:
     return ".ssm_ba." in name or ".ssm_beta." in name
-
-
-def tick_of(problem: Problem) -> int:
-    """The rounding step of decode times: a power of ten, at most 1/10000 of the fastest token."""
-    fastest = problem.decode_ns + sum(
-        min((o.decode_ns for o in d.options), default=0) for d in problem.decisions
-    )
-    tick = 1
-    while tick * 10 * _FIGURES <= fastest:
-        tick *= 10
-    return tick
-
-
-def rounded(problem: Problem) -> Problem:
-    """Times rounded to a step far below any measurement's error, so that optimality can be proven."""
-    decode = tick_of(problem)
-    prefill = decode * max(problem.decode_weight, 1)
-
-    def near(ns: int, step: int) -> int:
-        return (ns + step // 2) // step * step
-
-    def matrix(values: Matrix, step: int) -> Matrix:
-        return tuple(tuple(near(ns, step) for ns in row) for row in values)
-
-    edges: dict[tuple[Matrix, Matrix], tuple[Matrix, Matrix]] = {}
-    for edge in problem.edges:
-        key = (edge.decode_ns, edge.prefill_ns)
-        if key not in edges:
-            edges[key] = (matrix(key[0], decode), matrix(key[1], prefill))
-    return replace(
-        problem,
-        decisions=tuple(
-            replace(
-                d,
-                options=tuple(
-                    replace(o, decode_ns=near(o.decode_ns, decode), prefill_ns=near(o.prefill_ns, prefill))
-                    for o in d.options
-                ),
-            )
-            for d in problem.decisions
-        ),
-        edges=tuple(Edge(e.source, e.target, *edges[e.decode_ns, e.prefill_ns]) for e in problem.edges),
-        mixed=tuple(
-            replace(m, decode_ns=near(m.decode_ns, decode), prefill_ns=near(m.prefill_ns, prefill))
-            for m in problem.mixed
-        ),
-        decode_ns=near(problem.decode_ns, decode),
-        prefill_ns=near(problem.prefill_ns, prefill),
-    )

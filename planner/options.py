@@ -73,3 +73,7 @@ class SolveOptions:
         """Seconds by the clock that the next problem may take: a safety net, it differs between machines."""
         most = _SLACK * self.time_limit_s
         return max(min(most, self.ends - time.monotonic()), _LEAST_S) if self.ends else most
+
+    def reserved_bytes(self, device: str) -> int:
+        """Memory of a device that the plan leaves to everything else."""
+        return sum(line.size_bytes for line in self.reserves if line.device == device)

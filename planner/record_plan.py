@@ -263,7 +263,7 @@ def _use(
     cached = cached_bytes(sites, sizes, device.device)
     # In whole MiB, as the stock tools' option says it; what is left over lies with the compute buffer.
     cache = (cached + sum(s.size_bytes for s in mine if " cache of " in s.name)) // _MIB * _MIB
-    reserved = sum(r.size_bytes for r in options.reserves if r.device == device.device)
+    reserved = options.reserved_bytes(device.device)
     return DeviceUse(
         name=device.device,
         kind=device.kind,

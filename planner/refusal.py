@@ -82,7 +82,7 @@ def crowded(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -
     opened = dict.fromkeys(r.device for r in options.reserves if r.opens and r.device in budgets)
     needs = []
     for name in opened:
-        reserve = sum(r.size_bytes for r in options.reserves if r.device == name)
+        reserve = options.reserved_bytes(name)
         context = priced.prices.profile.device(name).context_bytes
         needs.append(Need(name, budgets[name], 0, 0, context, reserve))
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
@@ -138,7 +138,7 @@ def _forced(priced: Priced, device: int, budgets: Mapping[str, int], options: So
         weights += held - here
     shares = _always(problem)
     compute = sum(problem.shares[s].size_bytes for s in shares if problem.shares[s].device == device)
-    reserve = sum(r.size_bytes for r in options.reserves if r.device == name)
+    reserve = options.reserved_bytes(name)
     budget = min(budgets[name], problem.devices[device].capacity_bytes + reserve)
     if problem.devices[device].capacity_bytes > budget:  # host memory that may be paged from disk
         budget = problem.devices[device].capacity_bytes

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from planner.arch import layers_of
 from planner.errors import OptionProblem
@@ -35,15 +34,6 @@ _WARM_SIDE = 46  # llama.cpp sizes a projector of free resolution for 46 x 46 ou
 _FREE_SIZE = frozenset(
     {"qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "pixtral", "kimivl", "kimik25"}
 )
-_MINIMUM_HEADROOM = 512 * 2**20
-
-
-class HostWeights(StrEnum):
-    """How weights get into host memory."""
-
-    MAPPED = "mapped"  # mmap of the file: page cache
-    PINNED = "pinned"  # a GPU's host buffer, locked
-    READ = "read"  # plain memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,32 +84,6 @@ def reserves(
     return tuple(line for line in lines if line.size_bytes)
 
 
-def host_weights(
-    size_bytes: int, how: HostWeights, *, repacked_bytes: int = 0, host: str = "CPU"
-) -> tuple[Reserve, ...]:
-    """What weights left in host memory take there.
-
-    Mapped weights are page cache: they may be dropped and read again, at the price of speed. Those that the
-    CPU backend repacks for its own kernels are copies; only with a mapping do both exist.
-    """
-    own = max(size_bytes - repacked_bytes, 0)
-    lines = {
-        HostWeights.MAPPED: (Reserve("weights mapped", host, size_bytes),),
-        HostWeights.PINNED: (Reserve("weights pinned", host, own),),
-        HostWeights.READ: (Reserve("weights read", host, own),),
-    }[how]
-    repacked = Reserve("weights repacked", host, min(repacked_bytes, size_bytes))
-    return tuple(line for line in (*lines, repacked) if line.size_bytes)
-
-
-def totals(lines: tuple[Reserve, ...]) -> dict[str, int]:
-    """Bytes per device."""
-    found: dict[str, int] = {}
-    for line in lines:
-        found[line.device] = found.get(line.device, 0) + line.size_bytes
-    return found
-
-
 def projector_compute_bytes(mmproj: Inventory, *, flash_attn: bool = True) -> int:
     """Compute buffer of a vision projector for the largest image the engine reserves for.
 
@@ -138,15 +102,6 @@ def checkpoint_bytes(inventory: Inventory, workload: Workload) -> int:
     slides = sliding_layers(inventory, layers_of(inventory).n_main)
     windows = sum(size for size, s in zip(kv_bytes(inventory, workload), slides, strict=True) if s)
     return windows + sum(state_bytes(inventory, workload))
-
-
-def headroom_bytes(inventory: Inventory, memory_bytes: int) -> int:
-    """What to leave free on a GPU whose budget nobody stated: 3 % or 512 MiB, twice that for hybrids.
-
-    Captured graphs and pools grow for hours after the load; hybrids reprocess prompts when memory is tight.
-    """
-    plain = max(_MINIMUM_HEADROOM, memory_bytes * 3 // 100)
-    return 2 * plain if any(layers_of(inventory).recurrent) else plain
 
 
 def _patches(mmproj: Inventory) -> int:

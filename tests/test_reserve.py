@@ -11,13 +11,9 @@ from planner.kv import KvTypeProblem, kv_bytes, nextn_kv_bytes, state_bytes
 from planner.memory import compute_bytes, pipeline_copies, staging_bytes
 from planner.reserve import (
     Extras,
-    HostWeights,
     checkpoint_bytes,
-    headroom_bytes,
-    host_weights,
     projector_compute_bytes,
     reserves,
-    totals,
 )
 from planner.workload import Workload
 from profiler.synth import SynthSpec, write
@@ -102,31 +98,19 @@ def test_a_draft_model_takes_weights_cache_and_compute(hybrid: Inventory, draft:
     assert sizes["draft KV"] == sum(kv_bytes(draft, work))
     assert sizes["draft embedding"] >= embedding
     assert {line.name: line.device for line in found}["draft"] == "CUDA1"
-    assert totals(found)["CPU"] == sizes["draft embedding"]
+    assert {line.name for line in found if line.device == "CPU"} == {"draft embedding"}
 
 
 def test_other_users_prompt_cache_and_checkpoints(hybrid: Inventory) -> None:
     extras = Extras(prompt_cache_bytes=8 << 30, checkpoints=3, reserved={"": 512 * MIB, "CUDA1": MIB})
     found = reserves(hybrid, Workload(n_seq=2), extras, gpu="CUDA0")
-    assert totals(found) == {
-        "CPU": (8 << 30) + 3 * checkpoint_bytes(hybrid, Workload(n_seq=2)),
-        "CUDA0": 512 * MIB,
-        "CUDA1": MIB,
-    }
+    assert [(line.name, line.device, line.size_bytes) for line in found] == [
+        ("prompt cache", "CPU", 8 << 30),
+        ("checkpoints", "CPU", 3 * checkpoint_bytes(hybrid, Workload(n_seq=2))),
+        ("other users", "CUDA0", 512 * MIB),
+        ("other users", "CUDA1", MIB),
+    ]
     assert checkpoint_bytes(hybrid, Workload(n_seq=2)) == sum(state_bytes(hybrid, Workload(n_seq=2)))
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        (HostWeights.MAPPED, {"weights mapped": 100, "weights repacked": 30}),
-        (HostWeights.PINNED, {"weights pinned": 70, "weights repacked": 30}),
-        (HostWeights.READ, {"weights read": 70, "weights repacked": 30}),
-    ],
-)
-def test_repacked_weights_are_copies_only_of_a_mapping(how: HostWeights, expected: dict[str, int]) -> None:
-    assert {line.name: line.size_bytes for line in host_weights(100, how, repacked_bytes=30)} == expected
-    assert totals(host_weights(100, how)) == {"CPU": 100}
 
 
 def test_state_follows_sequences_and_speculation_but_not_the_context(hybrid: Inventory) -> None:
@@ -188,9 +172,3 @@ def test_copies_of_inputs_when_several_gpus_work_in_a_pipeline() -> None:
     assert pipeline_copies(2, full_offload=True, overrides=False) == 4
     assert pipeline_copies(2, full_offload=True, overrides=True) == 1
     assert pipeline_copies(1, full_offload=True, overrides=False) == 1
-
-
-def test_hybrids_get_twice_the_headroom(hybrid: Inventory, draft: Inventory) -> None:
-    assert headroom_bytes(draft, 8 << 30) == 512 * MIB
-    assert headroom_bytes(hybrid, 8 << 30) == 1024 * MIB
-    assert headroom_bytes(draft, 80 << 30) == (80 << 30) * 3 // 100
