@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.console import ms, progress, read_text, say
-from commands.engines import open_job
+from commands.engines import device_map_option, open_job
 from commands.heat_files import describe, write_result
 from commands.option_types import Number, Target
 from planner.errors import FieldProblem, FileProblem, OptionProblem
@@ -38,13 +38,7 @@ if TYPE_CHECKING:
 @click.option("--temp", type=Number(0), default=0.8, show_default=True, help="0: greedy.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Load as a plan says.")
-@click.option(
-    "--device-map",
-    "device_maps",
-    multiple=True,
-    metavar="CUDA0=CPU",
-    help="Use a device of this machine in place of the plan's; repeatable.",
-)
+@device_map_option
 @click.option("--device", help="Load everything onto this device [default: CPU only].")
 @click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [all].")
 @click.option(

@@ -58,9 +58,6 @@ class Sharing:
             options += [self._away(o, owner) for o in decision.options]
         return replace(decision, options=tuple(options))
 
-    def _near(self, option: Option, owner: str) -> Option:
-        return replace(option, shares=tuple(sorted((*option.shares, self._lies(owner, option.entry)))))
-
     def _away(self, option: Option, owner: str) -> Option:
         times = self._copies(owner, option.entry)
         memory = [m + self.kv[owner] * (d == option.entry) for d, m in enumerate(option.memory)]

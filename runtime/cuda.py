@@ -69,7 +69,6 @@ _P, _I, _Q, _Z = c.c_void_p, c.c_int, c.c_uint64, c.c_size_t
 _CALLS: Mapping[str, tuple[Any, ...]] = {
     "cuInit": (c.c_uint,),
     "cuDriverGetVersion": (_P,),
-    "cuDeviceGetCount": (_P,),
     "cuDeviceGet": (_P, _I),
     "cuDeviceGetName": (c.c_char_p, _I, _I),
     "cuDeviceGetByPCIBusId": (_P, c.c_char_p),
@@ -80,7 +79,6 @@ _CALLS: Mapping[str, tuple[Any, ...]] = {
     "cuCtxPopCurrent_v2": (_P,),
     "cuCtxSynchronize": (),
     "cuMemGetInfo_v2": (_P, _P),
-    "cuMemGetAllocationGranularity": (_P, _P, _I),
     "cuMemAddressReserve": (_P, _Z, _Z, _Q, _Q),
     "cuMemAddressFree": (_Q, _Z),
     "cuMemCreate": (_P, _Z, _P, _Q),
@@ -88,7 +86,6 @@ _CALLS: Mapping[str, tuple[Any, ...]] = {
     "cuMemMap": (_Q, _Z, _Z, _Q, _Q),
     "cuMemUnmap": (_Q, _Z),
     "cuMemSetAccess": (_Q, _Z, _P, _Z),
-    "cuMemcpyHtoD_v2": (_Q, _P, _Z),
     "cuMemcpyDtoH_v2": (_P, _Q, _Z),
     "cuMemsetD8_v2": (_Q, c.c_ubyte, _Z),
     "cuPointerGetAttribute": (_P, _I, _Q),
@@ -151,10 +148,6 @@ class Driver:
         value = self._int("cuDriverGetVersion")
         return value // 1000, value % 1000 // 10
 
-    @property
-    def n_devices(self) -> int:
-        return self._int("cuDeviceGetCount")
-
     def device(self, pci_id: str) -> int:
         """The driver's number of the device with this PCI id; "" means the first one."""
         if not pci_id:
@@ -193,13 +186,6 @@ class Driver:
         self.call("cuMemGetInfo_v2", c.byref(free), c.byref(total))
         return free.value, total.value
 
-    def granularity(self, place: Place, number: int) -> int:
-        """The least size and alignment of physical memory at a place."""
-        size = c.c_size_t()
-        prop = _prop(place, number)
-        self.call("cuMemGetAllocationGranularity", c.byref(size), c.byref(prop), 0)
-        return size.value
-
     def reserve(self, size: int, alignment: int) -> Address:
         """A range of addresses with nothing behind it."""
         address = c.c_uint64()
@@ -233,10 +219,6 @@ class Driver:
         """Read and write access to a mapped range for devices and for the processor."""
         rights = (AccessDesc * len(places))(*[AccessDesc(Location(p, n), _READ_WRITE) for p, n in places])
         self.call("cuMemSetAccess", address, size, rights, len(places))
-
-    def upload(self, target: Address, source: Address, size: int) -> None:
-        """Copy from host to device addresses and wait."""
-        self.call("cuMemcpyHtoD_v2", target, source, size)
 
     def download(self, target: Address, source: Address, size: int) -> None:
         """Copy from device to host addresses and wait."""

@@ -224,10 +224,6 @@ class Engine:
         # getpagesize ignores its arguments and touches nothing: a sink that no thread can catch mid-way.
         self.lib.llama_log_set(c.cast(c.CDLL(None).getpagesize, c.c_void_p), None)
 
-    def verbose(self) -> None:
-        """Send the library's log to stderr, as it does by default."""
-        self.lib.llama_log_set(None, None)
-
     @contextmanager
     def log(self, on_text: Callable[[int, str], None]) -> Iterator[None]:
         """Give every log fragment to `on_text(level, text)` inside the block; levels: 1 debug … 4 error."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-LENGTHS = (50, 500, 2000)  # tokens
-
 _PARTS = (
     ("the miller", "a young engineer", "my neighbour", "the old captain", "our committee", "a teacher"),
     ("measured", "repaired", "described", "carried", "remembered", "compared", "drew", "questioned"),
