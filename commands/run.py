@@ -71,8 +71,6 @@ def command(
     from runtime.session import Sampling
     from runtime.worker import Ask, work
 
-    if temp != temp:  # NaN, which every range lets pass
-        raise OptionProblem("--temp", str(temp), "is no number")
     if draft is not None and temp > 0:
         raise OptionProblem("--draft", str(draft), "guesses are checked greedily: leave --temp at 0")
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
@@ -81,14 +79,8 @@ def command(
         prove(job, plan_path, engine, llama_h, helper)
         return
     heard: list[str] = []
-    ask = Ask(
-        prompt=_prompt(prompt),
-        tokens=tokens,
-        sampling=Sampling(temperature=temp, seed=seed),
-        stop=stop,
-        chat=not raw,
-        ignore_end=ignore_eos,
-    )
+    sampling = Sampling(temperature=temp, seed=seed)
+    ask = Ask(_prompt(prompt), tokens, sampling, stop, chat=not raw, ignore_end=ignore_eos)
     outcome = work(
         engine,
         llama_h,
