@@ -13,7 +13,7 @@ from planner.expert_cache import told
 from planner.gguf_header import one_line
 from planner.given import NAME as FIT
 from planner.kernels import kv_note
-from planner.opaque import host_types
+from planner.opaque import host_types, product_of
 from planner.options import SolveOptions
 from planner.pipeline import Pipeline
 from planner.plan import DeviceUse, Placement
@@ -101,9 +101,9 @@ def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
         yield "the file does not say how wide its attention is: the KV cache is not counted"
     if foreign := foreign_note(model.units):
         yield foreign
-    here = {tensor.type for tensor in model.inventory.tensors}
+    products = {(product_of(tensor), tensor.type) for tensor in model.inventory.tensors}
     for one in profile.unsupported:
-        if one.type in here:
+        if (one.op, one.type) in products:
             yield f"{one.device} cannot compute {one.op} of {one.type}: such weights are kept off it"
     for kind in host_types(model.inventory, profile):
         yield f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere"

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from planner.ggml_types import is_known
-from planner.inventory import Inventory, by_name
+from planner.inventory import Inventory, Tensor, by_name
 from planner.profile import Profile
+from planner.roles import Role, part_of
 from planner.units import Unit
 
 
@@ -20,6 +21,11 @@ def host_types(inventory: Inventory, profile: Profile) -> tuple[str, ...]:
     unknown = {tensor.type for tensor in inventory.tensors if not is_known(tensor.type)}
     gpus = {device.name for device in profile.devices if device.kind != "cpu"}
     return tuple(sorted(unknown - {timing.type for timing in profile.timings if timing.device in gpus}))
+
+
+def product_of(tensor: Tensor) -> str:
+    """The operator that multiplies with a tensor, if it is a matrix."""
+    return "MUL_MAT_ID" if part_of(tensor).role is Role.EXPERTS else "MUL_MAT"
 
 
 def host_bound(inventory: Inventory, units: Iterable[Unit], profile: Profile) -> dict[str, str]:

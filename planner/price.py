@@ -14,6 +14,7 @@ from planner.arch import layers_of
 from planner.host_memory import HostMemory, copy_rate
 from planner.inventory import Inventory, Tensor, by_name
 from planner.kv import head_widths, kv_heads, state_widths
+from planner.opaque import product_of
 from planner.plan import Speculation
 from planner.profile import Calibration, Profile
 from planner.roles import Role, part_of
@@ -195,8 +196,7 @@ class Prices:
         if not refused:
             return True
         found = [self.tensors[name] for name in unit.tensors if _is_matrix(self.tensors[name])]
-        ops = {True: "MUL_MAT_ID", False: "MUL_MAT"}
-        return not any((ops[self._parts[t.name].role is Role.EXPERTS], t.type) in refused for t in found)
+        return not any((product_of(tensor), tensor.type) in refused for tensor in found)
 
     def zero_copy(self, device: str) -> int:
         """Bytes per second at which kernels of a device read host memory; 0 where they cannot."""
