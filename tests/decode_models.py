@@ -7,14 +7,13 @@ A request has `model`, and may have `engine` (a folder), `devices`, `tensor_spli
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines import ENVIRONMENT, ROOT
+from engines import python
 
 from planner.loading import LoadSpec
 from planner.workload import Workload
@@ -26,15 +25,7 @@ Answer = dict[str, Any]
 
 def decode_all(requests: Sequence[Mapping[str, object]]) -> list[Answer]:
     """The answers to requests for one engine, from one child; a request it died of answers `error`."""
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps(requests),
-        capture_output=True,
-        text=True,
-        env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        timeout=300,
-        check=False,
-    )
+    done = python(__file__, given=json.dumps(requests), limit_s=300)
     answers: list[Answer] = [json.loads(line) for line in done.stdout.splitlines()]
     lost = {"error": f"exit {done.returncode}: {done.stderr[-400:]}"}
     return answers + [lost] * (len(requests) - len(answers))

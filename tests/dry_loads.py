@@ -7,8 +7,6 @@ list of [model, context, compute].
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,16 +40,10 @@ class Bytes:
 
 def measure(loads: Iterable[Load], engine: str = "") -> list[Bytes]:
     """The engine's own numbers for each load ("": the embedded one); the child's last words when it dies."""
+    from engines import python  # not in the child, which needs no pytest
+
     request = [[str(x.path), x.workload.model_dump(), x.swa_full, x.rollback, x.nextn] for x in loads]
-    asked = subprocess.run(
-        [sys.executable, __file__, engine],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": str(ROOT)},
-        timeout=120,
-        check=False,
-    )
+    asked = python(__file__, engine, given=json.dumps(request))
     assert asked.returncode == 0, asked.stderr[-2000:]
     return [Bytes(*sizes) for sizes in json.loads(asked.stdout)]
 

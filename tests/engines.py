@@ -25,6 +25,20 @@ print(*(device.name for device in Engine.find(sys.argv[1]).ggml.devices()))
 """
 
 
+def python(*words: object, given: str | None = None, limit_s: int = 120) -> subprocess.CompletedProcess[str]:
+    """What a child process of this Python said, started in the checkout; `given` is its standard input."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        input=given,
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        cwd=ROOT,
+        timeout=limit_s,
+        check=False,
+    )
+
+
 def missing(what: str) -> NoReturn:
     """Skip the test, or fail it where engines are required."""
     text = f"{what}; python tests/get_engines.py fetches the engines"
@@ -36,15 +50,7 @@ def missing(what: str) -> NoReturn:
 @cache
 def device_names(engine: str) -> tuple[str, ...]:
     """The devices an engine shows on this machine, asked in a child process."""
-    asked = subprocess.run(
-        [sys.executable, "-c", _LIST_DEVICES, engine],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-    )
+    asked = python("-c", _LIST_DEVICES, engine)
     if asked.returncode:
         missing(f"{engine} does not load: {(asked.stderr or str(asked.returncode)).strip().splitlines()[-1]}")
     return tuple(asked.stdout.split())

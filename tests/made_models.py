@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes as c
 import json
-import os
 import struct
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -243,18 +241,12 @@ _SPECIAL: Mapping[str, dict[str, Hparam]] = {
 
 def make(folder: Path, architectures: Iterable[str]) -> Mapping[str, list[list[int]]]:
     """Save each architecture's model as `folder`/ARCH.gguf; [model, context, compute] of each context."""
+    from engines import python  # not in the child, which needs no pytest
+
     names = list(architectures)
     for arch in names:
         (folder / f"{arch}.meta").write_bytes(_header(arch))
-    asked = subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        input=json.dumps(names),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": str(ROOT)},
-        timeout=300,
-        check=False,
-    )
+    asked = python(__file__, folder, given=json.dumps(names), limit_s=300)
     assert asked.returncode == 0, asked.stdout[-200:] + asked.stderr[-2000:]
     answers: dict[str, list[list[int]]] = {}
     for line in asked.stdout.splitlines():

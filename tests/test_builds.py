@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from engines import python
 from hand_plans import hand_plan, with_uses
 from planning_models import machine, moe, plan, sites
 
@@ -261,23 +262,11 @@ def test_an_abort_names_the_build_that_the_child_had_loaded(
         child.ask("aborts", {}, "folder")
 
 
+_LABEL = "import sys; from runtime.libllama import Engine; print(Engine.find(sys.argv[1]).label)"
+
+
 def test_a_build_tells_its_number_where_its_commit_is_known(portable_engine: Path) -> None:
-    import subprocess
-    import sys
-
-    from engines import ENVIRONMENT, ROOT
-
-    ask = "import sys; from runtime.libllama import Engine; print(Engine.find(sys.argv[1]).label)"
-    told = subprocess.run(
-        [sys.executable, "-c", ask, str(portable_engine)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        timeout=120,
-        check=True,
-    )
-    assert told.stdout.strip() == f"{portable_engine} (b10068, 571d0d5)"
+    assert python("-c", _LABEL, portable_engine).stdout.strip() == f"{portable_engine} (b10068, 571d0d5)"
     assert Engine.find().label.startswith("xllamacpp ")
 
 
@@ -301,32 +290,15 @@ for line in Path("/proc/self/maps").read_text().splitlines():
 
 def test_a_release_states_its_number(node_engine: Path, tmp_path: Path) -> None:
     """A build of unknown commit, with the number that a release has in its tools' library."""
-    import subprocess
-    import sys
-
-    from engines import ENVIRONMENT, ROOT
-
-    def python(code: str, *words: object) -> str:
-        told = subprocess.run(
-            [sys.executable, "-c", code, *map(str, words)],
-            capture_output=True,
-            text=True,
-            env=ENVIRONMENT,
-            cwd=ROOT,
-            timeout=120,
-            check=True,
-        )
-        return told.stdout.strip()
-
-    label = "import sys; from runtime.libllama import Engine; print(Engine.find(sys.argv[1]).label)"
-    assert python(label, node_engine).endswith(" (0ad4a86)")
+    assert python("-c", _LABEL, node_engine).stdout.strip().endswith(" (0ad4a86)")
     release = tmp_path / "release"
     release.mkdir()
     for file in node_engine.iterdir():
         if file.name != "libllama-common.so":
             (release / file.name).symlink_to(file.resolve())
-    python(_PATCH, node_engine, 11111, release / "libllama-common.so")
-    assert python(label, release) == f"{release} (b11111, 0ad4a86)"
+    patched = python("-c", _PATCH, node_engine, 11111, release / "libllama-common.so")
+    assert patched.returncode == 0, patched.stderr
+    assert python("-c", _LABEL, release).stdout.strip() == f"{release} (b11111, 0ad4a86)"
     assert (
         Demands("llama4", ("CPU", "CUDA0"))
         .refusal(f"{release} (b11111, 0ad4a86)")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes as c
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENVIRONMENT, ROOT
+from engines import python
 
 from planner.errors import EngineProblem
 from planner.loading import LoadSpec
@@ -207,15 +205,8 @@ print(json.dumps({**dataclasses.asdict(engine.build), **found}))
 
 def describe(folder: Path) -> dict[str, Any]:
     """The build of another engine, asked in a process of its own."""
-    asked = subprocess.run(
-        [sys.executable, "-c", _DESCRIBE, str(folder)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        timeout=120,
-        check=True,
-    )
+    asked = python("-c", _DESCRIBE, folder)
+    assert asked.returncode == 0, asked.stderr
     found: dict[str, Any] = json.loads(asked.stdout)
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import time
 import urllib.request
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from engines import ENVIRONMENT, ROOT
+from engines import ENVIRONMENT, python
 from sample_plan import sample_plan
 from test_run import plan_for
 from test_stock import server_plan
@@ -209,16 +208,7 @@ def test_the_python_script_places_what_the_plan_places(
     plan = server_plan(moe_model)
     placed = stock(replace(load_spec(plan), threads=1), 4)
     script = export(plan, placed, str(moe_model), "llama-cpp-python")
-    done = subprocess.run(
-        [sys.executable, "-c", _STAND_IN, str(vulkan_engine)],
-        input=script,
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-    )
+    done = python("-c", _STAND_IN, vulkan_engine, given=script)
     assert done.returncode == 0, done.stderr
     held = json.loads(done.stdout)
     inventory = read_model(moe_model).inventory

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from engines import ENVIRONMENT, ROOT
+from engines import ENVIRONMENT, ROOT, python
 from planning_models import real
 from processes import alive, descendants, resident_bytes, until
 from rpc_servers import moved, rpc_process, rpc_serving
@@ -274,15 +274,7 @@ def test_no_memory_for_this_program_is_the_machine_s_fault(tmp_path: Path, plan_
     model = write_sparse(tmp_path / "m.gguf", real("Qwen3-30B-A3B-Q4_K_M"))
     plan_path.write_text(to_text(cpu_plan(model)))
     with addresses(6 * 2**30):
-        done = subprocess.run(
-            [sys.executable, "-m", "atsplan", "run", str(model), "--plan", str(plan_path), "-p", "a"],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=ENVIRONMENT,
-            timeout=120,
-            check=False,
-        )
+        done = python("-m", "atsplan", "run", model, "--plan", plan_path, "-p", "a")
     assert done.returncode == 3, done.stderr
     assert done.stdout == "" and done.stderr == f"atsplan: {model}: Cannot allocate memory\n"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENVIRONMENT, ROOT
+from engines import ENVIRONMENT, ROOT, python
 from rpc_servers import moved, rpc_serving
 from test_stock import server_plan
 
@@ -162,15 +162,7 @@ def test_a_port_in_use_is_one_line_before_anything_else(computing_server: Path, 
     path.write_text(to_text(plan_on("Vulkan0")))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-m", "atsplan", "serve", str(MODEL), "--plan", str(path), "--port", str(port)],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=ENVIRONMENT,
-            timeout=60,
-            check=False,
-        )
+        done = python("-m", "atsplan", "serve", MODEL, "--plan", path, "--port", port)
         with pytest.raises(NoPort):
             free_port("127.0.0.1", port)
     assert done.returncode == 3 and done.stdout == ""
@@ -191,19 +183,9 @@ def test_files_beside_the_model_must_be_there(computing_server: Path, tmp_path: 
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(plan_on("Vulkan0")))
     for option in ("--mmproj", "--draft"):
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "atsplan", "serve", str(MODEL), "--plan", str(path)),
-                *(*HERE, "--engine", str(computing_server), option, str(tmp_path / "none.gguf")),
-                *("--port", str(free_port("127.0.0.1"))),
-            ],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=ENVIRONMENT,
-            timeout=60,
-            check=False,
-        )
+        given = (*HERE, "--engine", computing_server, option, tmp_path / "none.gguf")
+        port = free_port("127.0.0.1")
+        done = python("-m", "atsplan", "serve", MODEL, "--plan", path, *given, "--port", port)
         assert (done.returncode, done.stderr) == (2, f"atsplan: {tmp_path / 'none.gguf'}: no such file\n")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
-from engines import ENVIRONMENT, ROOT
+from engines import ENVIRONMENT, ROOT, python
 from hand_plans import with_uses
 from test_run import plan_for
 
@@ -377,16 +377,8 @@ def test_stripes_are_served_by_the_engine_s_own_library(
     }
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(plan))
-    command = ["serve", str(moe_model), "--plan", str(path), "--engine", str(vulkan_engine)]
-    done = subprocess.run(
-        [sys.executable, "-m", "atsplan", *command, "--port", str(_free_port()), "--no-check", "--quiet"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        timeout=120,
-        check=False,
-    )
+    command = ("serve", moe_model, "--plan", path, "--engine", vulkan_engine)
+    done = python("-m", "atsplan", *command, "--port", _free_port(), "--no-check", "--quiet")
     assert done.returncode == 3, done.stderr
     assert "Vulkan" in done.stderr and "CUDA is needed" in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("atsplan:")]) == 1

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes as c
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENVIRONMENT, ROOT, device_names
+from engines import ROOT, device_names, python
 
 from planner.gguf_file import read_model
 from planner.loading import LoadSpec
@@ -50,15 +48,7 @@ def routed_model(models: Path) -> Path:
 
 def work(request: dict[str, object]) -> dict[str, Any]:
     """Run stripe_work.py in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "stripe_work.py")],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")},
-        timeout=300,
-        check=False,
-    )
+    done = python(ROOT / "tests" / "stripe_work.py", given=json.dumps(request), limit_s=300)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes as c
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -170,16 +168,10 @@ class Answer:
 
 def ask(questions: Iterable[Ask], n_devices: int = 1) -> list[Answer]:
     """Answers of the embedded engine with the devices TWIN0, TWIN1 …; the child's last words when it dies."""
+    from engines import python  # not in the child, which needs no pytest
+
     request = [[str(q.path), to_json(q.spec), q.prompt, q.more] for q in questions]
-    asked = subprocess.run(
-        [sys.executable, __file__, str(n_devices)],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": str(ROOT)},
-        timeout=120,
-        check=False,
-    )
+    asked = python(__file__, n_devices, given=json.dumps(request))
     assert asked.returncode == 0, asked.stderr[-3000:]
     return [_read(answer) for answer in json.loads(asked.stdout)]
 
