@@ -90,7 +90,7 @@ class LazyGroup(click.Group):
                 click.echo("atsplan: interrupted", err=True)
             sys.exit(130)
         except BrokenPipeError:
-            # The reader of our output went away (`| head`): not an error of ours.
+            # The reader of the output went away (`| head`): no error of this program.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         except OSError as problem:

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_link ENGINE [DEVICE]
 
 Prints what it copies, in GB/s, once a second. The nearest thing to a slower bus where the card's own
-settings are not ours to change: what runs beside it gets the rest of the bandwidth.
+settings must stay as they are: what runs beside it gets the rest of the bandwidth.
 """
 
 from __future__ import annotations

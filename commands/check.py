@@ -146,7 +146,7 @@ def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) 
 
 @contextlib.contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end with us, also in the middle of their work."""
+    """Processes that end with this one, also in the middle of their work."""
     # Spawned, not forked: the solver's library keeps threads of its own.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
     try:

@@ -136,7 +136,7 @@ def _parts() -> list[str]:
 
 
 def _child(arguments: Sequence[str], name: str, cwd: Path | None = None, **environment: str) -> None:
-    """Run a child whose output is ours; its failure ends the demonstration."""
+    """Run a child that prints to this program's output; its failure ends the demonstration."""
     sys.stdout.flush()
     code = _ended(arguments, cwd, {**os.environ, **environment})
     if code == 130:

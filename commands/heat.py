@@ -144,7 +144,7 @@ def merge(files: tuple[Path, ...], weights: tuple[float, ...], model: Path | Non
     "target",
     required=True,
     type=click.Choice(("moe-trace", "moe-layer-perf", "perms", "heat")),
-    help="moe-trace: pos,layer,ids CSV; moe-layer-perf: JSON; perms: mbolt's JSON; heat: our own.",
+    help="moe-trace: pos,layer,ids CSV; moe-layer-perf: JSON; perms: mbolt's JSON; heat: heat.csv.",
 )
 @click.option("--model", type=FILE, help="GGUF or inventory.yaml: what an expert weighs, for --budget.")
 @click.option("--budget", type=Number(0, min_open=True), help="MiB for hot experts [default: all of them].")
@@ -153,7 +153,7 @@ def merge(files: tuple[Path, ...], weights: tuple[float, ...], model: Path | Non
 def export(
     file: Path, target: str, model: Path | None, budget: float | None, per_layer: int | None, out: Path | None
 ) -> None:
-    """Write our choice of hot experts in a file that a patched engine reads.
+    """Write the choice of hot experts in a file that a patched engine reads.
 
     moe-trace engines give every layer equally many slots; moe-layer-perf engines fill the budget with
     the best experts of all layers, skipping what does not fit.

@@ -74,9 +74,9 @@ def command(
     if draft is not None and temp > 0:
         raise OptionProblem("--draft", str(draft), "guesses are checked greedily: leave --temp at 0")
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
-    helper = open_draft(draft, job, draft_max, draft_device)
+    guesser = open_draft(draft, job, draft_max, draft_device)
     if smoke:
-        prove(job, plan_path, engine, llama_h, helper)
+        prove(job, plan_path, engine, llama_h, guesser)
         return
     heard: list[str] = []
     sampling = Sampling(temperature=temp, seed=seed)
@@ -85,12 +85,12 @@ def command(
         engine,
         llama_h,
         job.path,
-        replace(job.spec, rollback=helper.tokens if helper else 0),
+        replace(job.spec, rollback=guesser.tokens if guesser else 0),
         [ask],
         None if no_check else job.checks(),
         on_text=heard.append if as_json else _print,
         on_note=say,
-        draft=helper,
+        draft=guesser,
     )
     if as_json:
         out_json(_report(job, outcome, "".join(heard)))

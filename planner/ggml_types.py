@@ -105,7 +105,7 @@ BY_NAME: Mapping[str, GgmlType] = MappingProxyType({t.name: t for t in TYPES.val
 
 
 def type_name(number: int) -> str:
-    """ggml's spelling of a type number; `type153` for one we have no name for."""
+    """ggml's spelling of a type number; `type153` for one without a known name."""
     known = TYPES.get(number)
     return known.name if known else f"type{number}"
 
@@ -135,7 +135,7 @@ def tensor_bytes(name: str, shape: tuple[int, ...]) -> int:
 
 
 def least_bytes(number: int, shape: tuple[int, ...]) -> int:
-    """What a tensor of a fork's type must have at the least; 1 for a type nobody has told us about."""
+    """What a tensor of a fork's type must have at the least; 1 for an unknown type."""
     kind = FORK_TYPES.get(number)
     if kind is None:
         return 1

@@ -1,7 +1,7 @@
 """The reader of model files: path to inventory and byte spans. The only place that opens a model.
 
 Tensor sizes come from the gaps between offsets (the last one: up to the end of the file). Where
-the type is known, the padding after the payload is left out; a type nobody has told us about is
+the type is known, the padding after the payload is left out; an unknown type is
 carried as the bytes of its whole gap.
 """
 
@@ -181,7 +181,7 @@ def _size(header: Header, info: TensorInfo, gap: int, last: bool, exact: object,
             return exact
         return gap
     _refuse_overlap(name, needed, gap, path)
-    # A hole behind a known type is not padding: it may be a layout we do not know under a number we do.
+    # A hole behind a known type is not padding: it may be an unknown layout under a known number.
     return needed if last or pad(needed, header.alignment) >= gap else gap
 
 

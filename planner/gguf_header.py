@@ -21,7 +21,7 @@ MAX_TENSORS = 65_536  # the largest real files, of unmerged experts, have 47 tho
 MAX_KEY_BYTES = 65_535  # the format's own limit
 MAX_DECODED_STRING = 1 << 20  # bytes; longer strings stay in the file
 MAX_DECODED_ARRAY = 4096  # entries
-OWN_PREFIX = "atsplan."  # keys of our own: their arrays have an entry a tensor, and are always decoded
+OWN_PREFIX = "atsplan."  # keys of this program: their arrays have an entry a tensor, and are always decoded
 MAX_ALIGNMENT = 1 << 30
 
 STRING, ARRAY = 8, 9

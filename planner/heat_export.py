@@ -1,6 +1,6 @@
 """Our choice of hot experts in the files that patched engines read, within a byte budget.
 
-Engines order by count: what is exported are counts that make them choose what we chose.
+Engines order by count: what is exported are counts that make them choose what was chosen here.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def perf_json(heat: Heat, choice: Choice) -> str:
 
 
 def positions_csv(heat: Heat, choice: Choice) -> str:
-    """`pos,layer,id0,…` rows whose sums rank the chosen experts as we do; its reader ignores the rest.
+    """`pos,layer,id0,…` rows whose sums rank the chosen experts as here; its reader ignores the rest.
 
     True counts when they fit in about a million ids, else the smallest counts that keep the order.
     """
@@ -121,7 +121,7 @@ def _counts(row: Sequence[int], experts: Sequence[int]) -> dict[int, int]:
 
 
 def perms_json(heat: Heat) -> str:
-    """perms.json of mbolt: our hot-first order as every layout, with counts by original id."""
+    """perms.json of mbolt: the hot-first order as every layout, with counts by original id."""
     total, orders = heat.total(), all_experts(heat)
     tokens = sum(p.tokens for p in heat.parts)
     layers = []

@@ -25,7 +25,7 @@ MAX_LAYERS = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imported:
-    """A profile in our own terms."""
+    """A profile in the program's own terms."""
 
     format: str
     heat: Heat

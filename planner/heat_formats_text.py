@@ -1,4 +1,4 @@
-"""Text profiles: our own two, plain counts, moe-trace CSVs, demand traces, route_trace tables."""
+"""Text profiles: the program's own two, plain counts, moe-trace CSVs, demand traces, route_trace tables."""
 
 from __future__ import annotations
 

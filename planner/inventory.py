@@ -37,7 +37,7 @@ class Tensor(Record):
     """One named weight; `shape` in ggml order (ne0 first, the contiguous one)."""
 
     name: str
-    type: str  # ggml's own spelling: f32, q4_K, mxfp4; type153 for a number we have no name for
+    type: str  # ggml's own spelling: f32, q4_K, mxfp4; type153 for a number without a known name
     shape: Shape
     size_bytes: int = Field(ge=0)  # from the offsets in the file, never from type arithmetic
     shard: int = Field(ge=0)

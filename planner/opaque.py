@@ -1,4 +1,4 @@
-"""Tensor types whose layout nobody told us: fork quants, repacked rows, types newer than this program.
+"""Tensor types of unknown layout: fork quants, repacked rows, types newer than this program.
 
 Such tensors are carried as bytes. Whether a GPU can compute them is not known either, so they stay
 on the CPU, unless a profile holds measurements of the type on that machine's GPUs, or a pin says

@@ -94,7 +94,7 @@ class Override(Record):
 
 
 class Prediction(Record):
-    """Predicted cost and how sure we are."""
+    """Predicted cost and how sure it is."""
 
     tpot_ns: int = Field(ge=0)
     prefill_ns: int = Field(ge=0)

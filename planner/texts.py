@@ -1,4 +1,4 @@
-"""Texts as files hold them: which of our kinds one is, told by its beginning, and as UTF-8."""
+"""Texts as files hold them: what kind of file one is, told by its beginning, and as UTF-8."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Nanoseconds, and how we know."""
+    """Nanoseconds, and how they are known."""
 
     ns: int
     measured: bool

@@ -26,7 +26,7 @@ class Kind(StrEnum):
     ROUTER = "router"  # router, its biases, shared experts, expert biases and scales; bound
     FFN = "ffn"  # dense gate/up/down weights: the layer device or the CPU
     EXPERTS = "experts"  # routed gate/up/down weights: the layer device, the CPU, a cache, a stripe
-    LAYER = "layer"  # a whole layer of an architecture we do not know; bound
+    LAYER = "layer"  # a whole layer of an unknown architecture; bound
     OUTPUT = "output"  # output head and final norm
     NEXTN = "nextn"  # a NextN/MTP block: only loaded on request
     FOREIGN = "foreign"  # vision and other tensors the text engine does not load

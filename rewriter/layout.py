@@ -43,7 +43,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Bytes of our own."""
+    """Bytes that no source file holds."""
 
     data: bytes
 

@@ -57,7 +57,7 @@ def _open() -> Nvml | None:
     for kind in (_Package, _Driver):
         try:
             return kind()
-        except Exception:  # no package, no library, no driver, no permission: all the same to us
+        except Exception:  # no package, no library, no driver, no permission: all the same here
             continue
     return None
 

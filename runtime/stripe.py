@@ -1,7 +1,7 @@
 """Striped experts: a ggml buffer type whose tensors lie partly in VRAM and partly in pinned host memory.
 
 The buffer type is a copy of the CUDA device's own with another name, granule alignment and another
-`alloc_buffer`. A buffer of it is a tiny real CUDA buffer pointed at a range of addresses of our own; its
+`alloc_buffer`. A buffer of it is a tiny real CUDA buffer pointed at a range of reserved addresses; its
 `init_tensor` gives each tensor memory (the first experts on the device, the rest on the host),
 `set_tensor` fills both parts at once, and `free_buffer` restores and frees everything. Kernels see one
 contiguous tensor. Nothing in the engine is changed.

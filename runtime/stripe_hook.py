@@ -1,6 +1,6 @@
 """Stripes without overrides: the device's own buffer type hands named tensors to another one.
 
-A server that builds its own load parameters cannot be told a buffer type of ours. It allocates weights
+A server that builds its own load parameters cannot be told a stripe's buffer type. It allocates weights
 through the device's default buffer type, whose optional `alloc_buffer_n` receives the list of tensors:
 while the hook is set, those with a width go to a stripe and the rest where they always went.
 """

@@ -44,7 +44,7 @@ class StripedSession(Session):
             self._calm()
         except BaseException:
             self.close()
-            self.stripes.check()  # the cause, when it was ours
+            self.stripes.check()  # the cause, when it was a stripe
             raise
         return self
 
@@ -58,7 +58,7 @@ class StripedSession(Session):
 
     def memory(self) -> dict[str, Breakdown]:
         """Bytes per device; the engine's count of a striped tensor is divided as it really lies."""
-        found = super().memory()  # buffer types of our own are counted as host memory
+        found = super().memory()  # buffer types unknown to ggml are counted as host memory
         for held in self.stripes.held():
             for name, moved in ((held.device, held.device_bytes), (CPU, -held.device_bytes)):
                 found[name] = found.get(name, Breakdown(0, 0, 0)) + Breakdown(moved, 0, 0)

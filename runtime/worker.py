@@ -160,8 +160,8 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
         memory = _prove(job, session, guesser, dry)
         emit({"loaded": True})
         before = read_bytes()
-        helper = (guesser, job.draft.tokens) if guesser and job.draft else None
-        timings = [_generate(session, helper, ask, emit) for ask in asks]
+        guessing = (guesser, job.draft.tokens) if guesser and job.draft else None
+        timings = [_generate(session, guessing, ask, emit) for ask in asks]
         if (paged := read_bytes() - before) > PAGING_BYTES:
             emit({"note": f"note: {paged >> 20} MiB came from disk while it computed: {_WHY_PAGED}"})
         last_words = _closing_words(session)
@@ -269,7 +269,7 @@ def _sum(first: Mapping[str, Breakdown], second: Mapping[str, Breakdown]) -> dic
     return {name: first.get(name, none) + second.get(name, none) for name in {**first, **second}}
 
 
-def _generate(session: Session, helper: tuple[Session, int] | None, ask: Ask, emit: child.Emit) -> Timings:
+def _generate(session: Session, guessing: tuple[Session, int] | None, ask: Ask, emit: child.Emit) -> Timings:
     prompt = ask.prompt
     if ask.chat and isinstance(prompt, str):
         prompt = session.chat(prompt) or prompt
@@ -280,8 +280,8 @@ def _generate(session: Session, helper: tuple[Session, int] | None, ask: Ask, em
         if not ask.silent:
             emit({"text": text})
 
-    if helper:
-        return drafted(session, *helper, prompt, ask.tokens, on_text, ask.stop, ask.ignore_end)
+    if guessing:
+        return drafted(session, *guessing, prompt, ask.tokens, on_text, ask.stop, ask.ignore_end)
     return session.generate(
         prompt,
         ask.tokens,

@@ -224,7 +224,7 @@ def layered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_engine_holds_what_the_plan_says(layered: Path) -> None:
-    """Bytes, slots and graph of b11549 on a device of ours; the answer is the CPU's to the bit."""
+    """Bytes, slots and graph of b11549 on a twin device; the answer is the CPU's to the bit."""
     spec = load_spec(cached_plan(layered, "TWIN0"))
     prompt, more = tuple(range(3, 9)), tuple(range(20, 60))
     cpu = LoadSpec((), (), 0, (), spec.workload, use_extra_bufts=False)

@@ -98,7 +98,7 @@ def test_heavy_libraries_are_imported_late(package: str) -> None:
 
 
 def modules() -> dict[str, Path]:
-    """Every module of ours by its full name."""
+    """Every module of the project by its full name."""
     paths = [path for package in MAY_IMPORT for path in files(package) if path.stem != "__init__"]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
 

@@ -1,4 +1,4 @@
-"""Devices of our own in the embedded engine: to llama.cpp a GPU each, with the CPU's arithmetic behind it.
+"""Twin devices in the embedded engine: to llama.cpp a GPU each, with the CPU's arithmetic behind it.
 
 They show what the engine does with several GPUs, with its MoE cache and with its pipeline on a machine
 that has none: placement, bytes and splits are its own, times are not. Backend API version 3 (b11434 to
