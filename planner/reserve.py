@@ -17,7 +17,6 @@ from planner.memory import (
     compute_bytes,
     kv_bytes,
     loaded_tensors,
-    nextn_kv_bytes,
     output_bytes,
     state_bytes,
     tied_copy_bytes,
@@ -45,9 +44,6 @@ class Extras:
     draft: Inventory | None = None
     draft_device: str = ""  # "": the first GPU
     rollback: int = 0  # tokens a speculative step may take back (its longest draft)
-    mtp_device: str = ""  # where the NextN head runs, when the workload asks for it; "": the first GPU
-    mtp_placed: bool = True  # the solver places the head and its KV itself: no lines for them
-    shared_compute_bytes: int = 0  # of the NextN head's compute, what the runtime shares with the model
     prompt_cache_bytes: int = 0  # host memory a server keeps for old prompts
     checkpoints: int = 0  # copies of sliding and recurrent state a server keeps per sequence
     reserved: Mapping[str, int] = field(default_factory=dict)  # device -> bytes for other users
@@ -68,14 +64,13 @@ def reserves(
     """Every line that something beside the model's own weights, caches and compute takes.
 
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
-    left out. Lines are named projector, projector compute, MTP head, MTP KV, MTP compute, MTP state,
-    draft, draft KV, draft state, draft compute, draft roll-back, draft embedding, prompt cache, checkpoints,
-    other users. Raises OptionProblem for a projector that is none, and a draft that is one.
+    left out. Lines are named projector, projector compute, MTP compute, MTP state, draft, draft KV, draft
+    state, draft compute, draft roll-back, draft embedding, prompt cache, checkpoints, other users. Raises OptionProblem for a projector that is none, and a draft that is one.
     """
     check_extras(extras.mmproj, extras.draft)
     lines = (
         *_projector(extras, extras.mmproj_device or gpu),
-        *_nextn(inventory, workload, extras, extras.mtp_device or gpu),
+        *_nextn(inventory, workload, extras.rollback, gpu),
         *_draft(inventory, workload, extras, extras.draft_device or gpu, host),
         Reserve("prompt cache", host, extras.prompt_cache_bytes),
         Reserve("checkpoints", host, extras.checkpoints * checkpoint_bytes(inventory, workload)),
@@ -120,19 +115,16 @@ def _projector(extras: Extras, device: str) -> Iterator[Reserve]:
     yield Reserve("projector compute", device, projector_compute_bytes(extras.mmproj))
 
 
-def _nextn(inventory: Inventory, workload: Workload, extras: Extras, device: str) -> Iterator[Reserve]:
+def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str) -> Iterator[Reserve]:
+    """What the NextN head takes beside its weights and KV, which the solver places."""
     shape = layers_of(inventory)
     if not workload.mtp or not shape.n_nextn:
         return
-    main = {t.name for t in loaded_tensors(inventory)}
-    head = [t for t in inventory.tensors if t.name not in main]
     blocks = range(shape.n_main, shape.n_all)
-    own = compute_bytes(inventory, workload, layers=blocks, outputs=workload.n_seq)
-    plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=extras.rollback)
-    if not extras.mtp_placed:
-        yield Reserve("MTP head", device, weight_bytes(head, GPU_STEP))
-        yield Reserve("MTP KV", device, sum(nextn_kv_bytes(inventory, workload)))
-    yield Reserve("MTP compute", device, max(own - extras.shared_compute_bytes, 0))
+    plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=rollback)
+    yield Reserve(
+        "MTP compute", device, compute_bytes(inventory, workload, layers=blocks, outputs=workload.n_seq)
+    )
     yield Reserve("MTP state", device, sum(kept) - sum(plain))
 
 

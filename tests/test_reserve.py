@@ -7,7 +7,7 @@ from small_tables import attention, dense, ends, table
 
 from planner.gguf_file import read_model
 from planner.inventory import Inventory
-from planner.kv import KvTypeProblem, kv_bytes, nextn_kv_bytes, state_bytes
+from planner.kv import KvTypeProblem, kv_bytes, state_bytes
 from planner.memory import compute_bytes, pipeline_copies, staging_bytes
 from planner.reserve import (
     Extras,
@@ -70,23 +70,15 @@ def test_a_projector_of_fixed_resolution_needs_less(hybrid: Inventory) -> None:
     assert projector_compute_bytes(fixed) == 4 * 48**2 * (4304 + 5 * 1152)
 
 
-def test_the_nextn_head_is_charged_at_the_real_context_and_only_on_request(hybrid: Inventory) -> None:
-    extras = Extras(mtp_placed=False, rollback=2)
-    small = lines(hybrid, Workload(mtp=True, n_ctx=4096), extras)
-    large = lines(hybrid, Workload(mtp=True, n_ctx=262144), extras)
-    assert small["MTP head"] == large["MTP head"] > 0
-    assert large["MTP KV"] == 64 * small["MTP KV"] == sum(nextn_kv_bytes(hybrid, Workload(n_ctx=262144)))
-    assert small["MTP state"] == 2 * sum(state_bytes(hybrid, Workload()))
-    assert set(lines(hybrid, Workload(mtp=True), Extras())) == {"MTP compute"}
-
-
-def test_compute_that_the_runtime_shares_is_counted_once(hybrid: Inventory) -> None:
+def test_the_nextn_head_computes_and_is_rolled_back_only_on_request(hybrid: Inventory) -> None:
     work = Workload(mtp=True)
-    own = lines(hybrid, work, Extras())["MTP compute"]
+    found = lines(hybrid, work, Extras(rollback=2))
+    assert set(found) == {"MTP compute", "MTP state"}
+    assert found["MTP state"] == 2 * sum(state_bytes(hybrid, Workload()))
     # Its context asks for one row of logits a sequence, so the vocabulary times the batch is not in it.
-    assert own < compute_bytes(hybrid, work, layers=[4])
-    assert lines(hybrid, work, Extras(shared_compute_bytes=own // 4))["MTP compute"] == own - own // 4
-    assert "MTP compute" not in lines(hybrid, work, Extras(shared_compute_bytes=own))
+    assert found["MTP compute"] < compute_bytes(hybrid, work, layers=[4])
+    assert set(lines(hybrid, work, Extras())) == {"MTP compute"}
+    assert lines(hybrid, Workload(), Extras(rollback=2)) == {}
 
 
 def test_a_draft_model_takes_weights_cache_and_compute(hybrid: Inventory, draft: Inventory) -> None:

@@ -30,7 +30,7 @@ from planner.plan import LayerRange, Override, Placement, Plan, to_text
 from planner.workload import Workload
 from runtime.export import FORMATS, arguments
 from runtime.libllama import Engine
-from runtime.server import find_program, serving
+from runtime.server import find_program, free_port, serving
 from runtime.stock import ENVIRONMENT as VARIABLES
 from runtime.stock import Inexpressible, options, stock, stripe_widths
 
@@ -329,7 +329,7 @@ def test_serve_leaves_no_server_behind(
     path.write_text(to_text(server_plan(moe_model, experts="Vulkan0")))
     command = [*(sys.executable, "-m", "atsplan", "serve", str(moe_model)), "--plan", str(path)]
     command += ["--engine", str(vulkan_engine), "--port", "0"]
-    command[-1] = str(_free_port())
+    command[-1] = str(free_port("127.0.0.1"))
     process = subprocess.Popen(
         [*command, "--no-warmup"],
         stdout=subprocess.PIPE,
@@ -378,16 +378,10 @@ def test_stripes_are_served_by_the_engine_s_own_library(
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(plan))
     command = ("serve", moe_model, "--plan", path, "--engine", vulkan_engine)
-    done = python("-m", "atsplan", *command, "--port", _free_port(), "--no-check", "--quiet")
+    done = python("-m", "atsplan", *command, "--port", free_port("127.0.0.1"), "--no-check", "--quiet")
     assert done.returncode == 3, done.stderr
     assert "Vulkan" in done.stderr and "CUDA is needed" in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("atsplan:")]) == 1
-
-
-def _free_port() -> int:
-    from runtime.server import free_port
-
-    return free_port("127.0.0.1")
 
 
 def test_python_code_says_what_the_binding_has_no_option_for(moe_model: Path) -> None:
