@@ -65,7 +65,8 @@ def reserves(
 
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
     left out. Lines are named projector, projector compute, MTP compute, MTP state, draft, draft KV, draft
-    state, draft compute, draft roll-back, draft embedding, prompt cache, checkpoints, other users. Raises OptionProblem for a projector that is none, and a draft that is one.
+    state, draft compute, draft roll-back, draft embedding, prompt cache, checkpoints, other users.
+    Raises OptionProblem for a projector that is none, and a draft that is one.
     """
     check_extras(extras.mmproj, extras.draft)
     lines = (
