@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from commands.console import out, say
 from planner.errors import MachineError
+from planner.host_memory import OFFLOAD_BATCH
 
 if TYPE_CHECKING:
     from commands.engines import Job
     from runtime.drafting import Draft
 
 _SHORT = 4  # tokens
-_OFFLOAD_BATCH = 32  # tokens from which the engine computes host weights on a GPU
 _MADE = 3  # tokens decoded after each prompt: the second and third each read a cache that was written to
 
 
@@ -41,7 +41,7 @@ def smoke(
 
     work_, guesses = job.spec.workload, draft.tokens if draft else 0
     room = work_.n_ctx - _MADE - guesses
-    lengths = sorted({min(n, room) for n in (_SHORT, _OFFLOAD_BATCH + 8, work_.n_ubatch + 88)})
+    lengths = sorted({min(n, room) for n in (_SHORT, OFFLOAD_BATCH + 8, work_.n_ubatch + 88)})
     asks = [Ask(text(n), _MADE, ignore_end=True, silent=True, cut=n) for n in lengths]
     try:
         spec = replace(job.spec, rollback=guesses)

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from planner.host_memory import OFFLOAD_BATCH
 from planner.kernels import attends
 from planner.options import SolveOptions
 from planner.plan import CachePoint
-from planner.price import OFFLOAD_BATCH, Prices, Times
+from planner.price import Prices, Times
 from planner.problem import Option
 from planner.profile import Device
 from planner.room import Room

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from planner.arch import Layers, layers_of
 from planner.ggml_types import row_bytes
+from planner.host_memory import OFFLOAD_BATCH
 from planner.inventory import Inventory, Tensor, by_name
 from planner.kv import INDEXED, cells_of, head_widths, is_latent, kv_heads, state_widths
 from planner.sliding import sliding_layers
 from planner.workload import Workload
 
-OFFLOAD_BATCH = 32  # from this batch on the engine copies host weights to a GPU to multiply there
 PIPELINE_COPIES = 4  # buffers of each split input when several GPUs work in a pipeline
 _LIVE = 5  # copies of the residual stream alive in the middle of a layer
 _INPUT_BYTES = 64  # per token: ids, positions, cell indices, output rows

@@ -9,12 +9,12 @@ from planner import kv, timing
 from planner.arch import Layers, layers_of, shared_kv
 from planner.choices import Chooser
 from planner.expert_cache import cache_shares
-from planner.host_memory import HostMemory
+from planner.host_memory import OFFLOAD_BATCH, HostMemory
 from planner.inventory import Inventory
 from planner.opaque import host_bound
 from planner.options import SolveOptions
 from planner.pins import agrees, pinned
-from planner.price import OFFLOAD_BATCH, Prices, state_case
+from planner.price import Prices, state_case
 from planner.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
 from planner.profile import Device, Profile
 from planner.room import Room, room_of

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from planner.profile import Link, Profile
 
+OFFLOAD_BATCH = 32  # tokens from which the engine copies host weights to a GPU and computes there
 # Copies of mapped pages, where no profile measured them: 8 GB/s beside 55 on an H200's PCIe 5.
 _MAPPED_BYTES_PER_S = 8 * 10**9
 

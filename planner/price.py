@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from planner import timing
 from planner.arch import layers_of
-from planner.host_memory import HostMemory, copy_rate
+from planner.host_memory import OFFLOAD_BATCH, HostMemory, copy_rate
 from planner.inventory import Inventory, Tensor, by_name
 from planner.kv import head_widths, kv_heads, state_widths
 from planner.opaque import product_of
@@ -23,7 +23,6 @@ from planner.units import Kind, Unit, movable
 from planner.workload import Workload
 
 REPACKED = "CPU_REPACK"  # the buffer type of weights in the layout of the CPU's kernels
-OFFLOAD_BATCH = 32  # from this batch on the engine copies host weights to a GPU and computes there
 _FEW_TOKENS = 8  # the calibration of decode counts launches alone
 _PPM = 10**6
 # Operators without weights that a unit adds to the graph: rope, cache writes, softmax, top-k, residual …

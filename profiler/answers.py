@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from planner.errors import AtsplanError
-from profiler import host
+from runtime.child import die_with_parent
 
 Line = dict[str, Any]
 
 
 def answer_request(answers: Callable[[Line], Iterator[Line]]) -> int:
     """Answer one request; the exit code of atsplan for what went wrong, in words on stderr."""
-    host.die_with_parent()
+    die_with_parent()
     request = json.load(sys.stdin)
     try:
         for line in answers(request):

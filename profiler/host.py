@@ -7,7 +7,6 @@ import datetime
 import os
 import platform
 import re
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,12 +107,6 @@ def load() -> float:
     if not hasattr(os, "getloadavg"):
         return 0.0
     return max(os.getloadavg()[0], 0.0) / cores().usable
-
-
-def die_with_parent() -> None:
-    """End this process when the one that started it is gone, however it went (Linux)."""
-    if platform.system() == "Linux":
-        c.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def fingerprint(engine: str) -> Fingerprint:
