@@ -89,7 +89,7 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
             _derived(plan, inputs.inventory, inputs.profile, inputs.known, options, report)
     if inputs.profile is not None:
         _headroom(plan, inputs.profile, report)
-        _stale(plan, inputs.profile, options, report)
+        _stale(inputs.profile, options, report)
     return sorted(report.findings, key=lambda f: (f.line, f.rule))
 
 
@@ -305,7 +305,7 @@ def _tolerance(plan: Plan, best: Plan) -> int:
     return 20_000 if "baseline" in (plan.predicted.status, best.predicted.status) else 0
 
 
-def _stale(plan: Plan, profile: Profile, options: CheckOptions, report: _Report) -> None:
+def _stale(profile: Profile, options: CheckOptions, report: _Report) -> None:
     if options.today is not None and profile.created:
         age = (options.today - date.fromisoformat(profile.created[:10])).days
         if age > options.max_age_days:

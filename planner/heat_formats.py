@@ -49,7 +49,7 @@ def read(data: Bytes, path: str, shape: MoeShape | None = None, n_expert: int = 
     if not (found.n_expert or shape or n_expert):
         notes += (f"number of experts taken from the largest id: {experts}; name the model to check it",)
     found = _by_layer(found, path, shape)
-    _check_ids(found, path, experts, shape)
+    _check_ids(found, path, shape)
     trace = replace(found.trace, n_expert=experts) if found.trace else None
     heat = routing.heat_of(trace) if trace else _heat(found, experts)
     if found.orders:
@@ -129,7 +129,7 @@ def _by_layer(found: Found, path: str, shape: MoeShape | None) -> Found:
     return replace(found, trace=replace(found.trace, layer=layers), ordinal=False)
 
 
-def _check_ids(found: Found, path: str, n_expert: int, shape: MoeShape | None) -> None:
+def _check_ids(found: Found, path: str, shape: MoeShape | None) -> None:
     named = (
         {int(la) for la in np.unique(found.trace.layer)}
         if found.trace

@@ -87,7 +87,7 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
         yield {
             "kind": "device",
             "name": device.name,
-            "device_kind": _kind(ggml, device),
+            "device_kind": _kind(device),
             "description": device.description,
             "id": device_id(ggml, device),
             "memory_bytes": device.total_bytes,
@@ -193,7 +193,7 @@ def arena_bytes(device: Device, cache_bytes: int) -> int:
     return min(aim, 2048 * MiB, free // 3)
 
 
-def _kind(ggml: Ggml, device: Device) -> str:
+def _kind(device: Device) -> str:
     return "rpc" if device.name.startswith("RPC") else device.kind
 
 

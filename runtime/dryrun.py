@@ -97,7 +97,7 @@ def measure_here(
     with ExitStack() as stack:
         stack.callback(kept.objects.clear)
         params = load.model_params(engine, spec, kept, no_alloc=True)
-        model = stack.enter_context(load.model(engine, model_path, spec, params))
+        model = stack.enter_context(load.model(engine, model_path, params))
         with _scheduler_log(watch), engine.log(_both(said, graphs)):
             context = engine.lib.llama_init_from_model(model, load.context_params(engine, spec, kept))
         if not context:

@@ -30,14 +30,15 @@ class MissingDevice(EngineProblem):
     device: str
     here: tuple[str, ...]
     planned: tuple[str, ...] = ()  # the plan's devices that were mapped to it; (): the plan's own name
+    draft: bool = False  # the draft was to be there, not the plan's model
 
     def message(self) -> str:
         there = ", ".join(self.here)
         maps = " ".join(f"--device-map {name}={self.here[0]}" for name in self.planned or (self.device,))
-        return (
-            f"no device {self.device} on this machine (there is {there}); "
-            f"to run the plan elsewhere give {maps}"
-        )
+        remedy = f"to run the plan elsewhere give {maps}"
+        if self.draft:
+            remedy = f"give --draft-device {self.here[0]}"
+        return f"no device {self.device} on this machine (there is {there}); {remedy}"
 
 
 @dataclass(slots=True)
@@ -131,7 +132,7 @@ def context_params(engine: Engine, spec: LoadSpec, kept: Kept, observe: Any = No
 
 
 @contextmanager
-def model(engine: Engine, path: Path, spec: LoadSpec, params: Any) -> Iterator[Handle]:
+def model(engine: Engine, path: Path, params: Any) -> Iterator[Handle]:
     """The loaded model, freed at the end; EngineProblem with the engine's own reason."""
     said = Tail()
     with engine.log(said.add):

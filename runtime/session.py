@@ -110,7 +110,7 @@ class Session:
             # First in, last out: the engine reads these arrays as long as the model lives.
             stack.callback(kept.objects.clear)
             params = load.model_params(self.engine, self.spec, kept, own=self._own)
-            self.model = stack.enter_context(load.model(self.engine, self.path, self.spec, params))
+            self.model = stack.enter_context(load.model(self.engine, self.path, params))
             context = load.context_params(self.engine, self.spec, kept, self._on_node or self._observer)
             self.context = stack.enter_context(load.context(self.engine, self.model, context, self._said))
             self._stack = stack.pop_all()

@@ -237,6 +237,11 @@ def _draft_here(engine: Engine, data: Mapping[str, Any]) -> Draft:
     """The draft in the engine's device names."""
     draft = draft_from_json(data)
     spec, renamed = connect(engine, draft.spec)
+    for name in spec.devices:
+        try:
+            load.device_handle(engine, name)
+        except load.MissingDevice as missing:
+            raise replace(missing, draft=True) from None
     devices = {tensor: renamed.get(device, device) for tensor, device in draft.devices.items()}
     return replace(draft, spec=spec, devices=devices)
 

@@ -59,7 +59,7 @@ def _measure_here(request: list[list[Any]]) -> list[list[int]]:
     for path, workload, swa_full, rollback, nextn in request:
         work = Workload.model_validate(workload)
         spec = LoadSpec((), (), 0, (), work, use_mmap=False, use_extra_bufts=False)
-        with load.model(engine, Path(path), spec, load.model_params(engine, spec, kept, True)) as model:
+        with load.model(engine, Path(path), load.model_params(engine, spec, kept, True)) as model:
             params = load.context_params(engine, spec, kept)
             params.swa_full, params.n_rs_seq, params.ctx_type = swa_full, rollback, int(nextn)
             with load.context(engine, model, params) as context:

@@ -172,6 +172,15 @@ def test_run_with_a_draft(moe_model: Path, small: Path, tmp_path: Path) -> None:
     assert gone.exit_code == 2 and "no such file" in gone.stderr
 
 
+def test_a_draft_on_a_device_that_is_not_here(moe_model: Path, small: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan_for(moe_model)))
+    words = ["run", str(moe_model), "--plan", str(path), *HERE, "-p", "a", "--draft", str(small)]
+    found = CliRunner().invoke(main, [*words, "--draft-device", "CUDA7"])
+    assert (found.exit_code, found.stdout) == (3, "")
+    assert found.stderr.endswith("no device CUDA7 on this machine (there is CPU); give --draft-device CPU\n")
+
+
 def test_bench_with_a_draft_measures_the_plan_without_it_too(
     moe_model: Path, small: Path, tmp_path: Path
 ) -> None:

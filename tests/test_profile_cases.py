@@ -27,7 +27,7 @@ engine, kept = Engine.find(), load.Kept()
 work = Workload(n_ctx=512, n_ubatch=64)
 spec = LoadSpec((), (), 0, (), work, use_mmap=False, use_extra_bufts=False)
 params = load.model_params(engine, spec, kept, True)
-with load.model(engine, Path(sys.argv[1]), spec, params) as model:
+with load.model(engine, Path(sys.argv[1]), params) as model:
     with load.context(engine, model, load.context_params(engine, spec, kept)) as context:
         graph = getattr(engine.lib, "_Z19llama_graph_reserveP13llama_contextjjj")(context, 1, 1, 1)
         found = []
