@@ -13,7 +13,7 @@ from planner.machines import load
 from planner.make_plan import make_plan
 from planner.options import SolveOptions
 from planner.plan import Plan
-from planner.profile import Device, Profile
+from planner.profile import Device, OpTiming, Profile
 from planner.tables import Row, inventory_of
 from planner.workload import Workload
 
@@ -53,6 +53,13 @@ def machine(name: str = "rtx4090-ddr5", **devices: Mapping[str, object]) -> Prof
         return device.model_copy(update=dict(devices.get(device.name, {})))
 
     return profile.model_copy(update={"devices": tuple(map(changed, profile.devices))})
+
+
+def timed(op: str, kind: str, shape: tuple[int, ...], ns: int = 20_000, **fields: int) -> OpTiming:
+    """An operator on a type, as measured on CUDA0; `fields` are its batch, depth and experts used."""
+    cases = {"batch": 1} | fields
+    where = {"device": "CUDA0", "buffer": "CUDA0"}
+    return OpTiming(op=op, type=kind, shape=shape, time_ns=ns, spread_ns=0, samples=9, **where, **cases)
 
 
 def plan(

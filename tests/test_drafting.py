@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import dense, machine, moe, plan, real
+from planning_models import dense, machine, moe, plan, real, timed
 
 from atsplan import main
 from planner.budget import budgets_for, parse_budget
@@ -25,7 +25,7 @@ from planner.options import SolveOptions
 from planner.plan import Plan, Speculation, from_text
 from planner.plan import to_text as plan_text
 from planner.price import Prices
-from planner.profile import OpTiming, Profile
+from planner.profile import Profile
 from planner.reserve import Extras
 from planner.units import Kind, units_of
 from planner.workload import Workload
@@ -127,17 +127,7 @@ def measured(batch: int, factor: int) -> Profile:
     unit = next(u for u in units_of(LARGE).units if u.kind is Kind.FFN)
     ns = prices.on(unit, "CUDA0").decode_ns // 3
     cases = [
-        OpTiming(
-            op="MUL_MAT",
-            type="q4_K",
-            shape=shape,
-            batch=b,
-            device="CUDA0",
-            buffer="CUDA0",
-            time_ns=ns * times,
-            spread_ns=0,
-            samples=9,
-        )
+        timed("MUL_MAT", "q4_K", shape, ns * times, batch=b)
         for shape in ((2048, 16384), (16384, 2048))
         for b, times in ((1, 1), (batch, factor))
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planning_models import MIB, dense, machine, moe, plan, real, sites
+from planning_models import MIB, dense, machine, moe, plan, real, sites, timed
 
 from planner.baselines import layer_devices
 from planner.budget import budgets_for, parse_budget, parse_reserve
@@ -337,17 +337,7 @@ def test_that_cost_is_measured_where_the_profile_has_it_and_else_said_to_be_assu
     fused = state_case(model, 1)
 
     def case(op: str, ns: int) -> OpTiming:
-        return OpTiming(
-            op=op,
-            type="f32",
-            shape=fused.shape,
-            batch=1,
-            device="CUDA0",
-            buffer="CUDA0",
-            time_ns=ns,
-            spread_ns=0,
-            samples=9,
-        )
+        return timed(op, "f32", fused.shape, ns)
 
     def extra(profile: Profile) -> int:
         budgets = budgets_for(profile, parse_budget("8000"))

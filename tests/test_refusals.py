@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import MIB, machine, moe, plan, real, sites
+from planning_models import MIB, machine, moe, plan, real, sites, timed
 from sparse_model import write_sparse
 
 from atsplan import main
@@ -22,7 +22,6 @@ from planner.make_plan import make_plan
 from planner.options import Pin, Reserve, SolveOptions
 from planner.plan import from_text as plan_text
 from planner.plan import to_text
-from planner.profile import OpTiming
 from planner.refusal import Infeasible
 from planner.roles import Role, part_of
 from planner.room import room_of
@@ -153,18 +152,7 @@ def test_tensors_of_unknown_type_stay_on_the_cpu(tensor: str) -> None:
 
 def test_a_type_that_was_measured_on_the_gpu_may_live_there() -> None:
     model = retyped(moe(), "blk.2.ffn_up_exps.weight")
-    timing = OpTiming(
-        op="MUL_MAT_ID",
-        type="type153",
-        shape=(2048, 768, 128),
-        batch=1,
-        used=8,
-        device="CUDA0",
-        buffer="CUDA0",
-        time_ns=20_000,
-        spread_ns=0,
-        samples=9,
-    )
+    timing = timed("MUL_MAT_ID", "type153", (2048, 768, 128), used=8)
     measured = machine().model_copy(update={"timings": (timing,)})
     made = plan(model, "20000", on=measured)
     assert sites(made)["blk.2.experts"] == "gpu:CUDA0"

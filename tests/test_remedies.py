@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import dense, machine, moe, plan, sites
+from planning_models import dense, machine, moe, plan, sites, timed
 
 from atsplan import main
 from planner.inventory import to_text
 from planner.kernels import attends
-from planner.profile import OpTiming
 from planner.workload import Workload
 
 
@@ -73,21 +72,10 @@ def test_kv_without_kernels_on_a_gpu_keeps_its_layers_off_it(k: str, v: str) -> 
 def test_a_build_that_was_timed_with_a_type_has_its_kernels() -> None:
     profile = machine()
     gpu, work = profile.device("CUDA0"), Workload(type_k="q5_1", type_v="q5_1")
-    timed = OpTiming(
-        op="FLASH_ATTN_EXT",
-        type="q5_1",
-        shape=(128, 32, 4),
-        batch=1,
-        depth=4096,
-        device="CUDA0",
-        buffer="CUDA0",
-        time_ns=20_000,
-        spread_ns=0,
-        samples=9,
-    )
-    assert not attends(gpu, work) and attends(gpu, work, [timed])
-    assert not attends(gpu, work, [timed.model_copy(update={"device": "CPU"})])
-    assert not attends(gpu, work.model_copy(update={"type_v": "f16"}), [timed])
+    known = timed("FLASH_ATTN_EXT", "q5_1", (128, 32, 4), depth=4096)
+    assert not attends(gpu, work) and attends(gpu, work, [known])
+    assert not attends(gpu, work, [known.model_copy(update={"device": "CPU"})])
+    assert not attends(gpu, work.model_copy(update={"type_v": "f16"}), [known])
 
 
 @pytest.mark.parametrize("name", ["CUDA0", "ROCm0", "RPC0[10.0.0.2:50052]"])
