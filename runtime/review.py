@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from planner.errors import MachineError
 from planner.loading import CPU
 from planner.plan import DeviceUse, Plan
 from runtime.dryrun import Breakdown
 from runtime.ggml import Device
+from runtime.host_room import host_room
 
 _PER_TENSOR = 4096  # bytes of alignment and row padding a device buffer may add to each tensor
 _MIB = 2**20
@@ -172,7 +172,7 @@ def check_room(found: Mapping[str, Breakdown], devices: tuple[Device, ...], mapp
     Weights of the CPU may stay on disk when they are `mapped`: they do not count then. Of a GPU that
     shares the host's memory the smaller figure counts.
     """
-    available = host_available_bytes()
+    available = host_room()
     for device in devices:
         have = found.get(device.name)
         if have is None or not device.total_bytes:
@@ -182,19 +182,6 @@ def check_room(found: Mapping[str, Breakdown], devices: tuple[Device, ...], mapp
         needed = have.context + have.compute if device.name == CPU and mapped else have.total
         if needed > free:
             raise NoRoom(device.name, needed, free, device.total_bytes, device.name == CPU and not mapped)
-
-
-def host_available_bytes() -> int | None:
-    """Memory the kernel says new programs can have; None where it does not say.
-
-    The engine reports a CPU as entirely free.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return int(kib) * 1024 if kib else None
 
 
 def planned(use: DeviceUse) -> Breakdown:

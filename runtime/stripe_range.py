@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes as c
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from planner.errors import MachineError
 from runtime.cuda import Address, CudaCallFailed, Driver, Place
+from runtime.host_room import host_room
 
 GRANULE = 2 * 2**20  # of device memory; host memory is cut the same way
 COPY_BYTES = 8 * 2**20  # one piece of a parallel copy
@@ -72,7 +72,7 @@ class StripeRange:
     _room: int = 0  # host memory when the range was made, less what the system keeps
 
     def __post_init__(self) -> None:
-        self._room = host_room() - MARGIN_BYTES
+        self._room = (host_room() or 0) - MARGIN_BYTES
         self.size_bytes = rounded(self.size_bytes)
         self.base = self.driver.reserve(self.size_bytes, GRANULE)
 
@@ -138,30 +138,12 @@ class StripeRange:
                 raise
             if place is Place.DEVICE:
                 raise DeviceMemoryShort(self.gpu.name, size) from None
-            raise HostMemoryShort(size, host_room()) from None
+            raise HostMemoryShort(size, host_room() or 0) from None
 
 
 def rounded(size_bytes: int) -> int:
     """Bytes rounded up to whole granules."""
     return -(-size_bytes // GRANULE) * GRANULE
-
-
-def host_room() -> int:
-    """Host memory that can still be had, in bytes: the machine's or, if less, the control group's."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-    room = sizes.get("MemAvailable", sizes.get("MemFree", 0))
-    return min(room, _group_room(Path("/sys/fs/cgroup"), room))
-
-
-def _group_room(group: Path, otherwise: int) -> int:
-    """What the control group leaves; its share of the page cache can be given back."""
-    try:
-        limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
-        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return otherwise
-    return int(limit) - used + int(counts.get("file", 0)) if limit.strip().isdecimal() else otherwise
 
 
 def copy_in_pieces(pool: ThreadPoolExecutor, target: Address, source: Address, size: int) -> None:

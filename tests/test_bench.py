@@ -30,9 +30,10 @@ from runtime.arms import RULES, Arm, _most, field_of, plan_arm, rivals
 from runtime.bench import Failure, Result, compare, schedule, slower
 from runtime.dryrun import Breakdown
 from runtime.ggml import Device
+from runtime.host_room import host_room
 from runtime.metrics import prometheus
 from runtime.prompts import text
-from runtime.review import MoreThanDry, NoRoom, check_loaded, check_room, host_available_bytes
+from runtime.review import MoreThanDry, NoRoom, check_loaded, check_room
 
 SPEC = LoadSpec((), (), 0, (), Workload())
 
@@ -102,7 +103,7 @@ def test_room_is_what_is_free_now() -> None:
     check_room({"CUDA0": Breakdown(2 * gib, 0, 0)}, (gpu,))
     with pytest.raises(NoRoom, match=r"CUDA0: needs 4 096.0 MiB, free are 3 072.0 MiB .*21 504.0 MiB in use"):
         check_room({"CUDA0": Breakdown(4 * gib, 0, 0)}, (gpu,))
-    available = host_available_bytes()
+    available = host_room()
     assert available
     # Engines call a CPU entirely free, and a GPU on the host's memory may say anything.
     for kind, name in (("cpu", "CPU"), ("igpu", "Vulkan0")):
