@@ -127,7 +127,9 @@ def _arms(
         arms.append(replace(plan_arm(engine, other.path, other.spec), name=called, setting=name))
         _say_unequal(mine, arms[-1])
     if names and not arms:
-        raise MachineError(f"there is nothing to compare with: {'; '.join(missing)}")
+        raise MachineError(
+            f"there is nothing to compare with: {'; '.join(missing)}; --against cpu or a plan can be"
+        )
     checks = {a.name: Checks(None, expected_devices(job.file.inventory, a.spec)) for a in arms}
     return [mine, *arms], {"plan": job.checks(), **checks}
 
@@ -173,7 +175,9 @@ def _lengths(text: str, tokens: int, job: Job) -> tuple[int, ...]:
         asked = tuple(int(part) for part in text.split(",") if part)
     except ValueError:
         raise OptionProblem("--prompts", text, "write lengths as 50,500,2000") from None
-    fitting = tuple(n for n in asked if 0 < n + tokens <= job.spec.workload.n_ctx)
+    if any(n < 1 for n in asked):
+        raise OptionProblem("--prompts", text, "a prompt has at least one token")
+    fitting = tuple(n for n in asked if n + tokens <= job.spec.workload.n_ctx)
     if not fitting:
         raise OptionProblem("--prompts", text, f"nothing fits a context of {job.spec.workload.n_ctx}")
     for n in sorted(set(asked) - set(fitting)):

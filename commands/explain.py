@@ -41,20 +41,20 @@ def command(
 
     check_name(plot, "--plot")
     plan = load_plan(path)
+    parts = _parts(plan, path, library)
+    larger = _larger(plan, path, library, time_limit)
+    if as_json:
+        out_json(as_data(plan, larger, parts))
+    else:
+        for sentence in sentences(plan, larger, parts):
+            out(sentence)
+        for note in plan.notes:
+            say(f"note: {note}")
     if plot is not None:
         from commands.plan_picture import draw_plan
 
         draw_plan(plan, plot)
         say(f"wrote {plot}")
-    parts = _parts(plan, path, library)
-    larger = _larger(plan, path, library, time_limit)
-    if as_json:
-        out_json(as_data(plan, larger, parts))
-        return
-    for sentence in sentences(plan, larger, parts):
-        out(sentence)
-    for note in plan.notes:
-        say(f"note: {note}")
 
 
 def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:

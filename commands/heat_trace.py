@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Load as a plan says.")
 @device_map_option
 @click.option("--device", help="Load everything onto this device [default: CPU only].")
-@click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [all].")
+@click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [all].")
 @click.option(
     "--engine", metavar="PATH", help="llama.cpp library or build folder [default: the installed one]."
 )

@@ -24,7 +24,9 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_n
 @click.option("-o", "--out", type=Target("profile"), help="Where to write the profile (YAML).")
 @click.option("--engine", help="llama.cpp library or build folder [default: the installed one].")
 @click.option("--device", "devices", multiple=True, help="Measure this device beside the CPU; repeatable.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads [default: find the best].")
+@click.option(
+    "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [default: find the best]."
+)
 @click.option("--seconds", type=Number(1), default=75.0, show_default=True, help="Aim for all of it.")
 @click.option("--ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt batch.")
 @click.option("--depth", type=click.IntRange(0), default=65536, show_default=True, help="Deepest attention.")

@@ -11,16 +11,26 @@ import click
 
 from commands.ask_options import Asked, asking
 from commands.asking import Inputs, inputs_of
-from commands.console import PICTURE, mib, out_json, out_table, progress, table
+from commands.console import PICTURE, mib, out_json, out_table, progress, say, table
 from commands.figures import check_name, pyplot, save
 from commands.option_types import Target
-from planner.errors import OptionProblem
+from planner.errors import AnswerIsNo, OptionProblem
 
 if TYPE_CHECKING:
     from planner.plan import Plan
 
 MIB = 2**20
 _MOST = 500  # plans in one sweep
+
+
+@dataclass(eq=False)
+class NothingFits(AnswerIsNo):
+    """No budget of a sweep is enough."""
+
+    most_bytes: int
+
+    def message(self) -> str:
+        return f"nothing fits up to {mib(self.most_bytes)}: solve with that budget says what is missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,10 @@ def command(asked: Asked, budgets: str, device: str | None, plot: Path | None, a
         out_json([_data(point) for point in points])
     else:
         _show(points)
+    if not inputs.profile.measured:
+        say(f"assumed, not measured: {inputs.profile.name}")
+    if all(point.plan is None for point in points):
+        raise NothingFits(points[-1].budget_bytes)
 
 
 def parse_range(text: str) -> tuple[int, ...]:

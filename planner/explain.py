@@ -185,10 +185,13 @@ def _limit(plan: Plan, larger: Plan | None) -> Iterator[str]:
         yield "Memory is not the limit: everything that a GPU could speed up is on one."
         return
     free = tight.budget_bytes - tight.used_bytes
-    yield (
-        f"The limit is the memory of {tight.name}: {_mib(tight.used_bytes)} "
-        f"of {_mib(tight.budget_bytes)} MiB are used, {_mib(free)} MiB are too few for one more unit."
-    )
+    used = f"{_mib(tight.used_bytes)} of {_mib(tight.budget_bytes)} MiB of {tight.name} are used"
+    # What can move by itself; the other parts of a layer on the CPU move only together, with its cache.
+    apart = [p.size_bytes for p in plan.units if p.site == "cpu" and p.unit.endswith((".experts", ".ffn"))]
+    if not apart or free < min(apart):
+        yield f"The limit is memory: {used}, {_mib(free)} MiB are too few for one more unit."
+    else:
+        yield f"{used}; {_why_not(plan)}."
     if larger is not None:
         gain = plan.predicted.tpot_ns - larger.predicted.tpot_ns
         prompt = plan.predicted.prefill_ns - larger.predicted.prefill_ns
@@ -196,6 +199,15 @@ def _limit(plan: Plan, larger: Plan | None) -> Iterator[str]:
             f"1 GiB more on {tight.name} would {_change(gain)} a token and {_change(prompt)} the prompt "
             f"({1e9 / max(larger.predicted.tpot_ns, 1):.1f} tokens/s)."
         )
+
+
+def _why_not(plan: Plan) -> str:
+    """Why nothing fills the room that would hold one more unit."""
+    if _asked_for(plan):
+        return "what was asked keeps the rest off it"
+    if plan.predicted.status == "baseline":
+        return "what more would fit gains too little to tell from the stock rule"
+    return "nothing more there was found to be faster"
 
 
 def _change(gain_ns: int) -> str:
@@ -224,10 +236,17 @@ def _against(plan: Plan, baseline: Baseline) -> str:
     faster = theirs / max(mine, 1)
     token = baseline.tpot_ns - plan.predicted.tpot_ns
     prompt = baseline.prefill_ns - plan.predicted.prefill_ns
+    kept = " It does not keep to what was asked." if theirs < mine and _asked_for(plan) else ""
     return (
         f"{name} takes {faster:.2f} times as long for a request: {_signed(token)} a token, "
-        f"{_signed(prompt)} for the prompt, with {_mib(baseline.vram_bytes)} MiB of GPU memory."
+        f"{_signed(prompt)} for the prompt, with {_mib(baseline.vram_bytes)} MiB of GPU memory.{kept}"
     )
+
+
+def _asked_for(plan: Plan) -> bool:
+    """Whether placements were limited by more than memory: stock rules know no pins."""
+    limits = plan.constraints
+    return bool(limits.pins or limits.contiguous or limits.no_cpu)
 
 
 def _request(plan: Plan, tpot_ns: int, prefill_ns: int) -> int:

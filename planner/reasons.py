@@ -41,7 +41,7 @@ def _home_reason(problem: Problem, decision: Decision, option: Option, unit: Uni
         saved = (option.decode_ns - min(others)) / 1000
         if saved <= 0:
             return "as fast here as on a GPU"
-        return f"a GPU would save {saved:.0f} us a token here; its memory is spent elsewhere"
+        return f"a GPU would save {saved:.0f} us a token here"
     return kept.get(unit.kind, f"layer device {home}")
 
 

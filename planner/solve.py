@@ -222,6 +222,7 @@ def _run(cp: Any, exact: ExactModel, best: Solved, limits: Limits) -> Solved:
 def _solver(cp: Any, limits: Limits) -> Any:
     solver = cp.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C ends the program, not only the search
     solver.parameters.random_seed = limits.seed
     solver.parameters.max_deterministic_time = limits.deterministic_s
     solver.parameters.max_time_in_seconds = limits.wall_s

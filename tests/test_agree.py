@@ -214,7 +214,7 @@ ARRAYS = {"devices", "tensor_split", "overrides"}  # proven by where the weights
 
 def test_every_field_of_a_load_spec_reaches_the_engine() -> None:
     names = {each.name for each in dataclasses.fields(LoadSpec)}
-    assert names == SPEC_CHANGES.keys() | ARRAYS | {"workload", "notes"}
+    assert names == SPEC_CHANGES.keys() | ARRAYS | {"workload", "notes", "mapped"}
     base = base_spec()
     before = params_of(base)
     for name, value in SPEC_CHANGES.items():

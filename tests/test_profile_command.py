@@ -171,7 +171,8 @@ def test_wrong_input_is_one_line(arguments: tuple[str, ...], code: int, text: st
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     """Not left out: the profile would look whole."""
     out = tmp_path / "p.yaml"
-    result = CliRunner().invoke(main, ["profile", "--device", "CUDA7", "-o", str(out)])
+    own = CliRunner(env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    result = own.invoke(main, ["profile", "--device", "CUDA7", "-o", str(out)])
     assert (result.exit_code, result.stdout) == (3, "")
     assert re.fullmatch(
         r"atsplan: engine .*: no device CUDA7 on this machine \(there is .*CPU\)\n", result.stderr

@@ -39,7 +39,8 @@ def test_a_plan_is_written_shown_and_explained(model: Path, tmp_path: Path) -> N
     plan = from_text(path.read_text(), str(path))
     assert plan.devices[0].used_bytes <= 2000 * 2**20
     told = run("explain", path, "--model", model)
-    assert told.exit_code == 0 and "The limit is the memory of CUDA0" in told.stdout
+    assert told.exit_code == 0
+    assert "The limit is memory: " in told.stdout and " of 2000 MiB of CUDA0 are used, " in told.stdout
     assert "1 GiB more on CUDA0 would take" in told.stdout
     data = json.loads(run("explain", path, "--model", model, "--json").stdout)
     assert sum(part["time_ns"] for part in data["slices"]) == plan.predicted.tpot_ns
@@ -187,3 +188,20 @@ def test_a_deeper_token_costs_more(model: Path) -> None:
         json.loads(solve(model, *at, f"depth={d}").stdout)["predicted"]["tpot_ns"] for d in (0, 640, 60000)
     ]
     assert times == sorted(times) and times[-1] > times[0]
+
+
+def test_explain_names_memory_only_where_it_is_the_limit(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    for words, said in (
+        (("--budget", "1990", "--time-limit", "5"), " MiB of CUDA0 are used"),
+        (("--budget", "20000", "--pin", "blk.0.experts=cpu"), "; what was asked keeps the rest off it."),
+        (("--budget", "20000"), "Memory is not the limit: everything that a GPU could speed up is on one."),
+    ):
+        assert solve(model, *words, "-o", path).exit_code == 0
+        told = run("explain", path, "--model", model).stdout
+        assert said in told
+        free = [int(line.split(", ")[1].split()[0]) for line in told.splitlines() if "too few" in line]
+        smallest = min(p.size_bytes for p in from_text(path.read_text(), "p").units if "experts" in p.unit)
+        assert all(size * 2**20 < smallest for size in free)
+    assert solve(model, "--budget", "20000", "--pin", "blk.0.experts=cpu", "-o", path).exit_code == 0
+    assert "It does not keep to what was asked." in run("explain", path, "--model", model).stdout
