@@ -7,6 +7,7 @@ deterministic limits make the answer the same on every machine.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,7 @@ def _relaxed(cp: Any, problem: Problem, below_ns: int | None, clock: Clock, limi
     if below_ns is not None:
         relaxed.model.add(relaxed.objective < below_ns)
     solver = _solver(cp, Limits(max(clock.left_s, 0.1), limits.wall_s, limits.seed))
-    status = solver.solve(relaxed.model)
+    status = _searched(solver, relaxed.model)
     clock.left_s -= solver.response_proto.deterministic_time
     if status == cp.INFEASIBLE:
         return None
@@ -166,7 +167,7 @@ def _closed(
             exact.model.add(exact.objective < best.objective_ns)
         exact.model.add(exact.objective >= bound)
         solver = _solver(cp, Limits(clock.left_s / 2, limits.wall_s, limits.seed))
-        status = solver.solve(exact.model)
+        status = _searched(solver, exact.model)
         clock.left_s -= solver.response_proto.deterministic_time
         if status in (cp.OPTIMAL, cp.FEASIBLE):
             chosen = Solution(tuple(_index(solver, row) for row in exact.choose))
@@ -208,7 +209,7 @@ def _run(cp: Any, exact: ExactModel, best: Solved, limits: Limits) -> Solved:
         exact.model.add(exact.objective <= best.objective_ns)
     exact.model.add(exact.objective >= best.bound_ns)
     solver = _solver(cp, limits)
-    status = solver.solve(exact.model)
+    status = _searched(solver, exact.model)
     if status == cp.INFEASIBLE and best.solution is None:
         return Solved("infeasible", None, 0, 0)
     if status not in (cp.OPTIMAL, cp.FEASIBLE):
@@ -228,6 +229,17 @@ def _solver(cp: Any, limits: Limits) -> Any:
     solver.parameters.max_time_in_seconds = limits.wall_s
     solver.parameters.linearization_level = 2
     return solver
+
+
+def _searched(solver: Any, model: Any) -> Any:
+    """The status of a search that Ctrl-C ends at once: the library would not come back before its end."""
+    with ThreadPoolExecutor(1) as pool:
+        search = pool.submit(solver.solve, model)
+        try:
+            return search.result()
+        except BaseException:
+            solver.stop_search()
+            raise
 
 
 def _index(solver: Any, row: list[Any]) -> int:
