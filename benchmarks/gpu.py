@@ -34,7 +34,6 @@ from runtime.arms import same_load
 from runtime.dryrun import to_json
 from runtime.load import usable_cores
 
-TOLERANCE = 1.005  # measured VRAM may exceed the budget by this: granules, compute buffers
 CHILD_S = 240
 IDLE_THREADS = (4, 1)  # where the CPU computes nothing, more of them only disturb
 Json = dict[str, Any]

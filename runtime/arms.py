@@ -152,6 +152,7 @@ def _effect(inventory: Inventory, spec: LoadSpec) -> tuple[object, ...]:
         n_gpu_layers=0,
         overrides=(),
         notes=(),
+        mapped=(),
         threads=spec.threads or usable_cores(),
     )
     layers = spec_layer_devices(spec, layers_of(inventory).n_all)
