@@ -164,8 +164,8 @@ def cache_options(path: Path, model: Path) -> dict[str, Any]:
 def heat_options(path: Path, inventory: Inventory, workload: Workload) -> dict[str, Any]:
     """Fields of SolveOptions from a heat file: coverage curves, orders, experts that a ubatch touches."""
     from planner.coverage import curves, expected_distinct, hot_order
-    from planner.heat import from_text
-    from planner.moe import heat_of_model, moe_shape
+    from planner.heat import from_text, heat_of_model
+    from planner.moe import moe_shape
     from planner.records import digest
 
     text, shape = read_text(path), moe_shape(inventory)

@@ -15,7 +15,6 @@ from typing import Literal
 from pydantic import Field
 
 from planner.inventory import Inventory
-from planner.plan import EngineRange
 from planner.records import Record, load
 from planner.units import Kind, units_of
 
@@ -27,6 +26,13 @@ _NEXTN = 10434  # the first build seen with load_mtp
 _NUMBER = re.compile(r"\bb(\d{4,6})\b|\b20\d\d\.\d+\.(\d{4,6})\b|\b0\.(\d{4,6})\b|\b(\d{4,6})\.0\.\d\b")
 # Looked up on the host wherever the rest is, or not loaded.
 _APART = (Kind.EMBEDDING, Kind.LOOKUP, Kind.NEXTN, Kind.FOREIGN)
+
+
+class EngineRange(Record):
+    """Builds of llama.cpp by number; 0: no limit."""
+
+    least: int = Field(0, ge=0)
+    most: int = Field(0, ge=0)
 
 
 class Fault(Record):

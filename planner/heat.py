@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from planner.errors import FieldProblem, InputError
+from planner.moe import MoeShape
 from planner.texts import mistaken
 
 MAGIC = "# heat: 1"
@@ -248,3 +249,19 @@ def _scaled(part: Part, weight: float) -> Part:
         return part
     counts = {la: tuple(round(c * weight) for c in row) for la, row in part.counts.items()}
     return replace(part, tokens=round(part.tokens * weight), counts=counts)
+
+
+def heat_of_model(heat: Heat, shape: MoeShape, path: str) -> Heat:
+    """Heat held against the model it is used with, its experts per token filled in.
+
+    Raises WrongModel for heat of another model, with other numbers of experts, or of layers that do
+    not route. `path` names the heat in messages.
+    """
+    if heat.model and heat.model != shape.digest:
+        raise WrongModel(path, f"recorded from {heat.model[:19]}, this is {shape.digest[:19]}")
+    if heat.n_expert != shape.n_expert:
+        raise WrongModel(path, f"{heat.n_expert} experts a layer, the model {shape.n_expert}")
+    strangers = sorted(set(heat.layers) - set(shape.layers))
+    if strangers:
+        raise WrongModel(path, f"layer {strangers[0]} routes here, but not in the model")
+    return replace(heat, model=shape.digest, n_used=shape.n_used or heat.n_used)

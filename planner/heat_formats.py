@@ -15,9 +15,9 @@ from planner import heat as heats
 from planner import heat_formats_binary, heat_formats_json, heat_formats_text, routing
 from planner.errors import FileProblem
 from planner.gguf_header import Bytes
-from planner.heat import Heat, Part, WrongModel
+from planner.heat import Heat, Part, WrongModel, heat_of_model
 from planner.heat_found import Found, StepCost
-from planner.moe import MoeShape, heat_of_model
+from planner.moe import MoeShape
 from planner.routing import Trace
 
 MAX_LAYERS = 1 << 16

@@ -1,13 +1,12 @@
-"""What heat must know of a model: which layers route, over how many experts, and what an expert weighs."""
+"""What expert usage counts must know of a model: which layers route, over how many experts, and what an expert weighs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.errors import InputError
-from planner.heat import Heat, WrongModel
 from planner.inventory import Inventory
 
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight")
@@ -62,19 +61,3 @@ def moe_shape(inventory: Inventory) -> MoeShape:
         max(1, inventory.number("expert_group_count", 1)),
         dict(sorted(sizes.items())),
     )
-
-
-def heat_of_model(heat: Heat, shape: MoeShape, path: str) -> Heat:
-    """Heat held against the model it is used with, its experts per token filled in.
-
-    Raises WrongModel for heat of another model, with other numbers of experts, or of layers that do
-    not route. `path` names the heat in messages.
-    """
-    if heat.model and heat.model != shape.digest:
-        raise WrongModel(path, f"recorded from {heat.model[:19]}, this is {shape.digest[:19]}")
-    if heat.n_expert != shape.n_expert:
-        raise WrongModel(path, f"{heat.n_expert} experts a layer, the model {shape.n_expert}")
-    strangers = sorted(set(heat.layers) - set(shape.layers))
-    if strangers:
-        raise WrongModel(path, f"layer {strangers[0]} routes here, but not in the model")
-    return replace(heat, model=shape.digest, n_used=shape.n_used or heat.n_used)

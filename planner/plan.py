@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
+from planner.engines import EngineRange
 from planner.host_memory import HostMemory
 from planner.records import Record, dump, load
 from planner.workload import Workload
@@ -32,13 +33,6 @@ class MachineRef(Record):
     engine: str
     threads: int = Field(0, ge=0, le=512)  # of the CPU at decode; 0: all cores
     measured_on: dict[str, str] | None = None  # what its timings belong to; absent: assumed, not measured
-
-
-class EngineRange(Record):
-    """Builds of llama.cpp by number; 0: no limit."""
-
-    least: int = Field(0, ge=0)
-    most: int = Field(0, ge=0)
 
 
 class DeviceUse(Record):

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from planner.baselines import Candidate
 from planner.cost import OUTPUT, Model, Priced, decision_of
-from planner.engines import computing_devices, device_of, range_of
+from planner.engines import EngineRange, computing_devices, device_of, range_of
 from planner.evaluate import Evaluation
 from planner.expert_cache import cached_bytes
 from planner.notes import Subject, notes_of
@@ -19,7 +19,6 @@ from planner.plan import (
     Baseline,
     Constraints,
     DeviceUse,
-    EngineRange,
     ExpertOrder,
     LayerRange,
     MachineRef,

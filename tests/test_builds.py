@@ -13,11 +13,11 @@ from planning_models import machine, moe, plan, sites
 
 from atsplan import main
 from planner.check import CheckOptions, Inputs, check_plan
-from planner.engines import Demands, Fault, build_number, knowledge, mixing_fault, range_of
+from planner.engines import Demands, EngineRange, Fault, build_number, knowledge, mixing_fault, range_of
 from planner.errors import EngineProblem
 from planner.gguf_file import read_model
 from planner.loading import LoadSpec
-from planner.plan import EngineRange, LayerRange, Plan, from_text, to_text
+from planner.plan import LayerRange, Plan, from_text, to_text
 from planner.profile import Profile
 from planner.refusal import Infeasible
 from planner.workload import Workload
