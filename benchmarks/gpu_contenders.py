@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.inventory import Inventory
-from planner.loading import LoadSpec
+from planner.model.inventory import Inventory
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime.stripe_range import rounded
+from runtime.stripes.mapped_range import rounded
 
 GPU = "CUDA0"
 _FFN = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down|gate_up)(?:_exps)?)\.weight")

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.gpu_contenders import GPU, Contender
-from planner.budget import budgets_for
-from planner.coverage import expected_distinct, judge
-from planner.heat import Heat, Part, Phase
-from planner.inventory import Inventory
-from planner.loading import load_spec
-from planner.make_plan import make_plan
-from planner.options import SolveOptions
-from planner.plan import ExpertOrder, Plan
-from planner.profile import Profile
+from planner.machine.budgets import budgets_for
+from planner.machine.profile import Profile
+from planner.model.inventory import Inventory
+from planner.passes.make_plan import make_plan
+from planner.plan.load_spec import load_spec
+from planner.plan.plan import ExpertOrder, Plan
+from planner.plan.request import SolveOptions
+from planner.routing.coverage import expected_distinct, judge
+from planner.routing.expert_counts import Heat, Part, Phase
 from planner.workload import Workload
 
 

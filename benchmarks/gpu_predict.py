@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from benchmarks import gpu_models, gpu_plan, gpu_report
-from planner.plan import Plan
-from planner.profile import from_text
+from planner.machine.profile import from_text
+from planner.plan.plan import Plan
 from planner.workload import Workload
 
 

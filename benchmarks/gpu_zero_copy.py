@@ -15,10 +15,10 @@ from contextlib import ExitStack
 import click
 import numpy as np
 
-from profiler.synth_bytes import Source
-from runtime.ggml import Ggml, Handle
-from runtime.libllama import Engine
-from runtime.stripe import Stripes
+from profiler.synth.bytes import Source
+from runtime.engine.ggml import Ggml, Handle
+from runtime.engine.libllama import Engine
+from runtime.stripes.buffer_type import Stripes
 
 WIDTH, ROWS, EXPERTS, USED, NODES = 2048, 768, 128, 8, 12
 

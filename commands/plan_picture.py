@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands.figures import pyplot, save
+from commands.shared.figures import pyplot, save
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
 
 # Okabe-Ito colours: told apart by people with any colour vision, and in print by lightness.
 _GPU = ("#0072B2", "#56B4E9", "#004466", "#88CCEE")

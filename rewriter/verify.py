@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import AnswerIsNo
-from planner.gguf_file import ModelFile
-from planner.gguf_header import printable
-from planner.inventory import Tensor
-from planner.plan import Plan
-from planner.roles import Role, part_of
-from planner.stamp import EXPERTS, PLAN_DIGEST, PREFIX, SOURCE_HEADER, SOURCE_ORDER, plan_digest
-from planner.units import units_of
+from planner.model.gguf_file import ModelFile
+from planner.model.gguf_header import printable
+from planner.model.inventory import Tensor
+from planner.model.tensor_roles import Role, part_of
+from planner.model.units import units_of
+from planner.plan.plan import Plan
 from rewriter.manifest import ManifestTensor
 from rewriter.payloads import Payload, digests
-from rewriter.witness import Seen, Weight, look
+from rewriter.second_reader import Seen, Weight, look
+from rewriter.stamp import EXPERTS, PLAN_DIGEST, PREFIX, SOURCE_HEADER, SOURCE_ORDER, plan_digest
 
 WEIGHTS_EXACT = "weights byte-exact: every tensor's bytes are those of the source"
 WEIGHTS_PERMUTED = "weights byte-exact under the recorded permutation of experts"

@@ -12,15 +12,15 @@ from click.testing import CliRunner
 from test_run import plan_for
 
 from atsplan import main
-from planner.agree import Contradiction, check_agreement, check_order
+from planner.check.consistency import Contradiction, check_agreement, check_order
 from planner.errors import InputError
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.loading import LoadSpec, Unloadable, load_spec
-from planner.plan import ExpertOrder, Override, Plan, to_text
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.plan.load_spec import LoadSpec, Unloadable, load_spec
+from planner.plan.plan import ExpertOrder, Override, Plan, to_text
 from planner.workload import Workload
-from runtime import load
-from runtime.libllama import Engine
+from runtime.engine.libllama import Engine
+from runtime.load import load_params
 
 Text = Callable[[str], str]
 
@@ -129,8 +129,8 @@ def test_a_device_is_mapped_once_and_the_cpu_not_at_all(plan: Plan, moe_model: P
 def test_more_threads_than_the_engine_takes(plan: Plan) -> None:
     engine, spec = Engine.find(), load_spec(plan)
     with pytest.raises(InputError, match="at most 512"):
-        load.check(engine, dataclasses.replace(spec, threads=513))
-    load.check(engine, dataclasses.replace(spec, threads=512))
+        load_params.check(engine, dataclasses.replace(spec, threads=513))
+    load_params.check(engine, dataclasses.replace(spec, threads=512))
 
 
 def test_a_temperature_that_is_no_number(plan: Plan, moe_model: Path, tmp_path: Path) -> None:
@@ -171,10 +171,10 @@ PRICED_ONLY = {"depth", "prompt", "gen"}  # what a placement is judged by, nothi
 
 def params_of(spec: LoadSpec) -> dict[str, object]:
     """Every plain parameter that the engine is given for a spec."""
-    engine, kept = Engine.find(), load.Kept()
+    engine, kept = Engine.find(), load_params.Kept()
     both = {
-        "model": load.model_params(engine, spec, kept),
-        "context": load.context_params(engine, spec, kept),
+        "model": load_params.model_params(engine, spec, kept),
+        "context": load_params.context_params(engine, spec, kept),
     }
     pointers = {"devices", "tensor_split", "tensor_buft_overrides"}
     return {

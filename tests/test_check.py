@@ -19,16 +19,16 @@ import yaml
 from click.testing import CliRunner
 
 from atsplan import main
-from planner import inventory as inventories
-from planner.check import CheckOptions, Inputs, check_plan, read_plan
-from planner.findings import Severity
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.machines import load
-from planner.make_plan import make_plan
-from planner.options import SolveOptions
-from planner.pins import parse_pin
-from planner.plan import Plan, to_text
+from planner.check.check import CheckOptions, Inputs, check_plan, read_plan
+from planner.check.findings import Severity
+from planner.cost.pins import parse_pin
+from planner.machine.presets import load
+from planner.model import inventory as inventories
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.passes.make_plan import make_plan
+from planner.plan.plan import Plan, to_text
+from planner.plan.request import SolveOptions
 from planner.workload import Workload
 
 MACHINE = "rtx4060-8gb-ddr5"

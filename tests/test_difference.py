@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from sample_plan import sample_plan
 
 from atsplan import main
-from planner.difference import Change, Move, difference
-from planner.plan import Plan, from_text, to_text
+from planner.plan.difference import Change, Move, difference
+from planner.plan.plan import Plan, from_text, to_text
 
 
 def moved(plan: Plan) -> Plan:

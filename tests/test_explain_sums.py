@@ -7,11 +7,11 @@ import re
 import pytest
 from planning_models import dense, machine, moe, plan, real
 
-from planner.explain import as_data, sentences, slices
-from planner.options import SolveOptions
-from planner.plan import Plan
-from planner.predict import predict
-from planner.reprice import reprice
+from planner.check.explain import as_data, sentences, slices
+from planner.check.reprice import reprice
+from planner.passes.predict import predict
+from planner.plan.plan import Plan
+from planner.plan.request import SolveOptions
 
 PLANS = {
     "experts on the CPU": lambda: (moe(16), machine(), plan(moe(16), "2500")),

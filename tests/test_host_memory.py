@@ -12,16 +12,16 @@ from planning_models import machine, moe, plan
 from test_run import plan_for
 
 from atsplan import main
-from commands.engines import open_job
-from planner.check import CheckOptions, Inputs, check_plan
-from planner.host_memory import HostMemory, can_be_pinned, copy_rate
-from planner.loading import load_spec, map_devices
-from planner.options import SolveOptions
-from planner.plan import Plan, from_text, to_text
-from planner.profile import Link, Profile
-from planner.reprice import reprice
+from commands.shared.plan_job import open_job
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.check.reprice import reprice
+from planner.machine.host_memory import HostMemory, can_be_pinned, copy_rate
+from planner.machine.profile import Link, Profile
+from planner.plan.load_spec import load_spec, map_devices
+from planner.plan.plan import Plan, from_text, to_text
+from planner.plan.request import SolveOptions
 from planner.workload import Workload
-from runtime.stock import options, stock
+from runtime.tools.options import options, stock
 
 LONG = Workload(n_ctx=4096, prompt=512, gen=32)
 

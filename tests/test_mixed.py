@@ -8,24 +8,26 @@ from pathlib import Path
 import pytest
 from rpc_servers import rpc_serving
 
-from planner.arch import layers_of
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.loading import LoadSpec
-from planner.overrides import overrides_of
-from planner.units import Kind, units_of
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.model.layers import layers_of
+from planner.model.units import Kind, units_of
+from planner.plan.load_spec import LoadSpec
+from planner.plan.overrides import overrides_of
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
-from runtime import child, dryrun
+from profiler.synth.synth import SynthSpec, write
+from runtime import child
+from runtime.load import dry_run
 
 WORK = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
 TOKENS = [5, 9, 3, 7, 200, 11, 8, 8] * 6  # past the batch from which host weights are computed on a device
 _LOGITS = """
 from pathlib import Path
-from runtime import child, dryrun
-from runtime.libllama import Engine
-from runtime.remote import connect
-from runtime.session import Session
+from runtime import child
+from runtime.load import dry_run
+from runtime.engine.libllama import Engine
+from runtime.engine.rpc import connect
+from runtime.session.session import Session
 
 def work(request):
     engine, found = Engine.find(request["engine"]), []
@@ -81,7 +83,7 @@ def test_where_weights_are_does_not_change_a_logit(
         "engine": str(computing_server),
         "model": str(model),
         "tokens": TOKENS,
-        "specs": [dryrun.to_json(s) for s in specs(read_model(model).inventory, f"RPC0[{endpoint}]")],
+        "specs": [dry_run.to_json(s) for s in specs(read_model(model).inventory, f"RPC0[{endpoint}]")],
     }
     alone, *others = child.ask("logits_of", request, "test")["found"]
     assert alone["devices"] == ["CPU"]

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from planning_models import MIB, dense, machine, plan, real
 
-from planner.budget import budgets_for, parse_budget
-from planner.context import Keep, largest_context
-from planner.cost import model_of, price
-from planner.inventory import Inventory
-from planner.options import SolveOptions
-from planner.profile import Profile
-from planner.refusal import Infeasible
-from planner.solve import solve
+from planner.cost.build_problem import model_of, price
+from planner.machine.budgets import budgets_for, parse_budget
+from planner.machine.profile import Profile
+from planner.model.inventory import Inventory
+from planner.passes.largest_context import Keep, largest_context
+from planner.passes.refusal import Infeasible
+from planner.plan.request import SolveOptions
+from planner.solver.solve import solve
 from planner.workload import Workload
 
 MODELS = ("Qwen3.6-35B-A3B-q4_K", "gpt-oss-20b-MXFP4", "gemma-4-26B-A4B-Q4_K_M", "Qwen3.6-27B-q4_K")

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.arch import layers_of
-from planner.inventory import Inventory, Shard, Tensor, from_text
-from planner.matching import disagreements, matches, placed
-from planner.overrides import UnplaceableUnit, collate, escape, numbers, overrides_of, wanted_buffers
-from planner.plan import Override
-from planner.units import Kind, units_of
+from planner.model.inventory import Inventory, Shard, Tensor, from_text
+from planner.model.layers import layers_of
+from planner.model.units import Kind, units_of
+from planner.plan.override_match import disagreements, matches, placed
+from planner.plan.overrides import UnplaceableUnit, collate, escape, numbers, overrides_of, wanted_buffers
+from planner.plan.plan import Override
 
 INPUTS = sorted((Path(__file__).parent.parent / "plans" / "inputs").glob("*.inventory.yaml"))
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 from planning_models import MIB, dense, machine, moe, plan, real, sites, timed
 
-from planner.baselines import layer_devices
-from planner.budget import budgets_for, parse_budget, parse_reserve
-from planner.context import Keep, largest_context
-from planner.cost import UNFUSED, model_of, price
+from planner.cost.build_problem import UNFUSED, model_of, price
+from planner.cost.unit_time import state_case
 from planner.errors import OptionProblem
-from planner.options import Pin, Reserve, SolveOptions
-from planner.plan import CachePoint, Plan, to_text
-from planner.predict import predict
-from planner.price import state_case
-from planner.profile import OpTiming, Profile
-from planner.refusal import Infeasible
-from planner.requant import parse_rule, requantised, tensor_types
-from planner.timing import UNFUSED_DELTA_NET
+from planner.machine.budgets import budgets_for, parse_budget, parse_reserve
+from planner.machine.op_time import UNFUSED_DELTA_NET
+from planner.machine.profile import OpTiming, Profile
+from planner.model.requantise import parse_rule, requantised, tensor_types
+from planner.passes.largest_context import Keep, largest_context
+from planner.passes.predict import predict
+from planner.passes.refusal import Infeasible
+from planner.passes.stock_rules import layer_devices
+from planner.plan.plan import CachePoint, Plan, to_text
+from planner.plan.request import Pin, Reserve, SolveOptions
 from planner.workload import Workload
 
 NO_CPU = SolveOptions(no_cpu=True)
@@ -452,9 +452,9 @@ def test_one_card_is_among_the_stock_rules_of_two() -> None:
 
 
 def test_layers_of_one_device_stand_together_where_that_costs_nothing() -> None:
-    from planner.evaluate import evaluate
-    from planner.problem import Capacity, Decision, Edge, Option, Problem, Solution
-    from planner.tidy import tidied
+    from planner.solver.evaluate import evaluate
+    from planner.solver.problem import Capacity, Decision, Edge, Option, Problem, Solution
+    from planner.solver.tie_break import tidied
 
     def option(device: int, host: bool) -> Option:
         return Option(device, 0 if host else device, (str(device),), 10, 0, (0, 0, 0))

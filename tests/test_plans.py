@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from atsplan import main
-from planner.inventory import from_text as inventory_from
-from planner.plan import Plan, from_text
+from planner.model.inventory import from_text as inventory_from
+from planner.plan.plan import Plan, from_text
 
 PLANS = Path(__file__).resolve().parent.parent / "plans"
 FILES = sorted(PLANS.glob("*--*.yaml"))

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from profiler.cases import Job, Place, attention_shapes, cases_of, job_of, jobs_of, state_shape
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from profiler.operators.cases import Job, Place, attention_shapes, cases_of, job_of, jobs_of, state_shape
 
 GRAPH = """
 import json, sys
 from pathlib import Path
-from planner.loading import LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime import load
-from runtime.ggml import Tensor
-from runtime.libllama import Engine
+from runtime.load import load_params
+from runtime.engine.ggml import Tensor
+from runtime.engine.libllama import Engine
 
 engine, kept = Engine.find(), load.Kept()
 work = Workload(n_ctx=512, n_ubatch=64)

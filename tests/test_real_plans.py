@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from planning_models import INPUTS, machine, plan, real
 
-from planner.options import SolveOptions
-from planner.plan import Plan
+from planner.plan.plan import Plan
+from planner.plan.request import SolveOptions
 
 NAMES = sorted(path.name.removesuffix(".inventory.yaml") for path in INPUTS.glob("*.inventory.yaml"))
 PAGE = SolveOptions(page=True)

@@ -18,10 +18,10 @@ from gguf_bytes import ARR, STR, U32, T, arch, f32, gguf, kv, save
 from hand_plans import hand_plan
 
 import atsplan
-from planner.gguf_file import ModelFile, read_model
-from planner.plan import Plan, to_text
+from planner.model.gguf_file import ModelFile, read_model
+from planner.plan.plan import Plan, to_text
 from rewriter import publish, stream
-from rewriter.make import RewriteOptions, decide, rewrite
+from rewriter.rewrite import RewriteOptions, decide, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDERS = dict.fromkeys(range(4), (5, 1, 0, 7, 2, 6, 3, 4))

@@ -11,13 +11,13 @@ import pytest
 from engine_logits import logits
 from hand_plans import hand_plan
 
-from planner.gguf_file import ModelFile, read_model
-from planner.units import Unit, units_of
-from profiler.synth import SynthSpec, write
+from planner.model.gguf_file import ModelFile, read_model
+from planner.model.units import Unit, units_of
+from profiler.synth.synth import SynthSpec, write
 from rewriter import experts
 from rewriter.experts import OrderRefused
 from rewriter.layout import Copy, Gather, Segment
-from rewriter.make import RewriteOptions, carry_out, decide, rewrite
+from rewriter.rewrite import RewriteOptions, carry_out, decide, rewrite
 from rewriter.stream import write_file
 
 SPECS = {

@@ -11,14 +11,14 @@ from gguf_bytes import ARR, STR, U32, U64, T, arch, gguf, info, kv, save
 from hand_plans import hand_plan
 
 from planner.errors import FileProblem
-from planner.ggml_types import TYPES, tensor_bytes
-from planner.gguf_file import ModelFile, read_model
-from planner.stamp import plan_digest
-from planner.units import Unit
+from planner.model.ggml_types import TYPES, tensor_bytes
+from planner.model.gguf_file import ModelFile, read_model
+from planner.model.units import Unit
 from rewriter.experts import gathers
 from rewriter.layout import Copy, Gather, Layout, Literal, Request, Zeros, file_names, make_layout
-from rewriter.make import RewriteOptions, output_name, rewrite
-from rewriter.order import regions
+from rewriter.regions import regions
+from rewriter.rewrite import RewriteOptions, output_name, rewrite
+from rewriter.stamp import plan_digest
 from rewriter.stream import write_file
 
 A = T("a", (10,), 0, bytes(range(1, 41)))
@@ -153,7 +153,7 @@ def test_regions_and_their_order(moe_model: Path) -> None:
     def site(unit: Unit) -> str:
         return sites[unit.layer or 0] if unit.experts else "gpu:CUDA0"
 
-    from planner.units import units_of
+    from planner.model.units import units_of
 
     units = units_of(model.inventory).units
     found = regions(model.inventory, hand_plan(model, site), units, "p")

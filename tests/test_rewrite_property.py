@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import FileProblem
-from planner.ggml_types import BY_NAME, TYPES, tensor_bytes
-from planner.gguf_file import read_model
-from planner.units import Unit
-from rewriter.make import RewriteOptions, carry_out, decide, rewrite
+from planner.model.ggml_types import BY_NAME, TYPES, tensor_bytes
+from planner.model.gguf_file import read_model
+from planner.model.units import Unit
+from rewriter.rewrite import RewriteOptions, carry_out, decide, rewrite
 from rewriter.undo import decide_undo
 from rewriter.verify import verify
 

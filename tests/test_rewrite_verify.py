@@ -11,14 +11,14 @@ from gguf_bytes import ARR, STR, U8, U32, T, arch, f32, gguf, kv, save
 from hand_plans import hand_plan
 
 from planner.errors import FileProblem
-from planner.gguf_file import ModelFile, read_model
-from planner.plan import Override, Plan
-from planner.stamp import PlanMismatch, read_stamp
-from rewriter.make import RewriteOptions, rewrite
+from planner.model.gguf_file import ModelFile, read_model
+from planner.plan.plan import Override, Plan
 from rewriter.manifest import from_text, manifest_path, to_text
 from rewriter.payloads import Payload, PayloadCut, digests
+from rewriter.rewrite import RewriteOptions, rewrite
+from rewriter.second_reader import look
+from rewriter.stamp import PlanMismatch, read_stamp
 from rewriter.verify import LOGITS_CLOSE, LOGITS_EXACT, WEIGHTS_EXACT, WEIGHTS_PERMUTED, NotFaithful, verify
-from rewriter.witness import look
 
 ORDERS = {0: (3, 1, 0, 2), 1: (1, 0, 2, 3)}
 

@@ -10,10 +10,10 @@ from click.testing import CliRunner, Result
 from planning_models import moe
 
 from atsplan import main
-from planner.heat import Part, Phase, make
-from planner.heat import to_text as heat_text
-from planner.inventory import to_text
-from planner.plan import from_text
+from planner.model.inventory import to_text
+from planner.plan.plan import from_text
+from planner.routing.expert_counts import Part, Phase, make
+from planner.routing.expert_counts import to_text as heat_text
 
 
 @pytest.fixture

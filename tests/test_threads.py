@@ -12,11 +12,11 @@ from planning_models import machine, moe, plan
 from test_run import plan_for
 
 from atsplan import main
-from planner.gguf_file import read_model
-from planner.loading import load_spec, map_devices
-from planner.plan import Plan, from_text, to_text
-from planner.profile import Profile
-from runtime.load import usable_cores, usable_threads
+from planner.machine.profile import Profile
+from planner.model.gguf_file import read_model
+from planner.plan.load_spec import load_spec, map_devices
+from planner.plan.plan import Plan, from_text, to_text
+from runtime.load.load_params import usable_cores, usable_threads
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def test_a_device_that_becomes_the_cpu_takes_all_cores(many: Profile) -> None:
 
 
 def test_check_sees_a_count_that_the_profile_does_not_give(many: Profile) -> None:
-    from planner.budget import budgets_for
-    from planner.check import CheckOptions, Inputs, check_plan
+    from planner.check.check import CheckOptions, Inputs, check_plan
+    from planner.machine.budgets import budgets_for
 
     model, profile = moe(), many
     made = plan(model, "1500", on=profile)
@@ -83,7 +83,7 @@ def test_export_says_them_and_takes_others(moe_model: Path, tmp_path: Path) -> N
 
 
 def test_a_plan_of_a_larger_machine_does_not_crowd_this_one(moe_model: Path, tmp_path: Path) -> None:
-    from commands.engines import open_job
+    from commands.shared.plan_job import open_job
 
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(with_threads(moe_model, 500)))

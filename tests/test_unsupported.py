@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from planning_models import machine, moe, plan, sites
 
-from planner.check import CheckOptions, Inputs, check_plan
-from planner.plan import to_text
-from planner.profile import OpTiming, Unsupported
-from planner.timing import Case
-from profiler.cases import NOT_SUPPORTED, Job, Place
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.machine.op_time import Case
+from planner.machine.profile import OpTiming, Unsupported
+from planner.plan.plan import to_text
+from profiler.operators.cases import NOT_SUPPORTED, Job, Place
 from profiler.summarise import Verdict, unsupported
 
 GPU = Place("CUDA0", "CUDA0", "own")
