@@ -186,11 +186,12 @@ class Llama:
         params.load_mode, params.no_alloc = 0, True
         if engine.takes("use_mmap"):
             params.use_mmap = False
-        with load.model(engine, model_path, params) as model:
+        with load_params.model(engine, model_path, params) as model:
             work = Workload(n_ctx=given["n_ctx"], n_batch=given["n_batch"], n_ubatch=given["n_ubatch"])
             spec = LoadSpec((), (), 0, (), work, threads=given["n_threads"] or 1)
-            with load.context(engine, model, load.context_params(engine, spec, load.Kept())) as context:
-                found = dryrun.by_device(engine, dryrun.breakdown(engine, context))
+            options = load_params.context_params(engine, spec, load_params.Kept())
+            with load_params.context(engine, model, options) as context:
+                found = dry_run.by_device(engine, dry_run.breakdown(engine, context))
         self.held = {name: sizes.model for name, sizes in found.items()}
 
 

@@ -21,14 +21,6 @@ MAY_IMPORT = {
     "commands": {"planner", "rewriter", "runtime", "profiler"},
 }
 PURE = ("solver", "cost", "memory", "model/units.py", "model/tensor_roles.py", "machine/budgets.py")
-    "solver",
-    "cost",
-    "memory",
-    "model/units.py",
-    "model/tensor_roles.py",
-    "machine/budgets.py",
-    "routing/coverage.py",
-)
 IO_MODULES = {
     "os",
     "io",

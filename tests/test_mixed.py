@@ -32,7 +32,7 @@ from runtime.session.session import Session
 def work(request):
     engine, found = Engine.find(request["engine"]), []
     for plain in request["specs"]:
-        spec, _ = connect(engine, dryrun.from_json(plain))
+        spec, _ = connect(engine, dry_run.from_json(plain))
         with Session(engine, Path(request["model"]), spec) as session:
             devices = sorted(set(session.tensor_devices().values()))
             found.append({"devices": devices, "logits": session.logits(request["tokens"]).tolist()})

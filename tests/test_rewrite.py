@@ -268,11 +268,11 @@ def test_an_interrupt_leaves_nothing(here: Path, phase: str) -> None:
     """A real Ctrl-C in a real process, sent when the phase has begun."""
     script = (
         "import sys, time; from pathlib import Path\n"
-        "import atsplan; from rewriter import make\n"
+        "import atsplan; from rewriter import rewrite\n"
         "def told(what, done, total):\n"
         f"    if what == {phase!r}: print('begun', flush=True); time.sleep(1)\n"
-        "real = make.carry_out\n"
-        "make.carry_out = lambda *a: real(*a[:5], told)\n"
+        "real = rewrite.carry_out\n"
+        "rewrite.carry_out = lambda *a: real(*a[:5], told)\n"
         "atsplan.main()\n"
     )
     before = names(here)
