@@ -206,6 +206,7 @@ class Constraints(Record):
     reserves: tuple[Reserved, ...] = ()
     heat_digest: str = ""  # of the heat file that expert coverage comes from
     stripes: bool = True  # hot experts may live on the GPU, given heat
+    hybrid: bool | None = None  # experts may live in slots, the others with CPU and bus; absent: not asked
     cache: tuple[CachePoint, ...] | None = None  # the engine has a MoE cache; sizes to choose from, concave
 
 
