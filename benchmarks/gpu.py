@@ -24,15 +24,15 @@ from benchmarks import gpu_contenders as contenders
 from benchmarks import gpu_models, gpu_plan, gpu_predict, gpu_report
 from benchmarks.gpu_link import busy
 from planner.errors import AtsplanError
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.plan import Plan
-from planner.profile import Profile, from_text
+from planner.machine.profile import Profile, from_text
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.plan.plan import Plan
 from planner.workload import Workload
 from runtime import child
-from runtime.arms import same_load
-from runtime.dryrun import to_json
-from runtime.load import usable_cores
+from runtime.bench.rivals import same_load
+from runtime.load.dry_run import to_json
+from runtime.load.load_params import usable_cores
 
 CHILD_S = 240
 IDLE_THREADS = (4, 1)  # where the CPU computes nothing, more of them only disturb
@@ -293,7 +293,7 @@ def machine(engine: Path) -> Json:
     ]
     gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     cpu = next((s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")), "")
-    from runtime.libllama import Engine
+    from runtime.engine.libllama import Engine
 
     # The label of a build is its folder; version and commit are the library's own words.
     build = Engine.find(str(engine)).build

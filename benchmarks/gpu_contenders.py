@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.inventory import Inventory
-from planner.loading import LoadSpec
+from planner.model.inventory import Inventory
+from planner.plan.load_spec import LoadSpec
+from planner.site import Site, SiteKind
 from planner.workload import Workload
-from runtime.stripe_range import rounded
+from runtime.stripes.mapped_range import rounded
 
 GPU = "CUDA0"
 _FFN = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down|gate_up)(?:_exps)?)\.weight")
@@ -130,7 +131,7 @@ def stripes(shape: Shape, work: Workload, share: float) -> Contender:
 def striped(shape: Shape, work: Workload, widths: dict[int, int]) -> LoadSpec:
     """A spec with a width for each striped layer."""
     overrides = [
-        (rf"^blk\.{layer}\.({'|'.join(shape.kinds)})\.weight$", f"stripe:{GPU}:{k}")
+        (rf"^blk\.{layer}\.({'|'.join(shape.kinds)})\.weight$", str(Site(SiteKind.STRIPE, GPU, k)))
         for layer, k in sorted(widths.items())
     ]
     return _spec(shape, work, shape.n_layers + 1, overrides, mmap=True)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from runtime.libllama import Engine
+from runtime.engine.libllama import Engine
 
 PIECE_BYTES = 256 * 2**20
 

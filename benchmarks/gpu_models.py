@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from planner.inventory import Hparam, Inventory, Shard, Tensor
-from profiler.synth import ARCHITECTURES, SynthSpec, settled, write
-from profiler.synth import _type as tensor_type
-from profiler.synth_build import Builder
-from profiler.synth_bytes import PEAK, size_bytes
+from planner.model.inventory import Hparam, Inventory, Shard, Tensor
+from profiler.synth.build import Builder
+from profiler.synth.bytes import PEAK, size_bytes
+from profiler.synth.synth import ARCHITECTURES, SynthSpec, settled, write
+from profiler.synth.synth import _type as tensor_type
 
 # Factor of the exponential law of the experts' constant logits; coverage of the hottest half beside it.
 ROUTING: Mapping[str, float] = {"uniform": 0.0, "moderate": 0.15, "strong": 0.36}  # 0.50, 0.60, 0.75

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.gpu_contenders import GPU, Contender
-from planner.budget import budgets_for
-from planner.coverage import expected_distinct, judge
-from planner.heat import Heat, Part, Phase
-from planner.inventory import Inventory
-from planner.loading import load_spec
-from planner.make_plan import make_plan
-from planner.options import SolveOptions
-from planner.plan import ExpertOrder, Plan
-from planner.profile import Profile
+from planner.machine.budgets import budgets_for
+from planner.machine.profile import Profile
+from planner.model.inventory import Inventory
+from planner.passes.make_plan import make_plan
+from planner.plan.load_spec import load_spec
+from planner.plan.plan import ExpertOrder, Plan
+from planner.plan.request import SolveOptions
+from planner.routing.coverage import expected_distinct, judge
+from planner.routing.expert_counts import Heat, Part, Phase
 from planner.workload import Workload
 
 
@@ -36,7 +36,7 @@ def solve(
     free = make_plan(inventory, profile, budgets_for(profile, {}), work, replace(options, stripes=False))
     everything = next(use for use in free.devices if use.name == GPU).used_bytes + budget_bytes - whole_bytes
     plan = make_plan(inventory, profile, budgets_for(profile, {GPU: everything}), work, options)
-    sites = [unit.site.rsplit(":", 1)[0] for unit in plan.units if unit.unit.endswith("experts")]
+    sites = [unit.site.memory for unit in plan.units if unit.unit.endswith("experts")]
     counts = ", ".join(f"{sites.count(site)} {site}" for site in dict.fromkeys(sites))
     name = "plan" if stripes else "plan without stripes"
     return Contender(name, f"experts: {counts}", load_spec(plan)), plan

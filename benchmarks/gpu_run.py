@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from runtime import child, dryrun
-from runtime.cuda import Driver
-from runtime.ggml import Handle, Tensor
-from runtime.libllama import Batch, Engine
-from runtime.session import Session
-from runtime.stripe_session import StripedSession, session_for
+from runtime import child
+from runtime.engine.ggml import Handle, Tensor
+from runtime.engine.libllama import Batch, Engine
+from runtime.load import dry_run
+from runtime.session.session import Session
+from runtime.session.striped import StripedSession, session_for
+from runtime.stripes.cuda_driver import Driver
 
 WARM_UP = 4  # decoded tokens that are not counted
 REPEATS = 3  # of a prefill
@@ -83,7 +84,7 @@ class Run:
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     """Load as asked and measure."""
     engine, driver = Engine.find(request["engine"]), Driver()
-    spec, counter = dryrun.from_json(request["spec"]), _Routing(engine)
+    spec, counter = dry_run.from_json(request["spec"]), _Routing(engine)
     primary = driver.retain(0)
     before = _free(driver, primary)
     start = time.perf_counter()

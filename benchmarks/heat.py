@@ -16,11 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from planner import coverage, heat_formats, heat_report, routing
-from planner import heat as heats
-from planner import simulate as sim
-from planner.heat import Heat
-from planner.routing import Trace
+from planner.routing import cache_simulation as sim
+from planner.routing import coverage, report
+from planner.routing import expert_counts as heats
+from planner.routing import trace as traces
+from planner.routing.expert_counts import Heat
+from planner.routing.formats import detect
+from planner.routing.trace import Trace
 
 HERE = Path(__file__).parent.parent / "tests" / "data" / "heat"
 Line = tuple[str, str, str]  # what, published, here
@@ -28,7 +30,7 @@ Line = tuple[str, str, str]  # what, published, here
 
 def load(path: Path, source: str = "") -> Heat:
     """Heat of any known file, its parts renamed when a name is given."""
-    heat = heat_formats.read(path.read_bytes(), str(path)).heat
+    heat = detect.read(path.read_bytes(), str(path)).heat
     return replace(heat, parts=tuple(replace(p, source=source or p.source) for p in heat.parts))
 
 
@@ -64,7 +66,7 @@ def collected(folder: Path) -> Iterator[Line]:
         yield from _drift([load(path, path.stem) for path in counts])
     routes = folder / "misc" / "olmoe-1b-7b_layer0_routes.jsonl"
     if routes.exists():
-        trace = heat_formats.read(routes.read_bytes(), str(routes)).trace
+        trace = detect.read(routes.read_bytes(), str(routes)).trace
         assert trace is not None
         yield from _policies("OLMoE layer 0", trace, {})
     curves = folder / "misc" / "qwen38-flash-next_coverage_curves.json"
@@ -74,7 +76,7 @@ def collected(folder: Path) -> Iterator[Line]:
 
 def _drift(workloads: list[Heat]) -> Iterator[Line]:
     """DeepSeek-V3: chosen on some workloads, judged on the one left out."""
-    judged = heat_report.report(heats.merge(workloads), 0.25)
+    judged = report.report(heats.merge(workloads), 0.25)
     table = np.array(judged.transfer)
     quarter = next(i for i in judged.intervals if i.resident == 0.25)
     others = table[~np.eye(len(table), dtype=bool)]
@@ -117,7 +119,7 @@ def drifting_trace(
     stays for the next token with probability `stick`. The defaults come nearest to the published rates.
     """
     rng = np.random.default_rng(seed)
-    rows: list[routing.Row] = []
+    rows: list[traces.Row] = []
     for layer in range(layers):
         fixed = np.log(rng.permutation(1 / np.arange(1, n_expert + 1) ** skew))
         topic = rng.normal(size=n_expert)
@@ -129,7 +131,7 @@ def drifting_trace(
             chosen = np.argsort(-score)[:k]
             rows.append((0, True, step, layer, tuple(int(i) for i in chosen)))
     rows.sort(key=lambda row: (row[2], row[3]))
-    return routing.make("", n_expert, ["drift"], rows)
+    return traces.make("", n_expert, ["drift"], rows)
 
 
 def _policies(name: str, trace: Trace, published: Mapping[str, tuple[float, ...]]) -> Iterator[Line]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.inventory import Hparam, Inventory, to_text
-from planner.tables import inventory_of, read_table
+from benchmarks.tensor_tables import inventory_of, read_table
+from planner.model.inventory import Hparam, Inventory, to_text
 
 INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
 PUBLISHED = Path(__file__).parent / "published_configs.json"  # of models whose config.json was not collected

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.predict_measure import workload_of
-from planner import inventory as inventories
-from planner import profile as profiles
-from planner.inventory import Inventory
-from planner.profile import Profile
-from profiler.calibrate import Run, machine, model
-from profiler.placements import Placement, Predictor
+from planner.machine import profile as profiles
+from planner.machine.profile import Profile
+from planner.model import inventory as inventories
+from planner.model.inventory import Inventory
+from profiler.whole_model.calibrate import Run, machine, model
+from profiler.whole_model.placements import Placement, Predictor
 
 BRIEF = ("all on the GPU", "all moved", "every other moved")
 

@@ -18,15 +18,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from planner import inventory as inventories
-from planner import profile as profiles
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
+from planner.machine import profile as profiles
+from planner.model import inventory as inventories
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
 from planner.workload import Workload
-from profiler import runner, session, synth
-from profiler.cases import cases_of
-from profiler.placements import Placement, calibrating, sensible, shuffled, spec_of
+from profiler import runner, session
+from profiler.operators.cases import cases_of
 from profiler.runner import Length
+from profiler.synth import synth
+from profiler.whole_model.placements import Placement, calibrating, sensible, shuffled, spec_of
 
 Row = dict[str, object]
 COLUMNS = (

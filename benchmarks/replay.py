@@ -17,15 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner import inventory as inventories
-from planner import machines
-from planner.baselines import layer_devices
-from planner.ggml_types import tensor_bytes
-from planner.inventory import Inventory, Shard, Tensor
-from planner.profile import Profile
+from planner.machine import presets
+from planner.machine.profile import Profile
+from planner.model import inventory as inventories
+from planner.model.ggml_types import tensor_bytes
+from planner.model.inventory import Inventory, Shard, Tensor
+from planner.passes.stock_rules import layer_devices
 from planner.workload import Workload
-from profiler.calibrate import Parameter, solve
-from profiler.placements import Placement, Predictor, movable
+from profiler.whole_model.calibrate import Parameter, solve
+from profiler.whole_model.placements import Placement, Predictor, movable
 
 HERE = Path(__file__).resolve().parent
 INPUTS = HERE.parent / "plans" / "inputs"
@@ -219,7 +219,7 @@ def _inventory(name: str) -> Inventory:
 
 
 def _profile(setup: Setup) -> Profile:
-    profile = machines.load(setup.machine)
+    profile = presets.load(setup.machine)
     if not setup.gpu_gb_per_s:
         return profile
     rate = setup.gpu_gb_per_s * 85 * 10**7

@@ -32,9 +32,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from hand_plans import hand_plan  # noqa: E402
 
-from planner.gguf_file import ModelFile, read_model  # noqa: E402
-from planner.plan import to_text  # noqa: E402
-from profiler.synth import SynthSpec, write  # noqa: E402
+from planner.model.gguf_file import ModelFile, read_model  # noqa: E402
+from planner.plan.plan import to_text  # noqa: E402
+from profiler.synth.synth import SynthSpec, write  # noqa: E402
 
 EXPERTS = 64
 LAYER_BYTES = 177 << 20  # of the generated model

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner import baselines
-from planner.budget import budgets_for, parse_budget
-from planner.cost import model_of, price
-from planner.inventory import Inventory, from_text
-from planner.machines import load
-from planner.moe import moe_shape
-from planner.options import SolveOptions
-from planner.solve import Limits, Solved, solve
+from planner.cost.build_problem import model_of, price
+from planner.machine.budgets import budgets_for, parse_budget
+from planner.machine.presets import load
+from planner.model.inventory import Inventory, from_text
+from planner.model.routed_layers import moe_shape
+from planner.passes import stock_rules
+from planner.plan.request import SolveOptions
+from planner.solver.solve import Limits, Solved, solve
 from planner.workload import Workload
 
 INPUTS = Path(__file__).resolve().parent.parent / "plans" / "inputs"
@@ -110,7 +110,7 @@ def measure(case: Case, inventory: Inventory, limit_s: float) -> Result:
     started = time.process_time()
     workload = Workload()
     priced = price(model_of(inventory, workload), profile, budgets, workload, options)
-    stock = [c for c in baselines.candidates(priced) if c.feasible and c.evaluation]
+    stock = [c for c in stock_rules.candidates(priced) if c.feasible and c.evaluation]
     hint = min(stock, key=lambda c: c.evaluation.objective_ns if c.evaluation else 0, default=None)
     solved = solve(priced.problem, hint.solution if hint else None, Limits(limit_s, 6 * limit_s))
     return Result(time.process_time() - started, solved)

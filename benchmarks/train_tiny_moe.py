@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.tiny_moe_model import Shape, TinyMoe
-from profiler.synth_vocab import byte_letters
+from profiler.synth.vocab import byte_letters
 
 BATCH, SEQUENCE = 24, 192
 BALANCE = 0.002  # weight of the load-balance loss: enough that no expert dies, too little to level them

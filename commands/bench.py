@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.console import mib, out, out_json, out_table, say, table, write_text
-from commands.engines import (
+from commands.shared.console import mib, out, out_json, out_table, say, table, write_text
+from commands.shared.option_types import Target
+from commands.shared.plan_job import (
     Job,
     draft_options,
     engine_options,
@@ -18,15 +19,14 @@ from commands.engines import (
     plan_options,
     review,
 )
-from commands.option_types import Target
 from planner.errors import AnswerIsNo, MachineError, OptionProblem
 
 if TYPE_CHECKING:
-    from planner.samples import Interval
-    from runtime.arms import Arm
-    from runtime.bench import Comparison, Result
-    from runtime.drafting import Draft
-    from runtime.locate import Place
+    from runtime.bench.intervals import Interval
+    from runtime.bench.measure import Comparison, Result
+    from runtime.bench.rivals import Arm
+    from runtime.engine.locate import Place
+    from runtime.session.draft_model import Draft
 
 RULES = ("fit", "ngl", "ncmoe", "cpu")
 _EQUAL_BYTES = 2**20
@@ -74,7 +74,7 @@ def command(
     Ends with status 1 when, after three rounds or more, a rival decodes faster by more than 1 %,
     whole interval.
     """
-    from runtime.bench import Terms, compare, run
+    from runtime.bench.measure import Terms, compare, run
 
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
     lengths = _lengths(prompts, tokens, job)
@@ -86,7 +86,7 @@ def command(
     results = run(terms, arms, checks, on_step=say)
     comparisons = [c for rival in results[1:] for c in compare(results[0], rival)]
     if prometheus:
-        from runtime.metrics import prometheus as metrics
+        from runtime.bench.prometheus import prometheus as metrics
 
         write_text(prometheus, metrics(job.plan.model.name, results))
     if as_json:
@@ -104,8 +104,8 @@ def _arms(
     """The plan and its rivals, each with what is proven at its load."""
     from dataclasses import replace
 
-    from planner.expected import expected_devices
-    from runtime.arms import field_of, plan_arm, rivals, without_draft
+    from planner.plan.engine_rules import expected_devices
+    from runtime.bench.rivals import field_of, plan_arm, rivals, without_draft
     from runtime.worker import Checks
 
     say("dry runs: the plan's memory, and rivals that fit into it")
@@ -149,7 +149,7 @@ def _unused(name: str, taken: list[str]) -> str:
 
 def _twins(job: Job, arms: list[Arm]) -> list[str]:
     """Rivals that load exactly as the plan does, said: against them any difference is noise."""
-    from runtime.arms import same_load
+    from runtime.bench.rivals import same_load
 
     mine, rivals = arms[0], arms[1:]
     alike = (same_load(job.file.inventory, mine.spec, arm.spec) for arm in rivals)
@@ -161,7 +161,7 @@ def _twins(job: Job, arms: list[Arm]) -> list[str]:
 
 def _judge(comparisons: list[Comparison], rounds: int) -> None:
     """AnswerIsNo when a rival is faster; what is too close or too little measured is said."""
-    from runtime.bench import VERDICT_ROUNDS, slower
+    from runtime.bench.measure import VERDICT_ROUNDS, slower
 
     if comparisons and rounds < VERDICT_ROUNDS:
         say(f"no verdict: it takes {VERDICT_ROUNDS} rounds")
@@ -186,7 +186,7 @@ def _lengths(text: str, tokens: int, job: Job) -> tuple[int, ...]:
 
 
 def _show(results: list[Result], comparisons: list[Comparison]) -> None:
-    from runtime.bench import summary
+    from runtime.bench.measure import summary
 
     made = table("contender", "setting", "device memory", "prompt", "prefill t/s", "ms/token", "tokens/s")
     for result in results:
@@ -249,8 +249,8 @@ def _report(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from runtime.bench import summary
-    from runtime.load import usable_cores
+    from runtime.bench.measure import summary
+    from runtime.load.load_params import usable_cores
 
     def times(samples: dict[int, list[float]]) -> dict[str, Any]:
         found = {str(n): summary(values) for n, values in sorted(samples.items())}

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import out, progress, read_text, say, write_text
-from commands.engines import device_map_option, engine_options
 from commands.fmt import plan_files
-from commands.inputs import InputLibrary, input_options
-from commands.option_types import Number, Target
+from commands.shared.console import out, progress, read_text, say, write_text
+from commands.shared.inputs import InputLibrary, input_options
+from commands.shared.option_types import Number, Target
+from commands.shared.plan_job import device_map_option, engine_options
 
 if TYPE_CHECKING:
-    from planner.check import CheckOptions
-    from planner.findings import Finding
+    from planner.check.check import CheckOptions
+    from planner.check.findings import Finding
 
 _FEW = 8  # plans that are not worth a second process
 
@@ -69,8 +69,8 @@ def command(
     With --smoke the engine then loads each in a child process, short and long prompts are decoded, and a
     failure is the engine's: exit code 3, the build named, the plan kept.
     """
-    from planner import findings
-    from planner.check import CheckOptions
+    from planner.check import findings
+    from planner.check.check import CheckOptions
 
     files = plan_files(paths)
     options = CheckOptions(not no_resolve, time_limit, datetime.now(UTC).date(), max_age)
@@ -93,8 +93,8 @@ def command(
 
 
 def _list(path: Path, library: InputLibrary) -> None:
-    from planner.check import read_plan
-    from planner.listing import device_lines, override_lines
+    from planner.check.check import read_plan
+    from planner.plan.listing import device_lines, override_lines
 
     plan, _ = read_plan(read_text(path), str(path))
     if plan is None:
@@ -111,8 +111,8 @@ def _smoke(
     engine: str | None,
     llama_h: Path | None,
 ) -> None:
-    from commands.engines import open_job
-    from commands.models import load_plan
+    from commands.shared.models import load_plan
+    from commands.shared.plan_job import open_job
     from commands.smoke import smoke
 
     model = library.model_file(load_plan(path))
@@ -182,7 +182,7 @@ def _check_group(
 
 
 def _check_one(path: Path, library: InputLibrary, options: CheckOptions) -> list[Finding]:
-    from planner.check import check_plan, missing_inputs, read_plan
+    from planner.check.check import check_plan, missing_inputs, read_plan
 
     text = read_text(path)
     plan, found = read_plan(text, str(path))
@@ -196,7 +196,7 @@ def _check_one(path: Path, library: InputLibrary, options: CheckOptions) -> list
 
 
 def _print(names: list[str], found: list[Finding]) -> None:
-    from planner.findings import Severity
+    from planner.check.findings import Severity
 
     for finding in found:
         out(finding.text())

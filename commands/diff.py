@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import mib, ms, out, out_json, read_text
+from commands.shared.console import mib, ms, out, out_json, read_text
 
 if TYPE_CHECKING:
-    from planner.difference import Difference
-    from planner.inventory import Inventory
-    from planner.plan import Plan
+    from planner.model.inventory import Inventory
+    from planner.plan.difference import Difference
+    from planner.plan.plan import Plan
 
 DERIVED = ("units.", "overrides", "command")  # follow from the moves, or from when the plan was made
 
@@ -24,8 +24,8 @@ DERIVED = ("units.", "overrides", "command")  # follow from the moves, or from w
 @click.option("--json", "as_json", is_flag=True, help="Print the difference as JSON.")
 def command(before: Path, after: Path, model: Path | None, as_json: bool) -> None:
     """What moved from plan BEFORE to plan AFTER, and what it costs."""
-    from planner.difference import difference
-    from planner.plan import from_text
+    from planner.plan.difference import difference
+    from planner.plan.plan import from_text
 
     old = from_text(read_text(before), str(before))
     new = from_text(read_text(after), str(after))
@@ -40,8 +40,8 @@ def command(before: Path, after: Path, model: Path | None, as_json: bool) -> Non
 
 
 def _tensors(model: Path) -> dict[str, tuple[str, ...]]:
-    from commands.models import load_inventory
-    from planner.units import units_of
+    from commands.shared.models import load_inventory
+    from planner.model.units import units_of
 
     inventory: Inventory = load_inventory(model)
     return {unit.name: unit.tensors for unit in units_of(inventory).units}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import mib, out, out_json, out_table, table
-from commands.engines import engine_options
+from commands.shared.console import mib, out, out_json, out_table, table
+from commands.shared.plan_job import engine_options
 from planner.errors import AnswerIsNo
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def command(profile_path: Path | None, as_json: bool, engine: str | None, llama_
     """
     from dataclasses import asdict
 
-    from profiler.synth import SynthSpec, write
+    from profiler.synth.synth import SynthSpec, write
     from runtime.doctor import examine, others
 
     with tempfile.TemporaryDirectory() as folder:
@@ -53,9 +53,9 @@ def command(profile_path: Path | None, as_json: bool, engine: str | None, llama_
 
 def _changes(path: Path, found: Findings) -> tuple[str, ...]:
     """What a profile was measured with that is not so here."""
-    from commands.models import load_profile
-    from planner.engines import same_build
-    from planner.same_machine import differences, facts_of, host_facts
+    from commands.shared.models import load_profile
+    from planner.machine.engine_builds import same_build
+    from planner.machine.fingerprint import differences, facts_of, host_facts
     from profiler import host
 
     profile = load_profile(path, None)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import PICTURE, out, out_json, say
-from commands.figures import check_name
-from commands.inputs import InputLibrary, input_options
-from commands.models import load_plan
-from commands.option_types import Number, Target
+from commands.shared.console import PICTURE, out, out_json, say
+from commands.shared.figures import check_name
+from commands.shared.inputs import InputLibrary, input_options
+from commands.shared.models import load_plan
+from commands.shared.option_types import Number, Target
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
-    from planner.predict import Breakdown
+    from planner.passes.predict import Breakdown
+    from planner.plan.plan import Plan
 
 
 @click.command()
@@ -37,7 +37,7 @@ def command(
     Model and profile are looked for in `inputs/` beside the plan; without them the question of more
     memory stays open.
     """
-    from planner.explain import as_data, sentences
+    from planner.check.explain import as_data, sentences
 
     check_name(plot, "--plot")
     plan = load_plan(path)
@@ -59,7 +59,7 @@ def command(
 
 def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:
     """What the predicted time is made of; None without the inputs, or when they give another time."""
-    from planner.reprice import NotPlaceable, reprice
+    from planner.check.reprice import NotPlaceable, reprice
 
     inputs = library.of(plan, path)
     if inputs.inventory is None or inputs.profile is None:
@@ -73,7 +73,7 @@ def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:
 
 def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float) -> Plan | None:
     """The plan with 1 GiB more on the device that limits it."""
-    from planner.explain import GIB, binding, with_more
+    from planner.check.explain import GIB, binding, with_more
 
     tight = binding(plan)
     inputs = library.of(plan, path)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.companions import draft_fields, projector_fields
-from commands.console import ms, out, say, write_text
-from commands.engines import parse_map
-from commands.models import load_plan
-from commands.option_types import Target
+from commands.shared.companions import draft_fields, projector_fields
+from commands.shared.console import ms, out, say, write_text
+from commands.shared.models import load_plan
+from commands.shared.option_types import Target
+from commands.shared.plan_job import parse_map
 
 if TYPE_CHECKING:
-    from planner.check import Inputs
-    from planner.loading import LoadSpec
-    from planner.plan import Plan
-    from runtime.stock import Stock
+    from planner.check.check import Inputs
+    from planner.plan.load_spec import LoadSpec
+    from planner.plan.plan import Plan
+    from runtime.tools.options import Stock
 
 FORMATS = (
     *("llama-server", "llama-cli", "llama-bench", "preset", "env", "json"),
@@ -62,10 +62,10 @@ def command(
     """
     from dataclasses import replace
 
-    from commands.inputs import InputLibrary
-    from planner.agree import check_agreement
+    from commands.shared.inputs import InputLibrary
+    from planner.check.consistency import check_agreement
     from planner.errors import AnswerIsNo
-    from runtime.export import export
+    from runtime.tools.export import export
 
     plan = load_plan(plan_path)
     inputs = InputLibrary(models, profiles).of(plan, plan_path)
@@ -94,9 +94,9 @@ def command(
 
 def _without_commas(plan: Plan, inputs: Inputs) -> Plan:
     """The plan with overrides that option parsers do not cut: the same tensors, spelt anew where needed."""
-    from planner.matching import placed
-    from planner.overrides import collate
-    from runtime.stock import cut_by_parsers
+    from planner.plan.override_match import placed
+    from planner.plan.overrides import collate
+    from runtime.tools.options import cut_by_parsers
 
     found = tuple((o.pattern, o.buffer) for o in plan.overrides)
     if inputs.inventory is None or not any(cut_by_parsers(pattern) for pattern, _ in found):
@@ -108,8 +108,8 @@ def _without_commas(plan: Plan, inputs: Inputs) -> Plan:
 def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:
     from dataclasses import replace
 
-    from planner.loading import load_spec, map_devices, plan_layer_devices
-    from runtime.stock import stock
+    from planner.plan.load_spec import load_spec, map_devices, plan_layer_devices
+    from runtime.tools.options import stock
 
     spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
     return stock(replace(spec, threads=threads or spec.threads), len(plan_layer_devices(plan)) - 1)
@@ -132,9 +132,9 @@ def _beside(
 
 def _nearest(plan: Plan, inputs: Inputs) -> Plan | None:
     """The nearest legal plan, priced; None, said, when it cannot be priced or does not fit."""
+    from planner.check.reprice import edited
     from planner.errors import AnswerIsNo
-    from planner.nearest import nearest
-    from planner.reprice import edited
+    from planner.plan.stock import nearest
 
     if inputs.inventory is None or inputs.profile is None:
         say("its cost is not known: give --inventory and --profile to price the nearest plan")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import read_text, say, write_text
-from commands.inputs import InputLibrary, input_options
+from commands.shared.console import read_text, say, write_text
+from commands.shared.inputs import InputLibrary, input_options
 from planner.errors import FileProblem
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
 
 
 @click.command("fmt", epilog="Exit code 1 with --check when a file is not canonical.")
@@ -29,7 +29,7 @@ def command(
     library: InputLibrary,
 ) -> None:
     """Rewrite plan files (or all plans of a folder) in canonical form; comments are not kept."""
-    from planner.plan import from_text, to_text
+    from planner.plan.plan import from_text, to_text
 
     changed = 0
     for path in plan_files(paths):
@@ -47,7 +47,7 @@ def command(
 
 
 def _repriced(plan: Plan, path: Path, library: InputLibrary) -> Plan:
-    from planner.reprice import edited
+    from planner.check.reprice import edited
 
     inputs = library.of(plan, path)
     if inputs.inventory is None or inputs.profile is None:

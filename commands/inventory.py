@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import mib, out, out_json, out_table, say, table, write_text
-from commands.models import load_inventory
-from commands.option_types import Target
+from commands.shared.console import mib, out, out_json, out_table, say, table, write_text
+from commands.shared.models import load_inventory
+from commands.shared.option_types import Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from planner.inventory import Inventory
-    from planner.summary import Summary
+    from planner.check.model_summary import Summary
+    from planner.model.inventory import Inventory
 
 _FILE = click.Path(path_type=Path)
 
@@ -39,7 +39,7 @@ def command(
 
     MODEL is a GGUF file (any shard of a split one, or its folder) or an inventory.yaml.
     """
-    from planner.summary import extra_of, refuse_strange, summary_of
+    from planner.check.model_summary import extra_of, refuse_strange, summary_of
 
     inventory = load_inventory(model)
     if strict:
@@ -56,7 +56,7 @@ def command(
 
 
 def _write(path: Path, inventory: Inventory) -> None:
-    from planner.inventory import to_text
+    from planner.model.inventory import to_text
 
     write_text(path, to_text(inventory))
     say(f"wrote {path}")
@@ -69,7 +69,7 @@ def _plain(summary: Summary, extras: list[Mapping[str, object]]) -> dict[str, ob
 
 
 def _show(summary: Summary, extras: list[Mapping[str, object]]) -> None:
-    from planner.gguf_header import one_line
+    from planner.model.gguf_header import one_line
 
     files = f"{summary.files} file{'s' if summary.files != 1 else ''}"
     size = f"{summary.size_bytes / 2**30:.2f} GiB"

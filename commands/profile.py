@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands import console
-from commands.option_types import Number, Target
+from commands.shared import console
+from commands.shared.option_types import Number, Target
 
 if TYPE_CHECKING:
-    from planner.inventory import Inventory
-    from planner.profile import Profile
-    from planner.timing import Case
+    from planner.machine.op_time import Case
+    from planner.machine.profile import Profile
+    from planner.model.inventory import Inventory
     from profiler.session import Measured, Request
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -74,7 +74,7 @@ def command(
     measured.journal.finish()
     _report(measured, profile, as_json)
     if out is not None:
-        from planner.profile import to_text
+        from planner.machine.profile import to_text
 
         console.write_text(out, to_text(profile))
         console.say(f"wrote {out}")
@@ -84,10 +84,10 @@ def _inventory(model: Path | None) -> Inventory | None:
     if model is None:
         return None
     if _is_table(model):
-        from planner.inventory import from_text
+        from planner.model.inventory import from_text
 
         return from_text(console.read_text(model), str(model))
-    from planner.gguf_file import read_model
+    from planner.model.gguf_file import read_model
 
     return read_model(model).inventory
 
@@ -97,7 +97,7 @@ def _is_table(model: Path) -> bool:
 
 
 def _cases_of(inventory: Inventory | None, ubatch: int, depth: int, kv: tuple[str, ...]) -> list[Case]:
-    from profiler.cases import cases_of
+    from profiler.operators.cases import cases_of
 
     return list(cases_of(inventory, ubatch, depth, kv or ("f16",))) if inventory else []
 
@@ -111,7 +111,7 @@ def _measure(
     request: Request, cases: list[Case], model: tuple[Path, Inventory] | None, calibrate: bool
 ) -> tuple[Measured, Profile]:
     from profiler import session
-    from profiler.complete import complete
+    from profiler.whole_model.complete import complete
 
     with console.progress() as bar:
         task = bar.add_task("devices and links", total=None, rate="")

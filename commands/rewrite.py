@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import mib, out, out_json, progress, read_text, say
+from commands.shared.console import mib, out, out_json, progress, read_text, say
 from planner.errors import OptionProblem
 from planner.texts import utf8
 
 if TYPE_CHECKING:
-    from planner.gguf_file import ModelFile
-    from rewriter.make import Progress, Report, RewriteOptions, Work
+    from planner.model.gguf_file import ModelFile
+    from rewriter.rewrite import Progress, Report, RewriteOptions, Work
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -51,8 +51,8 @@ def command(
 ) -> None:
     """Write MODEL again in the order of a plan: tensors by device, then as the graph runs, experts
     hot first where the plan says so. Everything else stays as it is, byte by byte."""
-    from planner.gguf_file import read_model
-    from rewriter.make import RewriteOptions, carry_out, decide
+    from planner.model.gguf_file import read_model
+    from rewriter.rewrite import RewriteOptions, carry_out, decide
     from rewriter.undo import decide_undo
 
     options = RewriteOptions(
@@ -74,7 +74,7 @@ def command(
     elif plan_path is None:
         raise click.UsageError("Missing option '--plan' (or say --undo).")
     else:
-        from planner.plan import from_text
+        from planner.plan.plan import from_text
 
         plan = from_text(read_text(plan_path), str(plan_path))
         work = decide(file, plan, target.name, options, str(plan_path))
@@ -158,8 +158,8 @@ def bar() -> Iterator[Progress]:
 
 def _show_undone(rewritten: ModelFile, target: Path) -> None:
     """Whether the header is the original's, byte for byte; the weights are verified already."""
-    from planner.gguf_file import read_model
-    from planner.stamp import read_stamp
+    from planner.model.gguf_file import read_model
+    from rewriter.stamp import read_stamp
 
     stamp = read_stamp(rewritten)
     if stamp is not None and read_model(target).inventory.header_digest == stamp.source_header:

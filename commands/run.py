@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.console import ms, out, out_json, say
-from commands.engines import Job, draft_options, engine_options, open_draft, open_job, plan_options
-from commands.option_types import Number
+from commands.shared.console import ms, out, out_json, say
+from commands.shared.option_types import Number
+from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
 from commands.smoke import smoke as prove
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
-    from runtime.session import Timings
+    from runtime.session.session import Timings
     from runtime.worker import Outcome
 
 
@@ -68,7 +68,7 @@ def command(
     """
     from dataclasses import replace
 
-    from runtime.session import Sampling
+    from runtime.session.session import Sampling
     from runtime.worker import Ask, work
 
     if draft is not None and temp > 0:

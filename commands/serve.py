@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from commands.companions import draft_fields, missing_files, projector_fields
-from commands.console import out, say
-from commands.engines import Job, engine_options, open_job, plan_options, review
+from commands.shared.companions import draft_fields, missing_files, projector_fields
+from commands.shared.console import out, say
+from commands.shared.plan_job import Job, engine_options, open_job, plan_options, review
 from planner.errors import EngineProblem, FileProblem
 
 
@@ -47,7 +47,7 @@ def command(
 
     Striped experts are served by the engine's own server library, loaded beside the stripes.
     """
-    from runtime.server import free_port, serving
+    from runtime.tools.llama_server import free_port, serving
 
     free_port(host, port)  # before anything is asked of the engine
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
@@ -79,18 +79,21 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     """The program that serves and its arguments; what it cannot be told is said."""
     from dataclasses import replace
 
-    from planner.loading import plan_layer_devices
-    from runtime import locate, stripe_server
-    from runtime.export import arguments, prompt_cache
-    from runtime.server import find_program
-    from runtime.stock import stock, stripe_widths
+    from planner.plan.load_spec import plan_layer_devices
+    from planner.site import Site
+    from runtime.engine import locate
+    from runtime.stripes import server as striped_server
+    from runtime.stripes.widths import widths as stripe_widths
+    from runtime.tools.export import arguments, prompt_cache
+    from runtime.tools.llama_server import find_program
+    from runtime.tools.options import stock
 
     widths = stripe_widths(job.file.inventory, job.spec)
     spec = job.spec
     if widths:
         # The hook gives striped tensors their memory when the server loads them on their device, mapped:
         # the uploads of files that are read refuse buffers that are not the device's own.
-        kept = tuple((p, b) for p, b in spec.overrides if not b.startswith("stripe:"))
+        kept = tuple((p, b) for p, b in spec.overrides if not Site.of_buffer(b).divided)
         spec = replace(spec, overrides=kept, use_mmap=True)
     placed = replace(stock(spec, len(plan_layer_devices(job.plan)) - 1), **beside)
     for note in placed.notes:
@@ -99,4 +102,4 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     if not widths:
         return find_program(engine), words
     folder = locate.find(engine).path.parent
-    return Path(sys.executable), stripe_server.command(folder, widths, words)
+    return Path(sys.executable), striped_server.command(folder, widths, words)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.console import out, say
+from commands.shared.console import out, say
 from planner.errors import MachineError
-from planner.host_memory import OFFLOAD_BATCH
+from planner.machine.host_memory import OFFLOAD_BATCH
 
 if TYPE_CHECKING:
-    from commands.engines import Job
-    from runtime.drafting import Draft
+    from commands.shared.plan_job import Job
+    from runtime.session.draft_model import Draft
 
 _SHORT = 4  # tokens
 _MADE = 3  # tokens decoded after each prompt: the second and third each read a cache that was written to
@@ -36,7 +36,7 @@ def smoke(
 
     A draft guesses along. Raises SmokeFailed with the engine's own reason and the build's name.
     """
-    from runtime.prompts import text
+    from runtime.bench.prompts import text
     from runtime.worker import Ask, work
 
     work_, guesses = job.spec.workload, draft.tokens if draft else 0

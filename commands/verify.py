@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.console import mib, out, out_json, read_text, say
 from commands.rewrite import bar
+from commands.shared.console import mib, out, out_json, read_text, say
 
 if TYPE_CHECKING:
     from rewriter.verify import Verification
@@ -54,9 +54,9 @@ def command(source: Path, output: Path | None, plan_path: Path | None, as_json: 
 
 
 def _with_source(source: Path, output: Path, plan_path: Path | None) -> Verification:
-    from planner.gguf_file import read_model
-    from planner.plan import from_text
-    from planner.stamp import check_plan
+    from planner.model.gguf_file import read_model
+    from planner.plan.plan import from_text
+    from rewriter.stamp import check_plan
     from rewriter.verify import verify
 
     original, rewritten = read_model(source), read_model(output)
@@ -69,10 +69,10 @@ def _with_source(source: Path, output: Path, plan_path: Path | None) -> Verifica
 
 
 def _with_manifest(path: Path) -> Verification:
-    from planner.gguf_file import read_model
-    from rewriter.make import output_name
+    from planner.model.gguf_file import read_model
     from rewriter.manifest import from_text, manifest_path
-    from rewriter.recheck import recheck
+    from rewriter.rewrite import output_name
+    from rewriter.verify_by_manifest import recheck
 
     model = read_model(path)
     beside = manifest_path(model.paths[0].with_name(output_name(model.paths[0].name)))

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from pydantic import Field
 
-from commands.inputs import heat_options
-from planner.budget import budgets_for, parse_budget
+from commands.shared.inputs import heat_options
 from planner.errors import AnswerIsNo
-from planner.inventory import Inventory, from_text
-from planner.machines import load
-from planner.make_plan import make_plan
-from planner.options import SolveOptions
-from planner.plan import to_text
-from planner.profile import to_text as profile_text
+from planner.machine.budgets import budgets_for, parse_budget
+from planner.machine.presets import load
+from planner.machine.profile import to_text as profile_text
+from planner.model.inventory import Inventory, from_text
+from planner.passes.make_plan import make_plan
+from planner.plan.plan import to_text
+from planner.plan.request import SolveOptions
 from planner.records import Record
 from planner.records import load as load_record
 from planner.workload import usual

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.profile import Fingerprint
-from runtime import locate
+from planner.machine.profile import Fingerprint
+from runtime.engine import locate
 
 _CPU = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import EngineProblem
-from planner.loading import LoadSpec
-from profiler.cases import Job, job_of
+from planner.plan.load_spec import LoadSpec
 from profiler.journal import Journal
-from runtime import dryrun
-from runtime.logs import cause
+from profiler.operators.cases import Job, job_of
+from runtime.engine.logs import cause
+from runtime.load import dry_run
 
 Line = dict[str, Any]
 
@@ -66,7 +66,7 @@ def figures(engine: str | None, devices: Sequence[str], threads: int, limit_s: f
     """Lines about devices, places and links. Raises EngineProblem when the engine fails."""
     request: Line = {"ask": "figures", "engine": engine, "devices": list(devices), "threads": threads}
     request["limit_s"] = limit_s
-    with Child("profiler.measure", request) as child:
+    with Child("profiler.operators.measure", request) as child:
         yield from child.lines()
     if child.failure:
         raise EngineProblem(engine or "libllama", child.failure)
@@ -112,10 +112,10 @@ def whole_model(
     found: dict[str, Line] = {}
     stop = stop or Stop()
     while left := [key for key in specs if key not in found]:
-        runs = [{"key": key, "spec": dryrun.to_json(specs[key])} for key in left]
+        runs = [{"key": key, "spec": dry_run.to_json(specs[key])} for key in left]
         request: Line = {"engine": engine, "model": str(model.resolve()), "seed": 1, "runs": runs}
         started = left[0]
-        with Child("profiler.decode", request | asdict(length), stop.last_s) as child:
+        with Child("profiler.whole_model.decode", request | asdict(length), stop.last_s) as child:
             for line in child.lines():
                 started = line["key"]
                 if line["kind"] == "run":
@@ -138,7 +138,7 @@ def _until_it_ends(request: Line, keep: Callable[[Line], None]) -> set[str]:
     """Keys that one child settled; the case in which it failed is settled as skipped."""
     done: set[str] = set()
     started = ""
-    with Child("profiler.measure", request) as child:
+    with Child("profiler.operators.measure", request) as child:
         for line in child.lines():
             if line["kind"] == "start":
                 started = line["key"]

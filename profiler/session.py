@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.profile import Device, Fingerprint, Profile
-from planner.same_machine import differences, host_facts
-from planner.timing import Case
+from planner.machine.fingerprint import differences, host_facts
+from planner.machine.op_time import Case
+from planner.machine.profile import Device, Fingerprint, Profile
 from profiler import host, runner, summarise
-from profiler.cases import Place, jobs_of
 from profiler.journal import Journal
+from profiler.operators.cases import Place, jobs_of
 from profiler.summarise import Contended, Verdict
 
 Line = dict[str, Any]

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.budget import METAL
 from planner.errors import MachineError
-from planner.profile import Device, Fingerprint, Link, OpTiming, Profile, Unsupported
-from planner.timing import STATE_OPS, Case, bytes_read
-from profiler.cases import NOT_SUPPORTED, Job, Place
-from profiler.samples import possible
+from planner.machine.budgets import METAL
+from planner.machine.op_time import STATE_OPS, Case, bytes_read
+from planner.machine.profile import Device, Fingerprint, Link, OpTiming, Profile, Unsupported
+from profiler.operators.cases import NOT_SUPPORTED, Job, Place
+from profiler.operators.samples import possible
 
 Line = Mapping[str, Any]
 BUSY = 0.3  # load by others, as a share of the cores, from which timings are called contended

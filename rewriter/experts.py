@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from planner.errors import AnswerIsNo
-from planner.ggml_types import is_known, tensor_bytes
-from planner.gguf_header import printable
-from planner.inventory import Inventory, Tensor
-from planner.roles import Role, part_of
+from planner.model.ggml_types import is_known, tensor_bytes
+from planner.model.gguf_header import printable
+from planner.model.inventory import Inventory, Tensor
+from planner.model.tensor_roles import Role, part_of
 
 Order = tuple[int, ...]
 _ALONE = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")  # experts before they were merged

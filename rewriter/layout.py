@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from planner.ggml_types import is_known
-from planner.gguf_file import SIZE_KEY, ModelFile
-from planner.gguf_header import DEFAULT_ALIGNMENT, KeyValue, TensorInfo, pad
-from planner.gguf_shards import shard_file
-from planner.inventory import Tensor
-from planner.stamp import PREFIX
+from planner.model.ggml_types import is_known
+from planner.model.gguf_file import SIZE_KEY, ModelFile
+from planner.model.gguf_header import DEFAULT_ALIGNMENT, KeyValue, TensorInfo, pad
+from planner.model.gguf_shards import shard_file
+from planner.model.inventory import Tensor
 from rewriter import encode
+from rewriter.stamp import PREFIX
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from planner.gguf_file import ModelFile
-from planner.gguf_header import pad
-from planner.plan import ExpertOrder
-from rewriter.order import Region
+from planner.model.gguf_file import ModelFile
+from planner.model.gguf_header import pad
+from planner.plan.plan import ExpertOrder
+from rewriter.regions import Region
 
 _INFO_BYTES = 96  # of one entry of the tensor table and of an opaque size, their names aside
 _FILE_BYTES = 256  # the counts and split keys of any file

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from planner.gguf_file import ModelFile
-from planner.plan import Plan
-from planner.stamp import (
+from planner.model.gguf_file import ModelFile
+from planner.plan.plan import Plan
+from rewriter import encode
+from rewriter.stamp import (
     EXPERTS,
     PLAN_DIGEST,
     SOURCE_ALIGNMENT,
@@ -17,7 +18,6 @@ from planner.stamp import (
     Stamp,
     plan_digest,
 )
-from rewriter import encode
 
 
 def source_of(model: ModelFile, stamp: Stamp | None) -> Stamp:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from planner.errors import FileProblem
-from planner.gguf_file import ModelFile
-from planner.gguf_header import DEFAULT_ALIGNMENT
-from planner.stamp import read_stamp
+from planner.model.gguf_file import ModelFile
+from planner.model.gguf_header import DEFAULT_ALIGNMENT
 from rewriter.experts import gathers
 from rewriter.layout import Request, make_layout
-from rewriter.make import Work, output_name
-from rewriter.order import Region
+from rewriter.regions import Region
+from rewriter.rewrite import Work, output_name
+from rewriter.stamp import read_stamp
 from rewriter.stamps import original_order
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from planner.errors import AtsplanError, EngineProblem, InputError
-from runtime.logs import cause
+from runtime.engine.logs import cause
 
 Answer = dict[str, Any]
 Emit = Callable[[Answer], None]

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import AtsplanError, EngineProblem
-from runtime import child, dryrun, fit, locate, stripe_check, truth
-from runtime.libllama import Build, Engine
-from runtime.server import find_program
+from runtime import child
+from runtime.engine import locate
+from runtime.engine.libllama import Build, Engine
+from runtime.load import dry_run, engine_fit
+from runtime.stripes import probe
+from runtime.tools.llama_server import find_program
+from runtime.verify import loaded_placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ def others(chosen: Path) -> list[tuple[str, str]]:
 
 
 def _computes(engine: str | None, llama_h: Path | None, model: Path) -> Ability:
-    from planner.loading import LoadSpec
+    from planner.plan.load_spec import LoadSpec
     from planner.workload import Workload
     from runtime.worker import Ask, work
 
@@ -87,7 +91,7 @@ def _server(engine: str | None) -> Ability:
 
 
 def _gpu_figures() -> Ability:
-    from runtime.gpu import available
+    from runtime.engine.gpu_usage import available
 
     if available():
         return Ability("GPU utilisation in bench", True)
@@ -111,13 +115,13 @@ def _abilities(engine: Engine, devices: list[Seen]) -> list[Ability]:
     gpus = [d.name for d in devices if d.kind in ("gpu", "igpu")]
     no_gpu = "no device beside the CPU: a build with CUDA, Vulkan or RPC, given with --engine PATH"
     found = [
-        _ability("exact memory by dry run", lambda: dryrun.supported(engine)),
-        _ability("proof of every weight's device", lambda: truth.supported(engine)),
-        _ability("comparison with --fit", lambda: fit.supported(engine), "" if gpus else no_gpu),
+        _ability("exact memory by dry run", lambda: dry_run.supported(engine)),
+        _ability("proof of every weight's device", lambda: loaded_placement.supported(engine)),
+        _ability("comparison with --fit", lambda: engine_fit.supported(engine), "" if gpus else no_gpu),
         Ability("MoE cache", engine.has_moe_cache and bool(gpus), _no_cache(engine, bool(gpus), no_gpu)),
         _remote(engine),
     ]
-    stripes = stripe_check.check(engine)
+    stripes = probe.check(engine)
     if not stripes:
         found.append(Ability("striped experts", False, no_gpu))
     return found + [Ability(f"striped experts on {s.device}", not s.why_not, s.why_not) for s in stripes]
@@ -144,7 +148,7 @@ def _remote(engine: Engine) -> Ability:
 
 def cores() -> str:
     """Cores this process may use, of those the machine has."""
-    from runtime.load import usable_cores
+    from runtime.load.load_params import usable_cores
 
     return f"{usable_cores()} of {os.cpu_count() or 0}"
 

@@ -13,22 +13,32 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from planner.engines import Demands
 from planner.errors import EngineProblem
-from planner.loading import LoadSpec
-from planner.plan import Plan, from_text, to_text
-from planner.same_machine import AnotherMachine, Facts, differences
-from runtime import child, dryrun, load, locate, truth
-from runtime.disk import PAGING_BYTES, read_bytes
-from runtime.drafting import Draft, check_vocabulary, draft_from_json, draft_to_json
-from runtime.drafting import generate as drafted
-from runtime.dryrun import Breakdown
-from runtime.libllama import Engine
-from runtime.logs import Tail
-from runtime.remote import connect
-from runtime.review import StrayWork, check_budgets, check_caches, check_items, check_loaded, check_room
-from runtime.session import GREEDY, Sampling, Session, Timings
-from runtime.stripe_session import session_for
+from planner.machine.engine_builds import Demands
+from planner.machine.fingerprint import AnotherMachine, Facts, differences
+from planner.plan.load_spec import LoadSpec
+from planner.plan.plan import Plan, from_text, to_text
+from runtime import child
+from runtime.engine import locate
+from runtime.engine.libllama import Engine
+from runtime.engine.logs import Tail
+from runtime.engine.page_reads import PAGING_BYTES, read_bytes
+from runtime.engine.rpc import connect
+from runtime.load import dry_run, load_params
+from runtime.load.dry_run import Breakdown
+from runtime.session.draft_model import Draft, check_vocabulary, draft_from_json, draft_to_json
+from runtime.session.draft_model import generate as drafted
+from runtime.session.session import GREEDY, Sampling, Session, Timings
+from runtime.session.striped import session_for
+from runtime.verify import loaded_placement
+from runtime.verify.memory_against_plan import (
+    StrayWork,
+    check_budgets,
+    check_caches,
+    check_items,
+    check_loaded,
+    check_room,
+)
 
 T = TypeVar("T")
 
@@ -106,7 +116,7 @@ def work(
         "engine": engine,
         "llama_h": str(llama_h) if llama_h else None,
         "model": str(model.resolve()),
-        "spec": dryrun.to_json(spec),
+        "spec": dry_run.to_json(spec),
         "asks": [asdict(each) for each in asks],
         "dry": dry,
         "draft": draft_to_json(draft) if draft else None,
@@ -176,9 +186,9 @@ def _job(request: Mapping[str, Any], emit: child.Emit) -> _Job:
     if request["checks"]:
         _check_build(engine, request["checks"]["demands"], emit)
         _check_machine(engine, request["checks"])
-    spec, renamed = connect(engine, dryrun.from_json(request["spec"]))
+    spec, renamed = connect(engine, dry_run.from_json(request["spec"]))
     for name in spec.devices:
-        load.device_handle(engine, name, spec.mapped)
+        load_params.device_handle(engine, name, spec.mapped)
     checks = _checks_from_json(request["checks"], renamed) if request["checks"] else None
     draft = _draft_here(engine, request["draft"]) if request["draft"] else None
     return _Job(engine, Path(request["model"]), spec, renamed, checks, draft)
@@ -191,16 +201,16 @@ def _guesser(job: _Job, session: Session) -> Iterator[Session]:
     with Session(job.engine, job.draft.path, job.draft.spec) as guesser:
         check_vocabulary(session, guesser)
         if job.checks:
-            truth.compare(job.engine, guesser.weights(), job.draft.devices)
+            loaded_placement.compare(job.engine, guesser.weights(), job.draft.devices)
         yield guesser
 
 
 def _prove(
-    job: _Job, session: Session, guesser: Session | None, dry: dryrun.DryRun | None
+    job: _Job, session: Session, guesser: Session | None, dry: dry_run.DryRun | None
 ) -> dict[str, Breakdown]:
     """Weights, memory and caches after loading against plan and dry run; the memory, a draft's included."""
     if job.checks:
-        truth.compare(job.engine, session.weights(), job.checks.devices)
+        loaded_placement.compare(job.engine, session.weights(), job.checks.devices)
     memory = job.named(_memory(session))
     if guesser:
         memory = _sum(memory, job.named(_memory(guesser)))
@@ -239,20 +249,20 @@ def _draft_here(engine: Engine, data: Mapping[str, Any]) -> Draft:
     spec, renamed = connect(engine, draft.spec)
     for name in spec.devices:
         try:
-            load.device_handle(engine, name)
-        except load.MissingDevice as missing:
+            load_params.device_handle(engine, name)
+        except load_params.MissingDevice as missing:
             raise replace(missing, draft=True) from None
     devices = {tensor: renamed.get(device, device) for tensor, device in draft.devices.items()}
     return replace(draft, spec=spec, devices=devices)
 
 
-def _review(job: _Job, emit: child.Emit) -> dryrun.DryRun:
+def _review(job: _Job, emit: child.Emit) -> dry_run.DryRun:
     """The dry run in the plan's device names: items, budgets and free memory, before anything is loaded.
 
     A draft's bytes are added, and the state that guesses may be taken back from; a plan's items are without.
     """
     engine, checks, plain = job.engine, job.checks, replace(job.spec, rollback=0)
-    dry = dryrun.measure_here(engine, job.path, plain, True, checks.shared if checks else ())
+    dry = dry_run.measure_here(engine, job.path, plain, True, checks.shared if checks else ())
     for note in dry.notes:
         emit({"note": f"engine: {note}"})
     if dry.strays:
@@ -260,7 +270,7 @@ def _review(job: _Job, emit: child.Emit) -> dryrun.DryRun:
     alone = job.named(dry.devices)
     if job.draft:
         parts = ((job.path, job.spec), (job.draft.path, job.draft.spec))
-        both = [dryrun.measure_here(engine, model, spec).devices for model, spec in parts]
+        both = [dry_run.measure_here(engine, model, spec).devices for model, spec in parts]
         dry = replace(dry, devices=_sum(*both))
     check_room(dry.devices, engine.ggml.devices(), job.spec.use_mmap)
     if checks and checks.plan is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engines import computing_server, node_engine, portable_engine, server_engine, vulkan_engine
 
-from profiler.synth import SynthSpec, write
+from profiler.synth.synth import SynthSpec, write
 
 __all__ = ["computing_server", "node_engine", "portable_engine", "server_engine", "vulkan_engine"]
 

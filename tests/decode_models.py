@@ -15,7 +15,7 @@ from typing import Any
 
 from engines import python
 
-from planner.loading import LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 
 TEXT = "The hat of the ant"
@@ -32,7 +32,7 @@ def decode_all(requests: Sequence[Mapping[str, object]]) -> list[Answer]:
 
 
 def _decode(engine: Any, request: Mapping[str, Any]) -> Answer:
-    from runtime.session import Session
+    from runtime.session.session import Session
 
     spec = LoadSpec(
         tuple(request.get("devices", ())),
@@ -56,7 +56,7 @@ def _decode(engine: Any, request: Mapping[str, Any]) -> Answer:
 
 
 def _answer() -> None:
-    from runtime.libllama import Engine
+    from runtime.engine.libllama import Engine
 
     requests = json.load(sys.stdin)
     engine = Engine.find(requests[0].get("engine"))

@@ -49,20 +49,22 @@ def measure(loads: Iterable[Load], engine: str = "") -> list[Bytes]:
 
 
 def _measure_here(request: list[list[Any]]) -> list[list[int]]:
-    from planner.loading import LoadSpec
-    from runtime import load
-    from runtime.dryrun import Breakdown, breakdown
-    from runtime.libllama import Engine
+    from planner.plan.load_spec import LoadSpec
+    from runtime.engine.libllama import Engine
+    from runtime.load import load_params
+    from runtime.load.dry_run import Breakdown, breakdown
 
-    engine, kept = Engine.find(sys.argv[1] or None), load.Kept()
+    engine, kept = Engine.find(sys.argv[1] or None), load_params.Kept()
     answers = []
     for path, workload, swa_full, rollback, nextn in request:
         work = Workload.model_validate(workload)
         spec = LoadSpec((), (), 0, (), work, use_mmap=False, use_extra_bufts=False)
-        with load.model(engine, Path(path), load.model_params(engine, spec, kept, True)) as model:
-            params = load.context_params(engine, spec, kept)
+        with load_params.model(
+            engine, Path(path), load_params.model_params(engine, spec, kept, True)
+        ) as model:
+            params = load_params.context_params(engine, spec, kept)
             params.swa_full, params.n_rs_seq, params.ctx_type = swa_full, rollback, int(nextn)
-            with load.context(engine, model, params) as context:
+            with load_params.context(engine, model, params) as context:
                 total = sum(breakdown(engine, context).values(), start=Breakdown(0, 0, 0))
                 answers.append([total.model, total.context, total.compute])
     return answers

@@ -33,10 +33,10 @@ def _main(target: str, models: Sequence[str]) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import numpy as np
 
-    from planner.loading import LoadSpec
+    from planner.plan.load_spec import LoadSpec
     from planner.workload import Workload
-    from runtime.libllama import Engine
-    from runtime.session import Session
+    from runtime.engine.libllama import Engine
+    from runtime.session.session import Session
 
     engine = Engine.find(None)
     spec = LoadSpec((), (), 0, (), Workload(n_ctx=64, prompt=8), use_extra_bufts=False, threads=2)

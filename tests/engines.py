@@ -20,7 +20,7 @@ NODE_BUILD = CACHE / "engine-node" / "bins" / "linux-x64-vulkan"
 ENVIRONMENT = {**os.environ, "GGML_NO_BACKTRACE": "1", "GGML_VK_VISIBLE_DEVICES": "0"}
 _LIST_DEVICES = """
 import sys
-from runtime.libllama import Engine
+from runtime.engine.libllama import Engine
 print(*(device.name for device in Engine.find(sys.argv[1]).ggml.devices()))
 """
 
@@ -63,7 +63,7 @@ def computes(engine: str) -> bool:
 
     from decode_models import decode_all
 
-    from profiler.synth import SynthSpec, write
+    from profiler.synth.synth import SynthSpec, write
 
     with tempfile.TemporaryDirectory() as folder:
         model = write(Path(folder) / "probe.gguf", SynthSpec("llama", n_layers=1, type="q8_0"))

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 from sample_plan import sample_plan
 
-from planner.expected import expected_devices
-from planner.gguf_file import ModelFile
-from planner.inventory import Inventory
-from planner.loading import load_spec, plan_layer_devices
-from planner.memory import compute_bytes, kv_bytes, nextn_kv_bytes, state_bytes
-from planner.plan import DeviceUse, ExpertOrder, ModelRef, Placement, Plan
-from planner.units import Kind, Unit, units_of
+from planner.memory.weights import compute_bytes, kv_bytes, nextn_kv_bytes, state_bytes
+from planner.model.gguf_file import ModelFile
+from planner.model.inventory import Inventory
+from planner.model.units import Kind, Unit, units_of
+from planner.plan.engine_rules import expected_devices
+from planner.plan.load_spec import load_spec, plan_layer_devices
+from planner.plan.plan import DeviceUse, ExpertOrder, ModelRef, Placement, Plan
 
 
 def experts_on_cpu(unit: Unit) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.inventory import Hparam
+from planner.model.inventory import Hparam
 from planner.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -289,7 +289,7 @@ _SET_DATA = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p)
 
 
 def _answers(folder: Path, names: list[str]) -> Iterator[dict[str, list[list[int]]]]:
-    from runtime.libllama import Engine
+    from runtime.engine.libllama import Engine
 
     engine = Engine.find()
     lib, params = engine.lib, engine.model_params()
@@ -312,14 +312,14 @@ def _answers(folder: Path, names: list[str]) -> Iterator[dict[str, list[list[int
 
 
 def _context(engine: Any, model: int, work: Workload, swa_full: bool) -> list[int]:
-    from planner.loading import LoadSpec
-    from runtime import load
-    from runtime.dryrun import Breakdown, breakdown
+    from planner.plan.load_spec import LoadSpec
+    from runtime.load import load_params
+    from runtime.load.dry_run import Breakdown, breakdown
 
-    spec, kept = LoadSpec((), (), 0, (), work, use_extra_bufts=False), load.Kept()
-    params = load.context_params(engine, spec, kept)
+    spec, kept = LoadSpec((), (), 0, (), work, use_extra_bufts=False), load_params.Kept()
+    params = load_params.context_params(engine, spec, kept)
     params.swa_full = swa_full
-    with load.context(engine, model, params) as context:
+    with load_params.context(engine, model, params) as context:
         total = sum(breakdown(engine, context).values(), start=Breakdown(0, 0, 0))
     return [total.model, total.context, total.compute]
 

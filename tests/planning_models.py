@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from planner.budget import budgets_for, parse_budget
-from planner.ggml_types import tensor_bytes
-from planner.inventory import Hparam, Inventory, from_text
-from planner.machines import load
-from planner.make_plan import make_plan
-from planner.options import SolveOptions
-from planner.plan import Plan
-from planner.profile import Device, OpTiming, Profile
-from planner.tables import Row, inventory_of
+from benchmarks.tensor_tables import Row, inventory_of
+from planner.machine.budgets import budgets_for, parse_budget
+from planner.machine.presets import load
+from planner.machine.profile import Device, OpTiming, Profile
+from planner.model.ggml_types import tensor_bytes
+from planner.model.inventory import Hparam, Inventory, from_text
+from planner.passes.make_plan import make_plan
+from planner.plan.plan import Plan
+from planner.plan.request import SolveOptions
 from planner.workload import Workload
 
 INPUTS = Path(__file__).parents[1] / "plans" / "inputs"
@@ -80,7 +80,7 @@ def plan(
 
 def sites(made: Plan, kind: str = "") -> dict[str, str]:
     """Site by unit name, of units whose name ends in `kind`."""
-    return {p.unit: p.site for p in made.units if p.unit.endswith(kind)}
+    return {p.unit: str(p.site) for p in made.units if p.unit.endswith(kind)}
 
 
 def _row(name: str, kind: str, *shape: int) -> Row:

@@ -6,8 +6,19 @@ import itertools
 from dataclasses import replace
 from random import Random
 
-from planner.evaluate import evaluate
-from planner.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share, Solution
+from planner.solver.evaluate import evaluate
+from planner.solver.problem import (
+    Capacity,
+    Decision,
+    Edge,
+    Matrix,
+    Mixed,
+    Option,
+    Pool,
+    Problem,
+    Share,
+    Solution,
+)
 
 
 def brute_force(problem: Problem) -> int | None:

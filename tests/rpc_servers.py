@@ -12,8 +12,8 @@ from typing import Any
 
 from engines import ENVIRONMENT
 
-from planner.plan import Plan
-from runtime.server import free_port
+from planner.plan.plan import Plan
+from runtime.tools.llama_server import free_port
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.plan import (
+from planner.plan.plan import (
     Baseline,
     Constraints,
     DeviceUse,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.inventory import Hparam, Inventory
-from planner.tables import Row, inventory_of
+from benchmarks.tensor_tables import Row, inventory_of
+from planner.model.inventory import Hparam, Inventory
 
 
 def table(arch: str, text: str, **hparams: Hparam) -> Inventory:

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from planner.ggml_types import TYPES
-from planner.inventory import Hparam, Inventory
+from planner.model.ggml_types import TYPES
+from planner.model.inventory import Hparam, Inventory
 
 _U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _NUMBERS = {kind.name: number for number, kind in TYPES.items()}

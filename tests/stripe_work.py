@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import AtsplanError
-from planner.loading import LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime import stripe_range
-from runtime.cuda import Driver, Place
-from runtime.dryrun import measure
-from runtime.libllama import Engine
-from runtime.session import Session
-from runtime.stripe import Stripes
-from runtime.stripe_hook import striped_weights
-from runtime.stripe_session import StripedSession, session_for
+from runtime.engine.libllama import Engine
+from runtime.load.dry_run import measure
+from runtime.session.session import Session
+from runtime.session.striped import StripedSession, session_for
+from runtime.stripes import mapped_range
+from runtime.stripes.buffer_type import Stripes
+from runtime.stripes.cuda_driver import Driver, Place
+from runtime.stripes.server_hook import striped_weights
 
 PATTERN = r"^blk\.\d+\.ffn_(gate|up|down)_exps\.weight$"
 
@@ -53,7 +53,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         if request.get("starve"):
             return starve(engine, driver, request)
         if request.get("no_host_memory"):
-            stripe_range.MARGIN_BYTES = 2**60
+            mapped_range.MARGIN_BYTES = 2**60
             return refused(engine, driver, request)
         if request.get("hook"):
             return hooked(engine, request)

@@ -12,15 +12,15 @@ from click.testing import CliRunner
 from test_run import plan_for
 
 from atsplan import main
-from planner.agree import Contradiction, check_agreement, check_order
+from planner.check.consistency import Contradiction, check_agreement, check_order
 from planner.errors import InputError
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.loading import LoadSpec, Unloadable, load_spec
-from planner.plan import ExpertOrder, Override, Plan, to_text
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.plan.load_spec import LoadSpec, Unloadable, load_spec
+from planner.plan.plan import ExpertOrder, Override, Plan, to_text
 from planner.workload import Workload
-from runtime import load
-from runtime.libllama import Engine
+from runtime.engine.libllama import Engine
+from runtime.load import load_params
 
 Text = Callable[[str], str]
 
@@ -50,7 +50,7 @@ EDITS: tuple[tuple[Text, str], ...] = (
     (lambda t: t.replace("last: 4", "last: 2"), "3 layers with the output head, the model has 5"),
     (lambda t: t.replace("unit: blk.3.router", "unit: blk.7.router"), "blk.7.router is no unit of the model"),
     (lambda t: t.replace("unit: blk.3.router", "unit: blk.2.router"), "blk.2.router appears twice"),
-    (lambda t: t.replace("unit: output, site: 'gpu:CUDA0'", "unit: output, site: moon"), "no such site"),
+    (lambda t: t.replace("unit: output, site: 'gpu:CUDA0'", "unit: output, site: moon"), "is no site"),
 )
 
 
@@ -65,7 +65,7 @@ def test_a_plan_that_contradicts_itself_is_not_loaded(
     arguments = ["run", str(moe_model), "--plan", str(path), "--device-map", "CUDA0=CPU", "-p", "a"]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2, done.output
-    assert done.stderr.startswith(f"atsplan: {path}: ") and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"atsplan: {path}:") and len(done.stderr.splitlines()) == 1
     assert part in done.stderr
 
 
@@ -77,8 +77,8 @@ def test_a_plan_that_contradicts_itself_is_not_loaded(
         (lambda t: t.replace("n_ctx: 256", "n_ctx: 4294967552"), "workload.n_ctx"),
         (lambda t: t.replace("n_ubatch: 64", "n_ubatch: 4294967297"), "workload.n_ubatch"),
         (lambda t: t.replace("type_v: f16, flash_attn: true", "type_v: q4_0, flash_attn: false"), "q4_0"),
-        (lambda t: t.replace("buffer: CPU", "buffer: stripe:CUDA0"), "stripe:DEVICE:EXPERTS"),
-        (lambda t: t.replace("buffer: CPU", "buffer: stripe:CUDA0:x"), "stripe:DEVICE:EXPERTS"),
+        (lambda t: t.replace("buffer: CPU", "buffer: stripe:CUDA0"), "is no site"),
+        (lambda t: t.replace("buffer: CPU", "buffer: stripe:CUDA0:x"), "is no site"),
     ],
 )
 def test_values_that_no_engine_takes_are_refused_by_export_too(
@@ -129,8 +129,8 @@ def test_a_device_is_mapped_once_and_the_cpu_not_at_all(plan: Plan, moe_model: P
 def test_more_threads_than_the_engine_takes(plan: Plan) -> None:
     engine, spec = Engine.find(), load_spec(plan)
     with pytest.raises(InputError, match="at most 512"):
-        load.check(engine, dataclasses.replace(spec, threads=513))
-    load.check(engine, dataclasses.replace(spec, threads=512))
+        load_params.check(engine, dataclasses.replace(spec, threads=513))
+    load_params.check(engine, dataclasses.replace(spec, threads=512))
 
 
 def test_a_temperature_that_is_no_number(plan: Plan, moe_model: Path, tmp_path: Path) -> None:
@@ -171,10 +171,10 @@ PRICED_ONLY = {"depth", "prompt", "gen"}  # what a placement is judged by, nothi
 
 def params_of(spec: LoadSpec) -> dict[str, object]:
     """Every plain parameter that the engine is given for a spec."""
-    engine, kept = Engine.find(), load.Kept()
+    engine, kept = Engine.find(), load_params.Kept()
     both = {
-        "model": load.model_params(engine, spec, kept),
-        "context": load.context_params(engine, spec, kept),
+        "model": load_params.model_params(engine, spec, kept),
+        "context": load_params.context_params(engine, spec, kept),
     }
     pointers = {"devices", "tensor_split", "tensor_buft_overrides"}
     return {

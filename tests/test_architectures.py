@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from made_models import ALL, CONTEXTS, hparams, make
 
-from planner.arch import KNOWN, layers_of
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.memory import compute_bytes, context_bytes, kv_bytes, state_bytes
-from planner.units import units_of
+from planner.memory.weights import compute_bytes, context_bytes, kv_bytes, state_bytes
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.model.layers import KNOWN, layers_of
+from planner.model.units import units_of
 
 MIB = 2**20
 

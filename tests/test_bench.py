@@ -17,23 +17,23 @@ from test_stock import server_plan
 
 from atsplan import main
 from commands.bench import _judge_prediction
-from commands.engines import Job
+from commands.shared.plan_job import Job
 from planner.errors import AnswerIsNo
-from planner.gguf_file import read_model
-from planner.loading import LoadSpec, load_spec
-from planner.plan import to_text
-from planner.samples import interval, ratio
+from planner.model.gguf_file import read_model
+from planner.plan.load_spec import LoadSpec, load_spec
+from planner.plan.plan import to_text
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
-from runtime import locate
-from runtime.arms import RULES, Arm, _most, field_of, plan_arm, rivals
-from runtime.bench import Failure, Result, compare, schedule, slower
-from runtime.dryrun import Breakdown
-from runtime.ggml import Device
-from runtime.host_room import host_room
-from runtime.metrics import prometheus
-from runtime.prompts import text
-from runtime.review import MoreThanDry, NoRoom, check_loaded, check_room
+from profiler.synth.synth import SynthSpec, write
+from runtime.bench.intervals import interval, ratio
+from runtime.bench.measure import Failure, Result, compare, schedule, slower
+from runtime.bench.prometheus import prometheus
+from runtime.bench.prompts import text
+from runtime.bench.rivals import RULES, Arm, _most, field_of, plan_arm, rivals
+from runtime.engine import locate
+from runtime.engine.ggml import Device
+from runtime.engine.host_memory_left import host_room
+from runtime.load.dry_run import Breakdown
+from runtime.verify.memory_against_plan import MoreThanDry, NoRoom, check_loaded, check_room
 
 SPEC = LoadSpec((), (), 0, (), Workload())
 
@@ -204,7 +204,7 @@ def test_wrong_options(moe_model: Path, tmp_path: Path, options: tuple[str, ...]
 
 
 def test_a_contender_that_dies_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
-    from runtime import bench
+    from runtime.bench import measure
 
     model = write(tmp_path / "model.gguf", SynthSpec("llama", n_layers=1, type="q4_K"))
     small = LoadSpec((), (), 0, (), Workload(n_ctx=256, n_batch=64, n_ubatch=64), threads=1)
@@ -212,8 +212,8 @@ def test_a_contender_that_dies_is_recorded_and_the_others_go_on(tmp_path: Path) 
     # The engine aborts on a table of embeddings in a layout for matrix products, and reads past norms in one.
     aborts = Arm("aborts", replace(small, overrides=(("^token_embd", "CPU_REPACK"),)), "", {})
     crashes = Arm("crashes", replace(small, overrides=(("attn_norm", "CPU_REPACK"),)), "", {})
-    terms = bench.Terms(None, None, model, (8,), 3, rounds=2)
-    first, second, third = bench.run(terms, [aborts, good, crashes], {})
+    terms = measure.Terms(None, None, model, (8,), 3, rounds=2)
+    first, second, third = measure.run(terms, [aborts, good, crashes], {})
     for dead, why in ((first, "GGML_ASSERT.*SIGABRT"), (third, "SIGSEGV")):
         assert len(dead.failures) == 2 and not dead.decode
         for failure in dead.failures:

@@ -18,16 +18,17 @@ from test_stock import server_plan
 
 from atsplan import main
 from commands.bench import _say_unequal, _unused
-from planner.gguf_file import read_model
-from planner.loading import LoadSpec, load_spec
-from planner.plan import to_text
+from planner.model.gguf_file import read_model
+from planner.plan.load_spec import LoadSpec, load_spec
+from planner.plan.plan import to_text
 from planner.workload import Workload
-from profiler import thermal
-from runtime import gpu, nvml, settle
-from runtime.arms import Arm, same_load
-from runtime.gpu import Watch
-from runtime.nvml import Reading
-from runtime.settle import Settling
+from profiler.operators import thermal
+from runtime.bench import memory_settled
+from runtime.bench.memory_settled import Settling
+from runtime.bench.rivals import Arm, same_load
+from runtime.engine import gpu_usage, nvml
+from runtime.engine.gpu_usage import Watch
+from runtime.engine.nvml import Reading
 
 MIB = 2**20
 
@@ -84,7 +85,7 @@ def test_what_makes_two_loads_the_same(moe_model: Path) -> None:
 
 
 def test_memory_is_awaited_and_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "_PAUSE_S", 0)
+    monkeypatch.setattr(memory_settled, "_PAUSE_S", 0)
     # 900 and 500 are waited for; 130 is free but for what drivers keep.
     uses = iter([100, 900, 500, 130])
     settling = Settling(lambda: {"CUDA0": next(uses) * MIB})
@@ -101,10 +102,10 @@ def test_the_engine_tells_the_use_of_devices_that_no_driver_does(
     computing_server: Path, rpc_server: str
 ) -> None:
     device = f"RPC0[{rpc_server}]"
-    read = settle.reader(str(computing_server), None, ["CPU", device, device])
+    read = memory_settled.reader(str(computing_server), None, ["CPU", device, device])
     found = read()
     assert list(found) == ["RPC0"] and 0 <= found["RPC0"] < 2**50
-    assert settle.reader(None, None, ["CPU"])() == {}
+    assert memory_settled.reader(None, None, ["CPU"])() == {}
 
 
 class Gpus:
@@ -137,7 +138,7 @@ class Gpus:
 def test_gpus_are_watched_from_the_load_on(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus()
     monkeypatch.setattr(nvml, "_open", lambda: gpus)
-    monkeypatch.setattr(gpu, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(gpu_usage, "_PAUSE_S", 0.001)
     with Watch(["CUDA0", "CUDA1", "CPU"]) as watch:
         while gpus.steps < 4:
             pass
@@ -187,12 +188,12 @@ def test_figures_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda device: 0x04 << device,
     )
     monkeypatch.setitem(sys.modules, "pynvml", package)
-    assert gpu.available()
-    assert gpu.used() == {"GPU 0": 100, "GPU 1": 101}
-    assert (gpu.name_at("0000:01:00.0"), gpu.slowdown_bits()) == ("GPU 1", 0x0C)
+    assert gpu_usage.available()
+    assert gpu_usage.used() == {"GPU 0": 100, "GPU 1": 101}
+    assert (gpu_usage.name_at("0000:01:00.0"), gpu_usage.slowdown_bits()) == ("GPU 1", 0x0C)
     with nvml.nvml() as library:
         assert library is not None
-        assert gpu.readings(library) == {0: Reading(100, 0), 1: Reading(101, 7)}
+        assert gpu_usage.readings(library) == {0: Reading(100, 0), 1: Reading(101, 7)}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_only_the_gpus_in_use_are_read(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    assert list(gpu.used(devices)) == [f"GPU {index}" for index in read]
+    assert list(gpu_usage.used(devices)) == [f"GPU {index}" for index in read]
 
 
 def test_a_plan_that_takes_more_memory_is_no_equal_rival(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,13 +290,13 @@ def test_figures_through_the_driver_s_own_library(monkeypatch: pytest.MonkeyPatc
         return made[-1]
 
     monkeypatch.setattr(c, "CDLL", load)
-    assert gpu.available() and gpu.used(["CUDA0"]) == {"GPU 0": 7}
-    assert gpu.name_at("0000:8a:00.0") == "GPU 0" and gpu.name_at("0000:8b:00.0") == ""
+    assert gpu_usage.available() and gpu_usage.used(["CUDA0"]) == {"GPU 0": 7}
+    assert gpu_usage.name_at("0000:8a:00.0") == "GPU 0" and gpu_usage.name_at("0000:8b:00.0") == ""
     assert thermal.gpu_reasons() == ("heat",)
     with nvml.nvml() as library:
         assert library is not None
         assert library.name(0) == "NVIDIA H200"
-        assert gpu.readings(library) == {0: Reading(7, 42)}
+        assert gpu_usage.readings(library) == {0: Reading(7, 42)}
         with pytest.raises(OSError, match="nvmlDeviceGetHandleByIndex_v2 returned 2"):
             library.read(1)
     assert all(each.ended for each in made)

@@ -11,11 +11,11 @@ from test_run import plan_for
 
 from atsplan import main
 from planner.errors import InputError
-from planner.loading import LoadSpec
-from planner.plan import to_text
+from planner.plan.load_spec import LoadSpec
+from planner.plan.plan import to_text
 from planner.workload import Workload
-from runtime.bench_line import lacks, words
-from runtime.stock import Inexpressible, options, stock
+from runtime.tools.llama_bench import lacks, words
+from runtime.tools.options import Inexpressible, options, stock
 
 WORK = Workload(n_ctx=256, n_batch=64, n_ubatch=32, type_k="q8_0", type_v="q8_0")
 EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_up_exps)\.weight$", "CPU")

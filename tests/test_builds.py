@@ -12,18 +12,26 @@ from hand_plans import hand_plan, with_uses
 from planning_models import machine, moe, plan, sites
 
 from atsplan import main
-from planner.check import CheckOptions, Inputs, check_plan
-from planner.engines import Demands, Fault, build_number, knowledge, mixing_fault, range_of
+from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.errors import EngineProblem
-from planner.gguf_file import read_model
-from planner.loading import LoadSpec
-from planner.plan import EngineRange, LayerRange, Plan, from_text, to_text
-from planner.profile import Profile
-from planner.refusal import Infeasible
+from planner.machine.engine_builds import (
+    Demands,
+    EngineRange,
+    Fault,
+    build_number,
+    knowledge,
+    mixing_fault,
+    range_of,
+)
+from planner.machine.profile import Profile
+from planner.model.gguf_file import read_model
+from planner.passes.refusal import Infeasible
+from planner.plan.load_spec import LoadSpec
+from planner.plan.plan import LayerRange, Plan, from_text, to_text
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
+from profiler.synth.synth import SynthSpec, write
 from runtime import child
-from runtime.libllama import Engine
+from runtime.engine.libllama import Engine
 from runtime.worker import Ask, Checks, work
 
 SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
@@ -84,7 +92,9 @@ def test_a_fault_that_nobody_has_mended_leaves_the_builds_before_it(monkeypatch:
         why="w",
         source="https://",
     )
-    monkeypatch.setattr("planner.engines.knowledge", lambda: known.model_copy(update={"faults": (broken,)}))
+    monkeypatch.setattr(
+        "planner.machine.engine_builds.knowledge", lambda: known.model_copy(update={"faults": (broken,)})
+    )
     assert range_of("llama", ["CPU"], cache=False, nextn=True) == EngineRange(least=10434, most=11999)
     assert "b12000 cannot run" in Demands("llama", ("CPU",)).refusal("llama.cpp b12000")
     assert Demands("llama", ("CPU",)).refusal("llama.cpp b11999") == ""
@@ -262,7 +272,7 @@ def test_an_abort_names_the_build_that_the_child_had_loaded(
         child.ask("aborts", {}, "folder")
 
 
-_LABEL = "import sys; from runtime.libllama import Engine; print(Engine.find(sys.argv[1]).label)"
+_LABEL = "import sys; from runtime.engine.libllama import Engine; print(Engine.find(sys.argv[1]).label)"
 
 
 def test_a_build_tells_its_number_where_its_commit_is_known(portable_engine: Path) -> None:
@@ -273,7 +283,7 @@ def test_a_build_tells_its_number_where_its_commit_is_known(portable_engine: Pat
 _PATCH = """
 import ctypes, sys
 from pathlib import Path
-from runtime.libllama import Engine, load_library
+from runtime.engine.libllama import Engine, load_library
 folder, number = Path(sys.argv[1]), int(sys.argv[2])
 path = folder / "libllama-common.so"
 place = ctypes.addressof(ctypes.c_int.in_dll(load_library(path, "x"), "LLAMA_BUILD_NUMBER"))

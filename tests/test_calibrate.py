@@ -8,21 +8,22 @@ import numpy as np
 import pytest
 
 from benchmarks import predict, replay
-from planner import inventory as inventories
-from planner import machines
-from planner import profile as profiles
-from planner.inventory import Inventory
-from planner.profile import Calibration
-from planner.units import units_of
+from planner.machine import presets
+from planner.machine import profile as profiles
+from planner.machine.profile import Calibration
+from planner.model import inventory as inventories
+from planner.model.inventory import Inventory
+from planner.model.units import units_of
 from planner.workload import Workload
-from profiler import calibrate, host, session, whole
-from profiler.calibrate import Parameter, Run, solve
+from profiler import host, session
 from profiler.journal import Journal
-from profiler.placements import Placement, Predictor, calibrating, sensible, shuffled, spec_of
+from profiler.whole_model import calibrate, whole
+from profiler.whole_model.calibrate import Parameter, Run, solve
+from profiler.whole_model.placements import Placement, Predictor, calibrating, sensible, shuffled, spec_of
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = Workload(n_ctx=1024, depth=512, prompt=512, gen=24)
-BASE = machines.load("rtx4090-ddr5")
+BASE = presets.load("rtx4090-ddr5")
 
 
 @pytest.fixture(scope="module")

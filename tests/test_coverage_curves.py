@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import coverage
-from planner import heat as heats
-from planner.heat import Heat, Part, Phase
+from planner.routing import coverage
+from planner.routing import expert_counts as heats
+from planner.routing.expert_counts import Heat, Part, Phase
 
 E = 8
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from commands.demo import write_moe
-from commands.same_logits import same_logits
-from profiler.synth import SynthSpec, write
+from profiler.synth.synth import SynthSpec, write
+from runtime.verify.same_logits import same_logits
 
 
 def demo(cwd: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -15,22 +15,22 @@ from click.testing import CliRunner, Result
 from planning_models import dense, machine, moe, plan, real, timed
 
 from atsplan import main
-from planner.budget import budgets_for, parse_budget
-from planner.check import CheckOptions, Inputs, check_plan
-from planner.drafting import LONGEST, PUBLISHED_PPM, Drafting, best_length, draft_ns
-from planner.findings import Severity
-from planner.inventory import Inventory, to_text
-from planner.loading import LoadSpec
-from planner.options import SolveOptions
-from planner.plan import Plan, Speculation, from_text
-from planner.plan import to_text as plan_text
-from planner.price import Prices
-from planner.profile import Profile
-from planner.reserve import Extras
-from planner.units import Kind, units_of
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.check.findings import Severity
+from planner.cost.unit_time import Prices
+from planner.machine.budgets import budgets_for, parse_budget
+from planner.machine.profile import Profile
+from planner.memory.reserves import Extras
+from planner.model.inventory import Inventory, to_text
+from planner.model.units import Kind, units_of
+from planner.passes.draft_length import LONGEST, PUBLISHED_PPM, Drafting, best_length, draft_ns
+from planner.plan.load_spec import LoadSpec
+from planner.plan.plan import Plan, Speculation, from_text
+from planner.plan.plan import to_text as plan_text
+from planner.plan.request import SolveOptions
 from planner.workload import Workload
-from runtime.server import find_program, serving
-from runtime.stock import options, stock
+from runtime.tools.llama_server import find_program, serving
+from runtime.tools.options import options, stock
 
 LARGE, SMALL = dense([16384] * 6), dense([256])
 

@@ -11,12 +11,12 @@ import pytest
 from engines import python
 
 from planner.errors import EngineProblem
-from planner.loading import LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime import locate, structs
-from runtime.libllama import Engine, _why_not
-from runtime.session import Session
-from runtime.structs import CONTEXT, MODEL, TABLES, layout_of, parse_header, probe, structure
+from runtime.engine import locate, structs
+from runtime.engine.libllama import Engine, _why_not
+from runtime.engine.structs import CONTEXT, MODEL, TABLES, layout_of, parse_header, probe, structure
+from runtime.session.session import Session
 
 
 def writer(raw: bytes, holes: frozenset[int] = frozenset()) -> Any:
@@ -195,7 +195,7 @@ def test_the_embedded_engine_is_understood(engine: Engine) -> None:
 
 _DESCRIBE = """
 import dataclasses, json, sys
-from runtime.libllama import Engine
+from runtime.engine.libllama import Engine
 engine = Engine.find(sys.argv[1])
 found = {"devices": [d.name for d in engine.ggml.devices()]}
 found["fields"] = [n for p in (engine.model_params(), engine.context_params()) for n, _ in p._fields_]

@@ -14,19 +14,20 @@ from test_op_offload import asked, findings, linked
 from twin_devices import Ask, ask
 
 from atsplan import main
-from planner import routing
-from planner.agree import Contradiction, check_agreement
-from planner.cache_model import hit_curve, lru_depths
-from planner.expert_cache import share_of
-from planner.gguf_file import read_model
-from planner.inventory import to_text as inventory_text
-from planner.loading import LoadSpec, load_spec, map_devices, plan_layer_devices
-from planner.nearest import nearest
-from planner.options import Pin, SolveOptions
-from planner.plan import CachePoint, Plan, from_text, to_text
-from planner.simulate import POLICIES, Demand, demand_of, replay
+from planner.check.consistency import Contradiction, check_agreement
+from planner.cost.expert_cache import cached
+from planner.model.gguf_file import read_model
+from planner.model.inventory import to_text as inventory_text
+from planner.plan.load_spec import LoadSpec, load_spec, map_devices, plan_layer_devices
+from planner.plan.plan import CachePoint, Plan, from_text, to_text
+from planner.plan.request import Pin, SolveOptions
+from planner.plan.stock import nearest
+from planner.routing import trace as traces
+from planner.routing.cache_curve import hit_curve, lru_depths
+from planner.routing.cache_simulation import POLICIES, Demand, demand_of, replay
+from planner.site import ON_CPU
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
+from profiler.synth.synth import SynthSpec, write
 
 MIB = 2**20
 CURVE = tuple(
@@ -35,7 +36,7 @@ CURVE = tuple(
 )
 
 
-def trace(n_layers: int, n_expert: int, n_used: int, steps: int = 60, drift: float = 0.1) -> routing.Trace:
+def trace(n_layers: int, n_expert: int, n_used: int, steps: int = 60, drift: float = 0.1) -> traces.Trace:
     """Tokens whose experts stay the same for a while."""
     rng, rows = np.random.default_rng(1), []
     held = [rng.permutation(n_expert)[:n_used] for _ in range(n_layers)]
@@ -45,10 +46,10 @@ def trace(n_layers: int, n_expert: int, n_used: int, steps: int = 60, drift: flo
             spare = rng.permutation(np.setdiff1d(np.arange(n_expert), held[layer]))
             held[layer] = np.where(fresh, spare[:n_used], held[layer])
             rows.append((0, True, step, layer, tuple(int(e) for e in held[layer])))
-    return routing.make("", n_expert, ["chat"], rows)
+    return traces.make("", n_expert, ["chat"], rows)
 
 
-def shared(made: routing.Trace) -> Demand:
+def shared(made: traces.Trace) -> Demand:
     return demand_of(made, per_layer=False)
 
 
@@ -81,7 +82,7 @@ def test_a_curve_is_concave_and_holds_a_token_s_experts() -> None:
 def test_a_plan_with_a_cache_agrees_with_itself_and_can_be_checked_again() -> None:
     model, profile = moe(), machine()
     made = plan(model, "1500", options=SolveOptions(cache=CURVE))
-    chosen = {share_of(site) for site in sites(made, "experts").values() if site.startswith("cache:")}
+    chosen = cached(p.site for p in made.units)
     assert len(chosen) == 1 and made.constraints.cache == CURVE
     assert (
         made.devices[0].cache_bytes % MIB == 0 and load_spec(made).cache_bytes == made.devices[0].cache_bytes
@@ -114,7 +115,7 @@ def test_the_engine_caches_all_host_experts_or_none() -> None:
 def test_a_plan_that_says_otherwise_is_not_loaded() -> None:
     model = moe()
     made = plan(model, "1500", options=SolveOptions(cache=CURVE))
-    units = [p.model_copy(update={"site": "cpu"}) if p.unit == "blk.3.experts" else p for p in made.units]
+    units = [p.model_copy(update={"site": ON_CPU}) if p.unit == "blk.3.experts" else p for p in made.units]
     sizes = tuple(use.model_copy(update={"cache_bytes": 0}) for use in made.devices)
     for wrong, why in (({"units": tuple(units)}, "cache it as well"), ({"devices": sizes}, "MoE cache of 0")):
         with pytest.raises(Contradiction, match=why):
@@ -132,8 +133,8 @@ def test_the_nearest_plan_of_a_stock_tool_keeps_the_cache() -> None:
 def test_many_sequences_ask_for_more_experts_than_it_holds(n_seq: int) -> None:
     work = Workload(n_ctx=32768, n_seq=n_seq)
     made = plan(moe(), "1500", workload=work, options=SolveOptions(cache=CURVE))
-    shares = [share_of(s) for s in sites(made).values() if s.startswith("cache:")]
-    assert all(128 * share[1] // 10**6 >= min(8 * n_seq, 128) for share in shares if share)
+    shares = cached(p.site for p in made.units)
+    assert all(128 * site.amount // 10**6 >= min(8 * n_seq, 128) for site in shares)
     assert n_seq <= 32 or not shares
 
 
@@ -158,7 +159,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_from_a_trace_to_a_plan_that_every_command_reads(model: Path, tmp_path: Path) -> None:
     routed, path = tmp_path / "trace.csv", tmp_path / "plan.yaml"
-    routed.write_text(routing.to_text(trace(8, 128, 8)))
+    routed.write_text(traces.to_text(trace(8, 128, 8)))
     made = run("solve", model, "--machine", "rtx4090-ddr5", "--budget", "1500", "--cache", routed, "-o", path)
     assert made.exit_code == 0, made.output
     assert "choices that a MoE cache serves" in made.stderr and "MoE cache on CUDA0" in made.stderr
@@ -177,7 +178,7 @@ def test_from_a_trace_to_a_plan_that_every_command_reads(model: Path, tmp_path: 
 
 def test_what_is_no_trace_is_refused(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.csv"
-    other.write_text(routing.to_text(trace(8, 64, 8)))
+    other.write_text(traces.to_text(trace(8, 64, 8)))
     line = run("solve", model, "--machine", "rtx4090-ddr5", "--budget", "1500", "--cache", other)
     assert line.exit_code == 2 and "experts" in line.stderr and line.stdout == ""
     heat = Path(__file__).parent / "data" / "heat" / "qwen3-30b-a3b.csv"
@@ -237,7 +238,7 @@ def test_the_engine_holds_what_the_plan_says(layered: Path) -> None:
     assert 32 * expert <= cache <= spec.cache_bytes  # half of 4 layers of 16, as planned
     assert cached.splits_decode == 2 + 4  # one more for each cached layer
     # What its statistics say is what the curve says for as many slots, but for the order inside a step.
-    demand = shared(routing.make("", 16, ["a"], alone.routed))
+    demand = shared(traces.make("", 16, ["a"], alone.routed))
     hits, misses = map(int, re.findall(r"(?:hits|misses) = ([0-9]+)", cached.said[0]))
     assert hits + misses == (demand.ids >= 0).sum() and hits > 100
     foreseen = int((lru_depths(demand) < cache // expert - 1).sum())

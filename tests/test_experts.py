@@ -11,9 +11,9 @@ import pytest
 from gguf_bytes import ARR, I32, U32, T, arch, gguf, kv, save
 from hand_plans import hand_plan
 
-from planner.gguf_file import ModelFile, read_model
+from planner.model.gguf_file import ModelFile, read_model
 from rewriter.experts import OrderRefused, gathers
-from rewriter.make import RewriteOptions, rewrite
+from rewriter.rewrite import RewriteOptions, rewrite
 
 ORDER = (2, 0, 1, 3)
 E = 4

@@ -20,14 +20,14 @@ from test_run import plan_for
 from test_stock import server_plan
 
 from atsplan import main
-from planner.expected import expected_devices
-from planner.gguf_file import read_model
-from planner.loading import LoadSpec, load_spec
-from planner.plan import Override, Plan, to_text
+from planner.model.gguf_file import read_model
+from planner.plan.engine_rules import expected_devices
+from planner.plan.load_spec import LoadSpec, load_spec
+from planner.plan.plan import Override, Plan, to_text
 from planner.workload import Workload
-from runtime.export import export, prompt_cache
-from runtime.server import free_port
-from runtime.stock import MAX_SPLIT, Stock, options, stock
+from runtime.tools.export import export, prompt_cache
+from runtime.tools.llama_server import free_port
+from runtime.tools.options import MAX_SPLIT, Stock, options, stock
 
 RICH = Workload(n_ctx=512, n_batch=96, n_ubatch=64, n_seq=2, type_k="q8_0", type_v="q8_0", flash_attn=True)
 EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_up_exps)\.weight$", "CPU")
@@ -164,9 +164,10 @@ def test_patterns_that_parsers_cut_are_spelt_anew_where_the_model_is_known(
 
 _STAND_IN = '''
 import ctypes as c, json, sys, types
-from runtime import dryrun, load
-from runtime.libllama import Engine
-from planner.loading import LoadSpec, load_spec
+from runtime.load import dry_run
+from runtime.load import load_params
+from runtime.engine.libllama import Engine
+from planner.plan.load_spec import LoadSpec, load_spec
 from planner.workload import Workload
 
 engine = Engine.find(sys.argv[1])
@@ -185,11 +186,12 @@ class Llama:
         params.load_mode, params.no_alloc = 0, True
         if engine.takes("use_mmap"):
             params.use_mmap = False
-        with load.model(engine, model_path, params) as model:
+        with load_params.model(engine, model_path, params) as model:
             work = Workload(n_ctx=given["n_ctx"], n_batch=given["n_batch"], n_ubatch=given["n_ubatch"])
             spec = LoadSpec((), (), 0, (), work, threads=given["n_threads"] or 1)
-            with load.context(engine, model, load.context_params(engine, spec, load.Kept())) as context:
-                found = dryrun.by_device(engine, dryrun.breakdown(engine, context))
+            options = load_params.context_params(engine, spec, load_params.Kept())
+            with load_params.context(engine, model, options) as context:
+                found = dry_run.by_device(engine, dry_run.breakdown(engine, context))
         self.held = {name: sizes.model for name, sizes in found.items()}
 
 

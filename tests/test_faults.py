@@ -25,13 +25,13 @@ from test_run import plan_for
 
 from atsplan import main
 from planner.errors import EngineProblem
-from planner.loading import LoadSpec
-from planner.plan import Plan, to_text
+from planner.plan.load_spec import LoadSpec
+from planner.plan.plan import Plan, to_text
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
+from profiler.synth.synth import SynthSpec, write
 from runtime import child
-from runtime.libllama import Engine
-from runtime.server import free_port
+from runtime.engine.libllama import Engine
+from runtime.tools.llama_server import free_port
 from runtime.worker import Ask, work
 
 MIB = 2**20
@@ -221,11 +221,11 @@ def test_a_device_that_is_gone_since_the_plan(
 _DECODES = """
 import resource
 from pathlib import Path
-from planner.loading import LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 from runtime import child
-from runtime.libllama import Engine
-from runtime.session import Session
+from runtime.engine.libllama import Engine
+from runtime.session.session import Session
 
 def work(request):
     spec = LoadSpec((), (), 0, (), Workload(n_ctx=2048, n_batch=1024, n_ubatch=1024), threads=1)
@@ -283,7 +283,7 @@ def test_python_without_memory_is_one_line_too(dense_model: Path, monkeypatch: p
     def none_left(path: Path) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("planner.gguf_file.read_model", none_left)
+    monkeypatch.setattr("planner.model.gguf_file.read_model", none_left)
     done = CliRunner().invoke(main, ["inventory", str(dense_model)])
     assert done.exit_code == 3 and done.stderr == "atsplan: no memory is left\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from xml.etree import ElementTree
 
-from planner.findings import Finding, Severity, exit_code, to_json, to_junit, to_sarif
+from planner.check.findings import Finding, Severity, exit_code, to_json, to_junit, to_sarif
 
 DRIFT = Finding("plans/a.yaml", 12, "memory", Severity.DRIFT, "CUDA0 holds 9 MiB & 8 are <there>")
 NOTE = Finding("plans/b.yaml", 1, "stale", Severity.NOTE, "profile is 200 days old")

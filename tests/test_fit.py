@@ -14,14 +14,14 @@ from sparse_model import write_sparse
 from test_remote import rpc_server  # noqa: F401 - a fixture
 
 from atsplan import main
-from planner.check import CheckOptions, Inputs, check_plan
-from planner.findings import Severity
-from planner.given import dealt, fit_record, readings
-from planner.inventory import Inventory
-from planner.loading import LoadSpec
-from planner.options import SolveOptions
-from planner.plan import Baseline, EngineFit, Plan, from_text, to_text
-from planner.profile import to_text as profile_text
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.check.findings import Severity
+from planner.machine.profile import to_text as profile_text
+from planner.model.inventory import Inventory
+from planner.passes.engine_fit import dealt, fit_record, readings
+from planner.plan.load_spec import LoadSpec
+from planner.plan.plan import Baseline, EngineFit, Plan, from_text, to_text
+from planner.plan.request import SolveOptions
 from planner.workload import Workload
 
 EXPERTS = r"blk\.{}\.ffn_(up|down|gate_up|gate)_(ch|)exps"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from planner.schema import plan_schema
+from planner.plan.schema import plan_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = "gpt-oss-20b-MXFP4--rtx4060-8gb-ddr5.yaml"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from gguf_bytes import ARR, F32, I32, STR, U16, U32, T, arch, f32, gguf, info, kv, save, shard
 
-from planner.arch import layers_of
 from planner.errors import FileProblem, InputError
-from planner.ggml_types import FORK_TYPES, TYPES, tensor_bytes
-from planner.gguf_file import TruncatedTensor, read_model
-from planner.gguf_shards import ShardProblems
-from planner.sliding import sliding_layers
-from planner.units import units_of
+from planner.model.ggml_types import FORK_TYPES, TYPES, tensor_bytes
+from planner.model.gguf_file import TruncatedTensor, read_model
+from planner.model.gguf_shards import ShardProblems
+from planner.model.layers import layers_of
+from planner.model.sliding_window import sliding_layers
+from planner.model.units import units_of
 
 W1, W2 = f32("a.weight", *range(10)), f32("b.weight", 1.0)
 
@@ -433,7 +433,7 @@ def test_known_types_have_the_sizes_gguf_py_knows() -> None:
 def test_known_types_are_those_of_the_engine() -> None:
     import ctypes
 
-    from runtime.libllama import Engine
+    from runtime.engine.libllama import Engine
 
     lib = Engine.find(None).lib
     lib.ggml_type_name.restype = ctypes.c_char_p
@@ -456,7 +456,7 @@ ENGINE_LOADS = {
 def test_what_the_notes_say_of_the_engine_is_so(tmp_path: Path, case: str) -> None:
     import ctypes
 
-    from runtime.libllama import Engine
+    from runtime.engine.libllama import Engine
 
     class Params(ctypes.Structure):
         _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))

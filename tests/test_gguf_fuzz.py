@@ -11,8 +11,8 @@ from gguf_bytes import ARR, F32, STR, U32, T, arch, f32, gguf, kv
 from hand_plans import hand_plan
 
 from planner.errors import AtsplanError
-from planner.gguf_file import ModelFile, read_model
-from rewriter.make import RewriteOptions, rewrite
+from planner.model.gguf_file import ModelFile, read_model
+from rewriter.rewrite import RewriteOptions, rewrite
 
 FILES = 10_000
 REWRITES = 400  # of the damaged files that still read as models

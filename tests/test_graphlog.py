@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.loading import LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
-from runtime import dryrun
-from runtime.graphlog import Listener, Stray, describe
-from runtime.libllama import Engine
+from profiler.synth.synth import SynthSpec, write
+from runtime.engine.libllama import Engine
+from runtime.engine.scheduler_log import Listener, Stray, describe
+from runtime.load import dry_run
 
 LOG = """
 ## SPLIT #0: CPU # 0 inputs
@@ -55,7 +55,7 @@ def test_attention_that_a_device_cannot_run_is_found_before_loading(
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
     model = write(tmp_path / "m.gguf", SynthSpec("llama", head_dim=head_dim, n_layers=2, type="f16"))
     spec = LoadSpec(("Vulkan0",), (3,), 3, (), Workload(n_ctx=256))
-    found = dryrun.measure(Engine.find(str(server_engine)), model, spec, watch=True)
+    found = dry_run.measure(Engine.find(str(server_engine)), model, spec, watch=True)
     assert bool(found.strays) is stray
     assert (found.splits_decode > 2) is stray
     if stray:

@@ -13,14 +13,14 @@ from test_run import HERE, plan_for
 
 from atsplan import main
 from planner.errors import EngineProblem, InputError
-from planner.loading import LoadSpec
-from planner.plan import to_text
+from planner.plan.load_spec import LoadSpec
+from planner.plan.plan import to_text
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
-from runtime import drafting
-from runtime.drafting import OtherVocabulary, check_vocabulary
-from runtime.libllama import Engine
-from runtime.session import Session, Timings
+from profiler.synth.synth import SynthSpec, write
+from runtime.engine.libllama import Engine
+from runtime.session import draft_model
+from runtime.session.draft_model import OtherVocabulary, check_vocabulary
+from runtime.session.session import Session, Timings
 
 PLAIN = LoadSpec((), (), 0, (), Workload(n_ctx=256, n_batch=16, n_ubatch=16), threads=1)
 PROMPT = "The young engineer measured the water level before noon, and then"
@@ -52,7 +52,7 @@ def drafted(
     spec = replace(PLAIN, rollback=guesses)
     with Session(engine, model, spec) as session, Session(engine, draft, spec) as guesser:
         check_vocabulary(session, guesser)
-        made = drafting.generate(session, guesser, guesses, PROMPT, n, heard.append, **options)  # type: ignore[arg-type]
+        made = draft_model.generate(session, guesser, guesses, PROMPT, n, heard.append, **options)  # type: ignore[arg-type]
     return made, "".join(heard)
 
 

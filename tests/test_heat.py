@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import heat as heats
 from planner.errors import FieldProblem
-from planner.heat import Heat, Part, Phase, WrongModel
+from planner.routing import expert_counts as heats
+from planner.routing.expert_counts import Heat, Part, Phase, WrongModel
 
 N = 6
 

@@ -20,14 +20,14 @@ from hand_plans import hand_plan, with_uses
 from tiny_moe import EXPERTS, LAYERS, MODEL
 
 import atsplan
-from planner import heat as heats
-from planner import plan as plans
-from planner import routing
-from planner.gguf_file import read_model
-from planner.heat import Heat, Part, Phase
-from planner.plan import LayerRange
-from planner.units import Kind
-from rewriter.make import RewriteOptions, rewrite
+from planner.model.gguf_file import read_model
+from planner.model.units import Kind
+from planner.plan import plan as plans
+from planner.plan.plan import LayerRange
+from planner.routing import expert_counts as heats
+from planner.routing import trace as traces
+from planner.routing.expert_counts import Heat, Part, Phase
+from rewriter.rewrite import RewriteOptions, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE_OPTIONS = ("--threads", 1, "--no-cost", "-n", 6, "--temp", 0)
@@ -85,7 +85,7 @@ def test_a_trace_on_the_way_to_a_report(tmp_path: Path) -> None:
     found = load(heat)
     assert found.model == read_model(MODEL).inventory.table_digest()
     assert (found.sources, found.layers, found.n_expert) == (("code", "docs"), tuple(range(LAYERS)), EXPERTS)
-    again = routing.heat_of(routing.from_text(trace.read_text(), "t"))
+    again = traces.heat_of(traces.from_text(trace.read_text(), "t"))
     assert again.total() == found.total()
     judged = json.loads(run("heat", "report", heat, "--model", MODEL, "--json").stdout)
     assert judged["sources"] == ["code", "docs"] and len(judged["layers"]) == LAYERS

@@ -13,12 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import heat as heats
-from planner import heat_export, heat_formats, heat_orders, routing
 from planner.errors import AtsplanError, FileProblem
-from planner.heat import Part, Phase, WrongModel
-from planner.heat_formats import Imported
-from planner.moe import MoeShape
+from planner.model.routed_layers import MoeShape
+from planner.routing import expert_counts as heats
+from planner.routing import export
+from planner.routing import trace as traces
+from planner.routing.expert_counts import Part, Phase, WrongModel
+from planner.routing.formats import detect
+from planner.routing.formats import orders as expert_orders
+from planner.routing.formats.detect import Imported
 
 E, K = 8, 2
 SHAPE = MoeShape("sha256:model", E, K, 1, {1: 1000, 2: 1000, 3: 3000})  # layer 0 is dense
@@ -44,7 +47,7 @@ def counts(*phases: Phase) -> dict[int, tuple[int, ...]]:
 
 
 def read(data: bytes | str, shape: MoeShape | None = SHAPE, n_expert: int = 0) -> Imported:
-    return heat_formats.read(data.encode() if isinstance(data, str) else data, "x", shape, n_expert)
+    return detect.read(data.encode() if isinstance(data, str) else data, "x", shape, n_expert)
 
 
 def by_phase(found: Imported) -> dict[Phase, dict[int, tuple[int, ...]]]:
@@ -145,7 +148,7 @@ def test_traces_give_counts_of_both_phases(data: bytes | str, format_: str) -> N
     assert by_phase(found) == whole()
     assert found.heat.model == SHAPE.digest and found.heat.n_used == K
     assert found.trace is not None
-    decode = routing.select(found.trace, found.trace.decode)
+    decode = traces.select(found.trace, found.trace.decode)
     assert decode.ids.tolist() == [ids for step in DECODE for ids in step.values()]
 
 
@@ -253,15 +256,15 @@ def test_mbolt_json() -> None:
 
 
 def test_a_permutation_recorded_elsewhere() -> None:
-    orders = heat_orders.read_orders(perms().encode(), "x")
+    orders = expert_orders.read_orders(perms().encode(), "x")
     assert orders == {la: list(range(E))[::-1] for la in (1, 2, 3)}
     with pytest.raises(FileProblem, match="chain_perm"):
-        heat_orders.read_orders(perms().encode(), "x", "chain")
+        expert_orders.read_orders(perms().encode(), "x", "chain")
     found = read(positions())
     assert found.trace is not None
     moved = heats.original(found.heat, orders)
     assert moved.total() == {la: row[::-1] for la, row in found.heat.total().items()}
-    assert routing.heat_of(heat_formats.original_ids(found.trace, orders)).total() == moved.total()
+    assert traces.heat_of(detect.original_ids(found.trace, orders)).total() == moved.total()
 
 
 def test_route_lines_without_the_warm_up() -> None:
@@ -437,13 +440,13 @@ def test_exports_make_the_readers_choose_what_we_chose(
     table: dict[int, tuple[int, ...]], budget: int, cap: int
 ) -> None:
     heat = heats.make("", E, K, [Part("a", Phase.DECODE, 100, table)])
-    chosen = heat_export.choose(heat, SHAPE.expert_bytes, budget, cap)
+    chosen = export.choose(heat, SHAPE.expert_bytes, budget, cap)
     used = sum(len(experts) * SHAPE.expert_bytes[la] for la, experts in chosen.items())
     assert used <= budget
     assert all(len(experts) <= (cap or E) for experts in chosen.values())
     for layer, experts in chosen.items():  # nothing that still fits was left out
         assert len(experts) in (cap, E) or used + SHAPE.expert_bytes[layer] > budget
-    for writer in (heat_export.positions_csv, heat_export.perf_json):
+    for writer in (export.positions_csv, export.perf_json):
         if not any(chosen.values()):
             continue
         total = read(writer(heat, chosen)).heat.total()
@@ -452,20 +455,20 @@ def test_exports_make_the_readers_choose_what_we_chose(
             ranked = sorted(range(E), key=lambda e, row=row: (-row[e], e))  # type: ignore[misc]
             kept = [e for e in ranked if row[e]]
             assert set(kept) == set(chosen[layer])
-            if writer is heat_export.positions_csv:
+            if writer is export.positions_csv:
                 assert kept == list(chosen[layer])
 
 
 def test_uniform_slots_fill_every_layer_alike() -> None:
     heat = heats.make("", E, K, [Part("a", Phase.DECODE, 100, {la: tuple(range(E)) for la in (1, 2, 3)})])
-    chosen = heat_export.choose_uniform(heat, SHAPE, 14_999)
+    chosen = export.choose_uniform(heat, SHAPE, 14_999)
     assert {la: list(c) for la, c in chosen.items()} == {la: [7, 6] for la in (1, 2, 3)}
 
 
 def test_large_counts_shrink_to_the_order() -> None:
     heat = heats.make("", E, K, [Part("a", Phase.DECODE, 10**8, {1: (5, 10**8, 10**7, 10**7, 1, 0, 9, 9)})])
-    choice = heat_export.all_experts(heat)
-    text = heat_export.positions_csv(heat, choice)
+    choice = export.all_experts(heat)
+    text = export.positions_csv(heat, choice)
     assert len(text) < 1000
     row = read(text).heat.total()[1]
     assert sorted(range(E), key=lambda e: (-row[e], e)) == list(choice[1])
@@ -473,26 +476,26 @@ def test_large_counts_shrink_to_the_order() -> None:
 
 def test_perms_and_heat_come_back(tmp_path: Path) -> None:
     heat = read(positions()).heat
-    assert read(heat_export.perms_json(heat)).heat.total() == heat.total()
+    assert read(export.perms_json(heat)).heat.total() == heat.total()
     assert read(heats.to_text(heat)).heat == read(heats.to_text(heat), None).heat == heat
     other = heats.make("sha256:other", E, K, heat.parts)
     for text in (
         heats.to_text(other),
-        routing.to_text(routing.make("sha256:other", E, ["a"], [(0, True, 0, 1, (1, 2))])),
+        traces.to_text(traces.make("sha256:other", E, ["a"], [(0, True, 0, 1, (1, 2))])),
     ):
         with pytest.raises(WrongModel, match="recorded from sha256:other"):
             read(text)
-    orders = heat_orders.read_orders(heat_export.perms_json(heat).encode(), "x")
-    assert orders == {la: list(order) for la, order in heat_export.all_experts(heat).items()}
+    orders = expert_orders.read_orders(export.perms_json(heat).encode(), "x")
+    assert orders == {la: list(order) for la, order in export.all_experts(heat).items()}
 
 
 def test_our_own_trace_comes_back() -> None:
     trace = read(positions()).trace
     assert trace is not None
-    text = routing.to_text(trace)
+    text = traces.to_text(trace)
     again = read(text)
-    assert again.trace is not None and routing.to_text(again.trace) == text
-    assert again.heat.total() == routing.heat_of(trace).total()
+    assert again.trace is not None and traces.to_text(again.trace) == text
+    assert again.heat.total() == traces.heat_of(trace).total()
     for broken in (
         "0,decode,0,1,3 99\n",
         "0,later,0,1,3\n",

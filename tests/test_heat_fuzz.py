@@ -10,9 +10,10 @@ import test_heat_formats as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import heat as heats
-from planner import heat_formats, heat_orders
 from planner.errors import AtsplanError
+from planner.routing import expert_counts as heats
+from planner.routing.formats import detect
+from planner.routing.formats import orders as expert_orders
 
 LINES = (
     '{"type": "meta", "num_experts": 8}\n'
@@ -51,11 +52,11 @@ KINDS = st.integers(0, len(all_samples()) - 1)
 def check(data: bytes, with_model: bool) -> None:
     """Both readers answer, or refuse in one line."""
     try:
-        assert heat_formats.read(data, "x", samples.SHAPE if with_model else None).heat.parts
+        assert detect.read(data, "x", samples.SHAPE if with_model else None).heat.parts
     except AtsplanError as problem:
         assert "\n" not in str(problem) and len(str(problem)) < 500
     try:
-        heat_orders.read_orders(data, "x")
+        expert_orders.read_orders(data, "x")
     except AtsplanError as problem:
         assert "\n" not in str(problem) and len(str(problem)) < 500
 

@@ -12,19 +12,19 @@ import tiny_moe
 from engines import ENVIRONMENT
 from tiny_moe import EXPERTS, LAYERS, USED
 
-from planner import heat as heats
-from planner import routing
 from planner.errors import AtsplanError, EngineProblem, InputError
-from planner.gguf_file import read_model
-from planner.heat import Phase
-from planner.loading import LoadSpec
-from planner.moe import NotMoe, moe_shape
-from planner.routing import Trace
+from planner.model.gguf_file import read_model
+from planner.model.routed_layers import NotMoe, moe_shape
+from planner.plan.load_spec import LoadSpec
+from planner.routing import expert_counts as heats
+from planner.routing import trace as traces
+from planner.routing.expert_counts import Phase
+from planner.routing.trace import Trace
 from planner.workload import Workload
-from profiler.heat_trace import Cost, Options, Progress, Prompt, trace
-from profiler.synth import SynthSpec, write
-from runtime.libllama import Engine
-from runtime.session import Session
+from profiler.routing_trace import Cost, Options, Progress, Prompt, trace
+from profiler.synth.synth import SynthSpec, write
+from runtime.engine.libllama import Engine
+from runtime.session.session import Session
 
 GEN = 12
 
@@ -88,7 +88,7 @@ def test_traced_choices_are_the_model_s(ubatch: int) -> None:
 
 def test_the_trace_becomes_heat_of_both_phases() -> None:
     found, cost = run(spec(), options=Options(gen=GEN))
-    heat = routing.heat_of(found)
+    heat = traces.heat_of(found)
     assert heat.sources == ("code", "docs") and heat.n_used == USED
     for part in heat.parts:
         text = tiny_moe.reference()["prompts"][part.source]["text"]
@@ -108,7 +108,7 @@ def test_progress_is_told_token_by_token() -> None:
 def test_the_same_seed_writes_the_same_trace() -> None:
     options = Options(gen=GEN, seed=5, cost=False)
     first, second = run(spec(), options=options)[0], run(spec(), options=options)[0]
-    assert routing.to_text(first) == routing.to_text(second)
+    assert traces.to_text(first) == traces.to_text(second)
 
 
 def test_a_router_on_another_device_is_read_alike(
@@ -167,5 +167,5 @@ def test_the_shape_of_the_model(dense_model: Path) -> None:
 
 
 def test_heat_of_a_traced_model_is_canonical() -> None:
-    heat = dataclasses.replace(routing.heat_of(run(spec())[0]), model="sha256:x")
+    heat = dataclasses.replace(traces.heat_of(run(spec())[0]), model="sha256:x")
     assert heats.from_text(heats.to_text(heat), "x") == heat

@@ -12,16 +12,17 @@ from planning_models import machine, moe, plan
 from test_run import plan_for
 
 from atsplan import main
-from commands.engines import open_job
-from planner.check import CheckOptions, Inputs, check_plan
-from planner.host_memory import HostMemory, can_be_pinned, copy_rate
-from planner.loading import load_spec, map_devices
-from planner.options import SolveOptions
-from planner.plan import Plan, from_text, to_text
-from planner.profile import Link, Profile
-from planner.reprice import reprice
+from commands.shared.plan_job import open_job
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.check.reprice import reprice
+from planner.machine.host_memory import HostMemory, can_be_pinned, copy_rate
+from planner.machine.profile import Link, Profile
+from planner.plan.load_spec import load_spec, map_devices
+from planner.plan.plan import Plan, from_text, to_text
+from planner.plan.request import SolveOptions
+from planner.site import ON_CPU
 from planner.workload import Workload
-from runtime.stock import options, stock
+from runtime.tools.options import options, stock
 
 LONG = Workload(n_ctx=4096, prompt=512, gen=32)
 
@@ -101,7 +102,7 @@ def test_a_rate_that_nobody_measured_is_half_of_the_bus_and_no_more_than_8_gb() 
 
 def test_a_plan_without_work_on_the_host_maps_the_file() -> None:
     whole = made("20000")
-    assert all(p.site != "cpu" for p in whole.units if p.time_ns)
+    assert all(p.site != ON_CPU for p in whole.units if p.time_ns)
     assert load_spec(whole).use_mmap
     alone = made()
     assert map_devices(load_spec(alone), {"CUDA0": "CPU"}).use_mmap

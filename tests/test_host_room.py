@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.host_room import host_room
+from runtime.engine.host_memory_left import host_room
 
 MIB = 2**20
 

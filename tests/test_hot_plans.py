@@ -10,8 +10,8 @@ import numpy as np
 from click.testing import CliRunner
 
 import atsplan
-from planner import heat as heats
-from planner.heat import Part, Phase
+from planner.routing import expert_counts as heats
+from planner.routing.expert_counts import Part, Phase
 
 ROOT = Path(__file__).resolve().parent.parent
 INVENTORY = ROOT / "plans" / "inputs" / "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from planner.arch import KNOWN, layers_of
+from benchmarks.tensor_tables import inventory_of, read_table
 from planner.errors import FieldProblem
-from planner.inventory import Inventory, from_text, to_text
-from planner.kv import kv_bytes, state_bytes
-from planner.memory import compute_bytes
-from planner.tables import inventory_of, read_table
-from planner.units import Kind, units_of
+from planner.memory.kv_cache import kv_bytes, state_bytes
+from planner.memory.weights import compute_bytes
+from planner.model.inventory import Inventory, from_text, to_text
+from planner.model.layers import KNOWN, layers_of
+from planner.model.units import Kind, units_of
 from planner.workload import Workload
 
 INPUTS = Path(__file__).parent.parent / "plans" / "inputs"

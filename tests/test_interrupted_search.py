@@ -10,7 +10,7 @@ import threading
 import pytest
 from ortools.sat.python import cp_model
 
-from planner.solve import Limits, _searched, _solver
+from planner.solver.solve import Limits, _searched, _solver
 
 
 def split_markets(customers: int, products: int) -> cp_model.CpModel:

@@ -11,10 +11,10 @@ from gguf_bytes import STR, U32, T, arch, gguf, kv
 from sparse_model import write_sparse
 
 from atsplan import main
-from planner.gguf_file import read_model
-from planner.inventory import from_text, to_text
-from planner.tables import Row, inventory_of
-from profiler.synth import SynthSpec, write
+from benchmarks.tensor_tables import Row, inventory_of
+from planner.model.gguf_file import read_model
+from planner.model.inventory import from_text, to_text
+from profiler.synth.synth import SynthSpec, write
 
 INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
 

@@ -41,7 +41,9 @@ _NUMBERS = {
     "attention.head_count_kv": 4,
 }
 
-_READ = "from pathlib import Path; from planner.gguf_file import read_model; read_model(Path(sys.argv[1]))"
+_READ = (
+    "from pathlib import Path; from planner.model.gguf_file import read_model; read_model(Path(sys.argv[1]))"
+)
 _COMMAND = "from atsplan import main; main(['inventory', sys.argv[1], '--json'], standalone_mode=False)"
 _TAKEN = """
 import time

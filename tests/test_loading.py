@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_plan import sample_plan
 
-from planner.expected import spec_layer_devices
-from planner.loading import LayerGap, LoadSpec, layer_devices, load_spec, map_devices
-from planner.plan import LayerRange, Override, Plan
+from planner.plan.engine_rules import spec_layer_devices
+from planner.plan.load_spec import LayerGap, LoadSpec, layer_devices, load_spec, map_devices
+from planner.plan.plan import LayerRange, Override, Plan
 from planner.workload import Workload
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.logs import Tail, cause
+from runtime.engine.logs import Tail, cause
 
 
 @pytest.mark.parametrize(

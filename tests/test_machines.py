@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from planner import machines
-from planner.machines import FOLDER, UnknownMachine
-from planner.profile import to_text
+from planner.machine import presets
+from planner.machine.presets import FOLDER, UnknownMachine
+from planner.machine.profile import to_text
 
 
-@pytest.mark.parametrize("name", machines.names())
+@pytest.mark.parametrize("name", presets.names())
 def test_a_description_is_canonical_assumed_and_says_where_its_figures_come_from(name: str) -> None:
-    profile = machines.load(name)
+    profile = presets.load(name)
     assert to_text(profile) == (FOLDER / f"{name}.yaml").read_text()
     assert profile.name == name
     assert not profile.measured
@@ -20,9 +20,9 @@ def test_a_description_is_canonical_assumed_and_says_where_its_figures_come_from
     assert profile.warnings == ()
 
 
-@pytest.mark.parametrize("name", machines.names())
+@pytest.mark.parametrize("name", presets.names())
 def test_every_device_can_be_reached_from_host_memory_and_back(name: str) -> None:
-    profile = machines.load(name)
+    profile = presets.load(name)
     others = {d.name for d in profile.devices} - {"CPU"}
     pairs = {(link.source, link.target) for link in profile.links}
     assert {("CPU", d) for d in others} | {(d, "CPU") for d in others} <= pairs
@@ -39,8 +39,8 @@ def test_bandwidths_are_achieved_ones_below_the_nominal_peak() -> None:
         "RX 9070 XT": 640,
         "DDR4-3200 x2": 51.2,
     }
-    for name in machines.names():
-        for device in machines.load(name).devices:
+    for name in presets.names():
+        for device in presets.load(name).devices:
             for part, peak in peaks.items():
                 if part in device.description:
                     assert device.bandwidth_bytes_per_s < 0.95e9 * peak
@@ -48,5 +48,5 @@ def test_bandwidths_are_achieved_ones_below_the_nominal_peak() -> None:
 
 def test_an_unknown_machine_names_the_nearest_ones() -> None:
     with pytest.raises(UnknownMachine, match="rtx4090-ddr5") as caught:
-        machines.load("rtx4090-ddr4")
+        presets.load("rtx4090-ddr4")
     assert caught.value.exit_code == 2

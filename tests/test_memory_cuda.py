@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.arch import layers_of
-from planner.inventory import Inventory, from_text
-from planner.kv import is_latent
-from planner.memory import compute_bytes, host_bytes, kv_bytes, staging_bytes, state_bytes
-from planner.roles import Role, part_of
+from planner.memory.kv_cache import is_latent
+from planner.memory.weights import compute_bytes, host_bytes, kv_bytes, staging_bytes, state_bytes
+from planner.model.inventory import Inventory, from_text
+from planner.model.layers import layers_of
+from planner.model.tensor_roles import Role, part_of
 from planner.workload import Workload
 
 ROOT = Path(__file__).parent

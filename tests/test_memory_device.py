@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.loading import LoadSpec
-from planner.memory import (
+from planner.memory.weights import (
     compute_bytes,
     host_bytes,
     kv_bytes,
@@ -17,12 +14,15 @@ from planner.memory import (
     state_bytes,
     weight_bytes,
 )
-from planner.roles import Role, part_of
-from planner.units import Kind, units_of
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.model.tensor_roles import Role, part_of
+from planner.model.units import Kind, units_of
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
-from runtime.dryrun import DryRun, measure
-from runtime.libllama import Engine
+from profiler.synth.synth import SynthSpec, write
+from runtime.engine.libllama import Engine
+from runtime.load.dry_run import DryRun, measure
 
 MIB = 2**20
 SPECS = {

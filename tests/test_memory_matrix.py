@@ -9,10 +9,7 @@ import pytest
 from dry_loads import Bytes, Load, measure
 from sparse_model import write_sparse
 
-from planner.arch import layers_of
-from planner.gguf_file import read_model
-from planner.inventory import Inventory, from_text
-from planner.memory import (
+from planner.memory.weights import (
     compute_bytes,
     context_bytes,
     kv_bytes,
@@ -22,8 +19,11 @@ from planner.memory import (
     tied_copy_bytes,
     weight_bytes,
 )
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory, from_text
+from planner.model.layers import layers_of
 from planner.workload import Workload
-from profiler.synth import ARCHITECTURES, SynthSpec, write
+from profiler.synth.synth import ARCHITECTURES, SynthSpec, write
 
 INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
 MIB = 2**20

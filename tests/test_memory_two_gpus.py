@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.arch import layers_of
-from planner.compute import PIPELINE_COPIES, compute_bytes, host_bytes, staging_bytes
-from planner.inventory import Inventory, from_text
-from planner.roles import Role, part_of
+from planner.memory.compute_buffer import PIPELINE_COPIES, compute_bytes, host_bytes, staging_bytes
+from planner.model.inventory import Inventory, from_text
+from planner.model.layers import layers_of
+from planner.model.tensor_roles import Role, part_of
 from planner.workload import Workload
 
 ROOT = Path(__file__).parent

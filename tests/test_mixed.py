@@ -8,29 +8,32 @@ from pathlib import Path
 import pytest
 from rpc_servers import rpc_serving
 
-from planner.arch import layers_of
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.loading import LoadSpec
-from planner.overrides import overrides_of
-from planner.units import Kind, units_of
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.model.layers import layers_of
+from planner.model.units import Kind, units_of
+from planner.plan.load_spec import LoadSpec
+from planner.plan.overrides import overrides_of
+from planner.site import Site
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
-from runtime import child, dryrun
+from profiler.synth.synth import SynthSpec, write
+from runtime import child
+from runtime.load import dry_run
 
 WORK = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
 TOKENS = [5, 9, 3, 7, 200, 11, 8, 8] * 6  # past the batch from which host weights are computed on a device
 _LOGITS = """
 from pathlib import Path
-from runtime import child, dryrun
-from runtime.libllama import Engine
-from runtime.remote import connect
-from runtime.session import Session
+from runtime import child
+from runtime.load import dry_run
+from runtime.engine.libllama import Engine
+from runtime.engine.rpc import connect
+from runtime.session.session import Session
 
 def work(request):
     engine, found = Engine.find(request["engine"]), []
     for plain in request["specs"]:
-        spec, _ = connect(engine, dryrun.from_json(plain))
+        spec, _ = connect(engine, dry_run.from_json(plain))
         with Session(engine, Path(request["model"]), spec) as session:
             devices = sorted(set(session.tensor_devices().values()))
             found.append({"devices": devices, "logits": session.logits(request["tokens"]).tolist()})
@@ -57,9 +60,7 @@ def specs(inventory: Inventory, device: str) -> list[LoadSpec]:
         homes = ["CPU"] * n_host + [device] * (blocks + 1 - n_host)
         tables = (Kind.EMBEDDING, Kind.LOOKUP)
         sites = [
-            "cpu"
-            if u.name in out or u.kind in tables or homes[-1 if u.layer is None else u.layer] == "CPU"
-            else f"gpu:{device}"
+            Site.on("CPU" if u.name in out or u.kind in tables else homes[-1 if u.layer is None else u.layer])
             for u in units
         ]
         patterns = tuple((o.pattern, o.buffer) for o in overrides_of(inventory, units, sites, homes))
@@ -81,7 +82,7 @@ def test_where_weights_are_does_not_change_a_logit(
         "engine": str(computing_server),
         "model": str(model),
         "tokens": TOKENS,
-        "specs": [dryrun.to_json(s) for s in specs(read_model(model).inventory, f"RPC0[{endpoint}]")],
+        "specs": [dry_run.to_json(s) for s in specs(read_model(model).inventory, f"RPC0[{endpoint}]")],
     }
     alone, *others = child.ask("logits_of", request, "test")["found"]
     assert alone["devices"] == ["CPU"]

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 from planning_models import MIB, dense, machine, plan, real
 
-from planner.budget import budgets_for, parse_budget
-from planner.context import Keep, largest_context
-from planner.cost import model_of, price
-from planner.inventory import Inventory
-from planner.options import SolveOptions
-from planner.profile import Profile
-from planner.refusal import Infeasible
-from planner.solve import solve
+from planner.cost.build_problem import model_of, price
+from planner.machine.budgets import budgets_for, parse_budget
+from planner.machine.profile import Profile
+from planner.model.inventory import Inventory
+from planner.passes.largest_context import Keep, largest_context
+from planner.passes.refusal import Infeasible
+from planner.plan.request import SolveOptions
+from planner.site import ON_CPU
+from planner.solver.solve import solve
 from planner.workload import Workload
 
 MODELS = ("Qwen3.6-35B-A3B-q4_K", "gpt-oss-20b-MXFP4", "gemma-4-26B-A4B-Q4_K_M", "Qwen3.6-27B-q4_K")
@@ -88,5 +89,5 @@ def test_the_largest_context_on_five_unequal_cards() -> None:
     assert keep is Keep.ALL and largest % STEP == 0
     for n_ctx in (largest, largest - STEP):
         made = plan(model, budget, on=profile, workload=Workload(n_ctx=n_ctx), options=strict, limit_s=2)
-        assert {p.unit for p in made.units if p.site == "cpu"} == {"token_embd"}
+        assert {p.unit for p in made.units if p.site == ON_CPU} == {"token_embd"}
         assert all(use.used_bytes <= use.budget_bytes for use in made.devices)

@@ -13,18 +13,19 @@ from planning_models import dense, machine, moe, plan, real, sites
 from test_run import plan_for
 
 from atsplan import main
-from planner.check import CheckOptions, Inputs, check_plan
-from planner.explain import sentences
-from planner.findings import Finding
-from planner.inventory import Inventory
-from planner.loading import load_spec
-from planner.options import Pin, SolveOptions
-from planner.plan import Plan, to_text
-from planner.profile import Profile
-from planner.requant import parse_rule, requantised
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.check.explain import sentences
+from planner.check.findings import Finding
+from planner.machine.profile import Profile
+from planner.model.inventory import Inventory
+from planner.model.requantise import parse_rule, requantised
+from planner.plan.load_spec import load_spec
+from planner.plan.plan import Plan, to_text
+from planner.plan.request import Pin, SolveOptions
+from planner.site import ON_CPU
 from planner.workload import Workload
-from runtime import dryrun
-from runtime.libllama import Engine
+from runtime.engine.libllama import Engine
+from runtime.load import dry_run
 
 GB = 10**9
 
@@ -52,7 +53,7 @@ def test_a_slow_link_keeps_prompts_on_the_cpu_and_a_fast_one_does_not(
 ) -> None:
     model, profile = moe(), linked(gb_per_s)
     made = plan(model, "1500", on=profile, workload=asked(prompt))
-    assert any(p.site == "cpu" and p.unit.endswith("experts") for p in made.units)
+    assert any(p.site == ON_CPU and p.unit.endswith("experts") for p in made.units)
     assert made.op_offload is copied
     for stock in made.baselines:
         if stock.feasible:
@@ -173,11 +174,11 @@ def test_the_engine_keeps_prompts_on_the_cpu_when_told(
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
     made = plan_for(moe_model, Workload(n_ctx=1024, n_ubatch=64, n_batch=64))
     renamed = to_text(made).replace("CUDA0", "Vulkan0")
-    from planner.plan import from_text
+    from planner.plan.plan import from_text
 
     spec = load_spec(from_text(renamed, "plan"))
     engine = Engine.find(str(node_engine))
-    copied, plain = (dryrun.measure(engine, moe_model, replace(spec, op_offload=on)) for on in (True, False))
+    copied, plain = (dry_run.measure(engine, moe_model, replace(spec, op_offload=on)) for on in (True, False))
     assert plain.splits_prefill == plain.splits_decode < copied.splits_prefill
     assert plain.devices["Vulkan0"].compute < copied.devices["Vulkan0"].compute
 

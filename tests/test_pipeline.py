@@ -10,17 +10,17 @@ from planning_models import dense, machine, plan, sites
 from test_op_offload import findings
 from twin_devices import Answer, Ask, ask
 
-from planner.agree import check_agreement
-from planner.compute import compute_bytes, host_bytes
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.loading import LoadSpec, load_spec
-from planner.options import Pin, SolveOptions
-from planner.pipeline import unpiped
-from planner.plan import Plan
-from planner.profile import Profile
+from planner.check.consistency import check_agreement
+from planner.machine.profile import Profile
+from planner.memory.compute_buffer import compute_bytes, host_bytes
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.passes.prompt_pipeline import unpiped
+from planner.plan.load_spec import LoadSpec, load_spec
+from planner.plan.plan import Plan
+from planner.plan.request import Pin, SolveOptions
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
+from profiler.synth.synth import SynthSpec, write
 
 MIB = 2**20
 BOTH = ("TWIN0", "TWIN1")

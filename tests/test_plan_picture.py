@@ -11,7 +11,7 @@ from sample_plan import sample_plan
 
 from atsplan import main
 from commands.plan_picture import draw_plan
-from planner.plan import to_text
+from planner.plan.plan import to_text
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from planning_models import MIB, machine, moe, plan, real
 
-from planner.budget import budgets_for, headroom, spills, tight, working_set
-from planner.check import CheckOptions, Inputs, check_plan
+from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.errors import OptionProblem
-from planner.plan import to_text
-from planner.profile import Device, Profile
+from planner.machine.budgets import budgets_for, headroom, spills, tight, working_set
+from planner.machine.profile import Device, Profile
+from planner.plan.plan import to_text
 from planner.workload import Workload
 
 GIB = 1024 * MIB

@@ -10,25 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from profiler.cases import Job, Place, attention_shapes, cases_of, job_of, jobs_of, state_shape
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from profiler.operators.cases import Job, Place, attention_shapes, cases_of, job_of, jobs_of, state_shape
 
 GRAPH = """
 import json, sys
 from pathlib import Path
-from planner.loading import LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime import load
-from runtime.ggml import Tensor
-from runtime.libllama import Engine
+from runtime.load import load_params
+from runtime.engine.ggml import Tensor
+from runtime.engine.libllama import Engine
 
-engine, kept = Engine.find(), load.Kept()
+engine, kept = Engine.find(), load_params.Kept()
 work = Workload(n_ctx=512, n_ubatch=64)
 spec = LoadSpec((), (), 0, (), work, use_mmap=False, use_extra_bufts=False)
-params = load.model_params(engine, spec, kept, True)
-with load.model(engine, Path(sys.argv[1]), params) as model:
-    with load.context(engine, model, load.context_params(engine, spec, kept)) as context:
+params = load_params.model_params(engine, spec, kept, True)
+with load_params.model(engine, Path(sys.argv[1]), params) as model:
+    with load_params.context(engine, model, load_params.context_params(engine, spec, kept)) as context:
         graph = getattr(engine.lib, "_Z19llama_graph_reserveP13llama_contextjjj")(context, 1, 1, 1)
         found = []
         for i in range(engine.ggml.lib.ggml_graph_n_nodes(graph)):

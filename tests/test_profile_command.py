@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from atsplan import main
-from planner.profile import Profile, from_text
-from planner.timing import Case, lookup
+from planner.machine.op_time import Case, lookup
+from planner.machine.profile import Profile, from_text
 from profiler import runner
-from profiler.cases import Job, Place
 from profiler.journal import Journal
+from profiler.operators.cases import Job, Place
 
 OWN = Place("CPU", "CPU", "own")
 

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from planner.profile import Fingerprint
-from planner.same_machine import differences, host_facts
-from planner.timing import Case
-from profiler import host, session, summarise, thermal
-from profiler.cases import Job, Place
+from planner.machine.fingerprint import differences, host_facts
+from planner.machine.op_time import Case
+from planner.machine.profile import Fingerprint
+from profiler import host, session, summarise
 from profiler.journal import MAX_AGE_S, Journal
-from profiler.pace import LONGEST_S, SHORTEST_S, Pace
+from profiler.operators import thermal
+from profiler.operators.cases import Job, Place
+from profiler.operators.pace import LONGEST_S, SHORTEST_S, Pace
+from profiler.operators.samples import possible, reduce, repeat
 from profiler.runner import Stop
-from profiler.samples import possible, reduce, repeat
 
 CPU = Place("CPU", "CPU", "own")
 MATRIX = Case("MUL_MAT", "q4_K", (4096, 4096), 1)  # 9.4 MB

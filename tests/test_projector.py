@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 from sparse_model import write_sparse
 
 from atsplan import main
-from planner.plan import Plan, from_text
-from planner.reserve import projector_compute_bytes
-from planner.tables import Row, inventory_of
+from benchmarks.tensor_tables import Row, inventory_of
+from planner.memory.reserves import projector_compute_bytes
+from planner.plan.plan import Plan, from_text
 
 MIB = 2**20
 _VISION = {

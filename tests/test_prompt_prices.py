@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from planning_models import dense, machine, moe
 
-from planner.inventory import Inventory
-from planner.price import Prices
-from planner.units import Kind, Unit, movable, units_of
+from planner.cost.unit_time import Prices
+from planner.model.inventory import Inventory
+from planner.model.units import Kind, Unit, movable, units_of
 from planner.workload import Workload
 
 WORK = Workload(n_ctx=2048, prompt=1024, gen=64, n_ubatch=512)

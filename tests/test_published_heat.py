@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.heat import COLIBRI, HELD, drifting_trace
-from planner import coverage, heat_report
-from planner import heat as heats
-from planner import simulate as sim
-from planner.heat import Heat
+from planner.routing import cache_simulation as sim
+from planner.routing import coverage, report
+from planner.routing import expert_counts as heats
+from planner.routing.expert_counts import Heat
 
 DATA = Path(__file__).parent / "data" / "heat"
 
@@ -52,7 +52,7 @@ def test_one_prompt_promises_more_than_it_keeps() -> None:
 
 def test_both_gemma_sources_judge_each_other() -> None:
     both = heats.merge([load("gemma4-26b-a4b-one-prompt"), load("gemma4-26b-a4b-general")])
-    judged = heat_report.report(both, 21 / 128)
+    judged = report.report(both, 21 / 128)
     assert judged.exploitable
     asked = next(i for i in judged.intervals if i.resident == 21 / 128)
     assert 0.5 < asked.low <= asked.value <= asked.high < 0.72

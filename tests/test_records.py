@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import FieldProblem
-from planner.inventory import Inventory, Shard, Tensor, from_text, to_text
-from planner.profile import Calibration
+from planner.machine.profile import Calibration
+from planner.model.inventory import Inventory, Shard, Tensor, from_text, to_text
 from planner.records import Lines, digest, dump, load
 
 TINY = Inventory(

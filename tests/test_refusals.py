@@ -11,24 +11,24 @@ from planning_models import MIB, machine, moe, plan, real, sites, timed
 from sparse_model import write_sparse
 
 from atsplan import main
-from planner.budget import budgets_for
-from planner.check import CheckOptions, Inputs, check_plan
+from benchmarks.tensor_tables import Row, inventory_of
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.check.findings import Severity
 from planner.errors import OptionProblem
-from planner.findings import Severity
-from planner.inventory import Inventory
-from planner.loading import load_spec
-from planner.machines import load as load_machine
-from planner.make_plan import make_plan
-from planner.options import Pin, Reserve, SolveOptions
-from planner.plan import from_text as plan_text
-from planner.plan import to_text
-from planner.refusal import Infeasible
-from planner.roles import Role, part_of
-from planner.room import room_of
-from planner.tables import Row, inventory_of
-from planner.units import units_of
+from planner.machine.budgets import budgets_for
+from planner.machine.presets import load as load_machine
+from planner.memory.memory_limits import room_of
+from planner.model.inventory import Inventory
+from planner.model.tensor_roles import Role, part_of
+from planner.model.units import units_of
+from planner.passes.make_plan import make_plan
+from planner.passes.refusal import Infeasible
+from planner.plan.load_spec import load_spec
+from planner.plan.plan import from_text as plan_text
+from planner.plan.plan import to_text
+from planner.plan.request import Pin, Reserve, SolveOptions
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
+from profiler.synth.synth import SynthSpec, write
 
 _VISION = {
     "vision.embedding_length": 1152,

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from planning_models import dense, machine, moe, plan, sites, timed
 
 from atsplan import main
-from planner.inventory import to_text
-from planner.kernels import attends
+from planner.machine.attention_kernels import attends
+from planner.model.inventory import to_text
 from planner.workload import Workload
 
 

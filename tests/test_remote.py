@@ -10,12 +10,12 @@ import pytest
 from rpc_servers import rpc_serving
 
 from planner.errors import AtsplanError
-from planner.loading import LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime import dryrun
-from runtime.libllama import Engine
-from runtime.remote import endpoints
-from runtime.server import free_port
+from runtime.engine.libllama import Engine
+from runtime.engine.rpc import endpoints
+from runtime.load import dry_run
+from runtime.tools.llama_server import free_port
 from runtime.worker import Ask, work
 
 SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
@@ -43,12 +43,12 @@ def test_a_dry_run_counts_a_remote_device_under_the_plan_s_name(
     rpc_server: str, server_engine: Path, moe_model: Path
 ) -> None:
     engine = Engine.find(str(server_engine))
-    found = dryrun.memory(engine, moe_model, remote_spec(rpc_server))
+    found = dry_run.memory(engine, moe_model, remote_spec(rpc_server))
     assert set(found) == {f"RPC0[{rpc_server}]", "CPU"}
     assert found[f"RPC0[{rpc_server}]"].context > 0
     # The number is the engine's; the server is what counts.
     second = replace(remote_spec(rpc_server), devices=(f"RPC7[{rpc_server}]",), overrides=())
-    assert f"RPC7[{rpc_server}]" in dryrun.memory(engine, moe_model, second)
+    assert f"RPC7[{rpc_server}]" in dry_run.memory(engine, moe_model, second)
 
 
 def test_a_host_that_is_down_is_one_line(server_engine: Path, moe_model: Path) -> None:

@@ -9,19 +9,20 @@ from click.testing import CliRunner
 from planning_models import machine
 
 from atsplan import main
-from planner.budget import budgets_for
-from planner.check import CheckOptions, Inputs, check_plan
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.loading import load_spec
-from planner.make_plan import make_plan
-from planner.options import SolveOptions
-from planner.plan import Plan, from_text, to_text
-from planner.profile import OpTiming, Profile
-from planner.timing import roofline_ns
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.machine.budgets import budgets_for
+from planner.machine.op_time import roofline_ns
+from planner.machine.profile import OpTiming, Profile
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.passes.make_plan import make_plan
+from planner.plan.load_spec import load_spec
+from planner.plan.plan import Plan, from_text, to_text
+from planner.plan.request import SolveOptions
 from planner.workload import Workload
-from profiler.cases import cases_of
-from runtime import dryrun, locate
+from profiler.operators.cases import cases_of
+from runtime.engine import locate
+from runtime.load import dry_run
 
 WORK = Workload(n_ctx=512, prompt=128, gen=64, n_ubatch=128)
 REPACKED = ("q4_K", "q4_0")
@@ -96,7 +97,7 @@ def test_a_check_derives_it_again(table: Inventory) -> None:
 def test_the_engine_is_told(table: Inventory, moe_model: Path, tmp_path: Path) -> None:
     slow, fast = (solved(table, measured(table, factor)) for factor in (1.6, 0.5))
     engine = locate.find(None)
-    stored, packed = (set(dryrun.measure(engine, moe_model, load_spec(p)).buffers) for p in (slow, fast))
+    stored, packed = (set(dry_run.measure(engine, moe_model, load_spec(p)).buffers) for p in (slow, fast))
     assert "CPU_REPACK" in packed
     assert "CPU_REPACK" not in stored
     path = tmp_path / "plan.yaml"

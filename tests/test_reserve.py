@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 from small_tables import attention, dense, ends, table
 
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.kv import KvTypeProblem, kv_bytes, state_bytes
-from planner.memory import compute_bytes, pipeline_copies, staging_bytes
-from planner.reserve import (
+from planner.memory.kv_cache import KvTypeProblem, kv_bytes, state_bytes
+from planner.memory.reserves import (
     Extras,
     checkpoint_bytes,
     projector_compute_bytes,
     reserves,
 )
+from planner.memory.weights import compute_bytes, pipeline_copies, staging_bytes
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
+from profiler.synth.synth import SynthSpec, write
 
 MIB = 2**20
 

@@ -18,10 +18,10 @@ from gguf_bytes import ARR, STR, U32, T, arch, f32, gguf, kv, save
 from hand_plans import hand_plan
 
 import atsplan
-from planner.gguf_file import ModelFile, read_model
-from planner.plan import Plan, to_text
+from planner.model.gguf_file import ModelFile, read_model
+from planner.plan.plan import Plan, to_text
 from rewriter import publish, stream
-from rewriter.make import RewriteOptions, decide, rewrite
+from rewriter.rewrite import RewriteOptions, decide, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDERS = dict.fromkeys(range(4), (5, 1, 0, 7, 2, 6, 3, 4))
@@ -268,11 +268,11 @@ def test_an_interrupt_leaves_nothing(here: Path, phase: str) -> None:
     """A real Ctrl-C in a real process, sent when the phase has begun."""
     script = (
         "import sys, time; from pathlib import Path\n"
-        "import atsplan; from rewriter import make\n"
+        "import atsplan; from rewriter import rewrite\n"
         "def told(what, done, total):\n"
         f"    if what == {phase!r}: print('begun', flush=True); time.sleep(1)\n"
-        "real = make.carry_out\n"
-        "make.carry_out = lambda *a: real(*a[:5], told)\n"
+        "real = rewrite.carry_out\n"
+        "rewrite.carry_out = lambda *a: real(*a[:5], told)\n"
         "atsplan.main()\n"
     )
     before = names(here)

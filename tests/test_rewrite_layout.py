@@ -11,14 +11,14 @@ from gguf_bytes import ARR, STR, U32, U64, T, arch, gguf, info, kv, save
 from hand_plans import hand_plan
 
 from planner.errors import FileProblem
-from planner.ggml_types import TYPES, tensor_bytes
-from planner.gguf_file import ModelFile, read_model
-from planner.stamp import plan_digest
-from planner.units import Unit
+from planner.model.ggml_types import TYPES, tensor_bytes
+from planner.model.gguf_file import ModelFile, read_model
+from planner.model.units import Unit
 from rewriter.experts import gathers
 from rewriter.layout import Copy, Gather, Layout, Literal, Request, Zeros, file_names, make_layout
-from rewriter.make import RewriteOptions, output_name, rewrite
-from rewriter.order import regions
+from rewriter.regions import regions
+from rewriter.rewrite import RewriteOptions, output_name, rewrite
+from rewriter.stamp import plan_digest
 from rewriter.stream import write_file
 
 A = T("a", (10,), 0, bytes(range(1, 41)))
@@ -148,16 +148,16 @@ def test_every_type_survives_alone_and_by_expert(tmp_path: Path) -> None:
 
 def test_regions_and_their_order(moe_model: Path) -> None:
     model = read_model(moe_model)
-    sites = {0: "cpu", 1: "stripe:CUDA0:2", 2: "cache:CUDA0", 3: "gpu:CUDA1"}
+    sites = {0: "cpu", 1: "stripe:CUDA0:2", 2: "cache:CUDA0:250000", 3: "gpu:CUDA1"}
 
     def site(unit: Unit) -> str:
         return sites[unit.layer or 0] if unit.experts else "gpu:CUDA0"
 
-    from planner.units import units_of
+    from planner.model.units import units_of
 
     units = units_of(model.inventory).units
     found = regions(model.inventory, hand_plan(model, site), units, "p")
-    assert [r.name for r in found] == ["CUDA0", "CUDA1", "stripe:CUDA0", "cache:CUDA0", "host"]
+    assert [r.name for r in found] == ["gpu:CUDA0", "gpu:CUDA1", "stripe:CUDA0", "cache:CUDA0", "cpu"]
     assert all("blk.1.ffn" in name for name in found[2].tensors)
     layers = [int(n.split(".")[1]) for n in found[0].tensors if n.startswith("blk.")]
     assert layers == sorted(layers)

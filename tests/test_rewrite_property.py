@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import FileProblem
-from planner.ggml_types import BY_NAME, TYPES, tensor_bytes
-from planner.gguf_file import read_model
-from planner.units import Unit
-from rewriter.make import RewriteOptions, carry_out, decide, rewrite
+from planner.model.ggml_types import BY_NAME, TYPES, tensor_bytes
+from planner.model.gguf_file import read_model
+from planner.model.units import Unit
+from rewriter.rewrite import RewriteOptions, carry_out, decide, rewrite
 from rewriter.undo import decide_undo
 from rewriter.verify import verify
 
@@ -56,8 +56,8 @@ def model_bytes(dice: random.Random, layers: int, alignment: int, opaque: bool, 
 
 
 def site_of(dice: random.Random, unit: Unit) -> str:
-    choices = ["cpu", "gpu:CUDA0", "gpu:CUDA1", "cache:CUDA0"]
-    return dice.choice([*choices, f"stripe:CUDA1:{dice.randint(0, EXPERTS)}"] if unit.experts else choices)
+    choices = ["cpu", "gpu:CUDA0", "gpu:CUDA1", "cache:CUDA0:250000"]
+    return dice.choice([*choices, f"stripe:CUDA1:{dice.randint(1, EXPERTS)}"] if unit.experts else choices)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

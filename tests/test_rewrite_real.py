@@ -10,11 +10,11 @@ import pytest
 from hand_plans import hand_plan
 from sparse_model import write_sparse
 
-from planner.gguf_file import ModelFile, read_model
-from planner.inventory import from_text
-from planner.units import units_of
+from planner.model.gguf_file import ModelFile, read_model
+from planner.model.inventory import from_text
+from planner.model.units import units_of
 from rewriter.layout import Copy, Gather
-from rewriter.make import RewriteOptions, decide
+from rewriter.rewrite import RewriteOptions, decide
 
 INPUTS = Path(__file__).resolve().parent.parent / "plans" / "inputs"
 NAMES = (

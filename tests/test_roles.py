@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.inventory import Tensor
-from planner.roles import Role, part_of
+from planner.model.inventory import Tensor
+from planner.model.tensor_roles import Role, part_of
 
 
 def role(name: str, shape: tuple[int, ...] = (64, 64)) -> Role:

@@ -17,11 +17,11 @@ from engines import ROOT
 from hand_plans import hand_plan, with_uses
 
 from atsplan import main
-from planner.gguf_file import read_model
-from planner.matching import placed
-from planner.overrides import overrides_of
-from planner.plan import LayerRange, Plan, from_text, to_text
-from planner.units import Kind, units_of
+from planner.model.gguf_file import read_model
+from planner.model.units import Kind, units_of
+from planner.plan.override_match import placed
+from planner.plan.overrides import overrides_of
+from planner.plan.plan import LayerRange, Plan, from_text, to_text
 from planner.workload import Workload
 
 Run = Callable[..., Result]
@@ -135,7 +135,7 @@ def test_a_plan_that_promises_another_placement(
 ) -> None:
     # A build whose loader puts a weight elsewhere: the plan is right, the engine is told something else.
     monkeypatch.setattr(
-        "planner.expected.placed", lambda i, o: {**placed(i, o), "blk.0.attn_q.weight": "Vulkan0"}
+        "planner.plan.engine_rules.placed", lambda i, o: {**placed(i, o), "blk.0.attn_q.weight": "Vulkan0"}
     )
     result = run(moe_model, "--plan", plan_path, *HERE, "-p", "a", "-n", 2)
     fails(result, 3, "blk.0.attn_q.weight was loaded into CPU, the plan says Vulkan0")

@@ -10,10 +10,10 @@ from click.testing import CliRunner, Result
 from planning_models import machine, moe, plan
 
 from atsplan import main
-from planner.plan import from_text as plan_from
-from planner.plan import to_text as plan_text
-from planner.profile import Device, Profile, to_text
-from planner.same_machine import differences, host_facts, may_be_same
+from planner.machine.fingerprint import differences, host_facts, may_be_same
+from planner.machine.profile import Device, Profile, to_text
+from planner.plan.plan import from_text as plan_from
+from planner.plan.plan import to_text as plan_text
 from profiler import host
 
 CHANGED: dict[str, dict[str, object]] = {

@@ -21,13 +21,13 @@ from engines import ENVIRONMENT, ROOT, python
 from rpc_servers import moved, rpc_serving
 from test_stock import server_plan
 
-from commands.companions import draft_fields, missing_files, projector_fields
+from commands.shared.companions import draft_fields, missing_files, projector_fields
 from planner.errors import AtsplanError
-from planner.loading import load_spec, map_devices
-from planner.plan import Plan, Projector, Speculation, to_text
-from runtime import stripe_server
-from runtime.server import NoPort, Server, free_port, spelt
-from runtime.server import serving as started
+from planner.plan.load_spec import load_spec, map_devices
+from planner.plan.plan import Plan, Projector, Speculation, to_text
+from runtime.stripes import server as striped_server
+from runtime.tools.llama_server import NoPort, Server, free_port, spelt
+from runtime.tools.llama_server import serving as started
 from runtime.worker import Ask, work
 
 MODEL = ROOT / "tests" / "data" / "tiny-moe.gguf"  # trained: its tokens are text
@@ -97,7 +97,7 @@ def test_a_request_is_answered_as_run_answers_it(where: str, computing_server: P
 
 def test_the_server_library_in_this_process_answers_as_the_program_does(computing_server: Path) -> None:
     words = ["-m", str(MODEL), "-ngl", "0", "-c", "256", "--threads", "1", "--no-warmup"]
-    inside = Path(sys.executable), stripe_server.command(computing_server, {}, words)
+    inside = Path(sys.executable), striped_server.command(computing_server, {}, words)
     answers = []
     for program, arguments in (inside, (computing_server / "llama-server", words)):
         with started(program, arguments) as server:

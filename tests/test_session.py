@@ -16,15 +16,18 @@ import pytest
 from engines import ROOT
 
 from planner.errors import AtsplanError, EngineProblem, InputError
-from planner.expected import expected_devices
-from planner.gguf_file import read_model
-from planner.loading import LoadSpec
+from planner.model.gguf_file import read_model
+from planner.plan.engine_rules import expected_devices
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime import child, dryrun, locate, truth
-from runtime.libllama import Engine
-from runtime.load import MissingDevice, usable_cores
-from runtime.session import Sampling, Session
-from runtime.text import Pieces
+from runtime import child
+from runtime.engine import locate
+from runtime.engine.libllama import Engine
+from runtime.load import dry_run
+from runtime.load.load_params import MissingDevice, usable_cores
+from runtime.session.session import Sampling, Session
+from runtime.session.text_pieces import Pieces
+from runtime.verify import loaded_placement
 from runtime.worker import Ask, Checks, work
 
 SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
@@ -136,7 +139,7 @@ def test_text_comes_in_whole_characters_and_stops_are_not_shown() -> None:
 def test_a_dry_run_counts_what_a_load_takes(engine: Engine, dense_model: Path, gdn_model: Path) -> None:
     for model in (dense_model, gdn_model):
         spec = replace(CPU_ONLY, use_mmap=False)
-        dry = dryrun.memory(engine, model, spec)
+        dry = dry_run.memory(engine, model, spec)
         with Session(engine, model, spec) as session:
             assert session.memory() == dry
         tensors = read_model(model).inventory.size_bytes
@@ -154,11 +157,11 @@ def test_every_weight_is_where_the_rules_say(engine: Engine, moe_model: Path) ->
         found = session.weights()
         assert {w.name for w in found} == {t.name for t in inventory.tensors}
         assert sum(w.size_bytes for w in found) == inventory.size_bytes
-        truth.compare(engine, found, expected_devices(inventory, spec))
+        loaded_placement.compare(engine, found, expected_devices(inventory, spec))
         with pytest.raises(
-            truth.Misplaced, match=r"token_embd.weight was loaded into CPU, the plan says CUDA0"
+            loaded_placement.Misplaced, match=r"token_embd.weight was loaded into CPU, the plan says CUDA0"
         ):
-            truth.compare(engine, found, {"token_embd.weight": "CUDA0"})
+            loaded_placement.compare(engine, found, {"token_embd.weight": "CUDA0"})
         nodes = session.nodes()
         assert {n.device for n in nodes} == {"CPU"}
         assert sum(n.op == "MUL_MAT_ID" for n in nodes) == 3 * 4
@@ -181,7 +184,7 @@ def test_a_device_that_is_not_here(engine: Engine, dense_model: Path) -> None:
     ):
         pass
     with pytest.raises(EngineProblem, match="no device CUDA0"):
-        dryrun.memory(engine, dense_model, spec)
+        dry_run.memory(engine, dense_model, spec)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +199,14 @@ def test_what_the_engine_cannot_do_is_one_line(
     engine: Engine, dense_model: Path, change: dict[str, object], why: str
 ) -> None:
     with pytest.raises(EngineProblem, match=why) as problem:
-        dryrun.memory(engine, dense_model, replace(CPU_ONLY, **change))  # type: ignore[arg-type]
+        dry_run.memory(engine, dense_model, replace(CPU_ONLY, **change))  # type: ignore[arg-type]
     assert "\n" not in str(problem.value)
 
 
 def test_quantised_v_without_flash_attention_names_both_fields(engine: Engine, dense_model: Path) -> None:
     work_ = SMALL.model_copy(update={"type_v": "q8_0", "flash_attn": False})
     with pytest.raises(InputError, match=r"type_v q8_0 needs flash_attn"):
-        dryrun.memory(engine, dense_model, replace(CPU_ONLY, workload=work_))
+        dry_run.memory(engine, dense_model, replace(CPU_ONLY, workload=work_))
 
 
 def test_a_worker_streams_and_reports(engine: Engine, moe_model: Path) -> None:
@@ -245,7 +248,7 @@ def children_of(pid: int) -> set[int]:
 _ENDLESS = """
 import sys
 from pathlib import Path
-from planner.loading import LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 from runtime.worker import Ask, work
 spec = LoadSpec((), (), 0, (), Workload(n_ctx=4096), threads=1)

@@ -11,16 +11,16 @@ from test_op_offload import findings
 from test_pipeline import twins
 from twin_devices import Ask, ask
 
-from planner.agree import check_agreement
-from planner.evaluate import evaluate
-from planner.gguf_file import read_model
-from planner.inventory import Inventory
-from planner.kv import kv_bytes
-from planner.loading import LoadSpec, load_spec, plan_layer_devices
-from planner.options import Pin, SolveOptions
-from planner.solve import solve_cp
+from planner.check.consistency import check_agreement
+from planner.memory.kv_cache import kv_bytes
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Inventory
+from planner.plan.load_spec import LoadSpec, load_spec, plan_layer_devices
+from planner.plan.request import Pin, SolveOptions
+from planner.solver.evaluate import evaluate
+from planner.solver.solve import solve_cp
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
+from profiler.synth.synth import SynthSpec, write
 
 MIB = 2**20
 WORK = Workload(n_ctx=8192, depth=0, n_ubatch=64, n_batch=64, prompt=16, gen=16)
@@ -113,8 +113,8 @@ def test_real_models_are_solved_and_checked(budget: str, tmp_path: Path) -> None
 
 
 def test_the_search_agrees_with_cp_sat(model: Path) -> None:
-    from planner.cost import model_of, price
-    from planner.solve import solve
+    from planner.cost.build_problem import model_of, price
+    from planner.solver.solve import solve
 
     profile = machine()
     budgets = {"CUDA0": 420 * MIB, "CPU": 2**34}

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import cache_model, routing
-from planner import simulate as sim
-from planner.cache_model import CacheTooSmall, NothingToFit, Prefetch, TimeModel
-from planner.heat_found import StepCost
-from planner.routing import Trace
+from planner.routing import cache_curve
+from planner.routing import cache_simulation as sim
+from planner.routing import trace as traces
+from planner.routing.cache_curve import CacheTooSmall, NothingToFit, Prefetch, TimeModel
+from planner.routing.found import StepCost
+from planner.routing.trace import Trace
 
 E, K = 6, 2
 
@@ -22,7 +23,7 @@ E, K = 6, 2
 def trace_of(steps: list[list[list[int]]], n_expert: int = E) -> Trace:
     """Decode trace of one source: steps[step][layer] = ids."""
     rows = [(0, True, s, la, tuple(ids)) for s, layers in enumerate(steps) for la, ids in enumerate(layers)]
-    return routing.make("", n_expert, ["a"], rows)
+    return traces.make("", n_expert, ["a"], rows)
 
 
 def local_trace(steps: int, layers: int, n_expert: int, k: int, stick: float, seed: int = 1) -> Trace:
@@ -183,7 +184,7 @@ def test_tokens_of_one_step_ask_together() -> None:
         (0, True, 1, 0, (3, 1)),
         (0, False, 0, 0, (5, 0)),
     ]
-    demand = sim.demand_of(routing.make("", E, ["a"], rows))
+    demand = sim.demand_of(traces.make("", E, ["a"], rows))
     assert demand.ids.tolist() == [[[1, 2, 3]], [[3, 1, -1]]]
 
 
@@ -200,7 +201,7 @@ MODEL = TimeModel(fixed_ns=10_000_000, per_miss_ns=1_000_000, error_ns=0, sample
 def test_the_line_is_found_in_a_ledger() -> None:
     ledger = [StepCost(i, m, round((7.5 + 0.25 * m) * 1e6)) for i, m in enumerate([9, 3, 5, 8, 1, 4])]
     ledger[0] = StepCost(0, 2, 10**9)  # the first step warms up
-    found = cache_model.fit(ledger)
+    found = cache_curve.fit(ledger)
     assert (found.fixed_ns, found.per_miss_ns, found.samples) == (7_500_000, 250_000, 5)
     assert found.error_ns <= 1
 
@@ -208,32 +209,32 @@ def test_the_line_is_found_in_a_ledger() -> None:
 @pytest.mark.parametrize("misses", [[3, 3, 3, 3, 3], [1, 2]])
 def test_a_ledger_that_says_nothing_is_refused(misses: list[int]) -> None:
     with pytest.raises(NothingToFit):
-        cache_model.fit([StepCost(i, m, 10**6) for i, m in enumerate(misses)])
+        cache_curve.fit([StepCost(i, m, 10**6) for i, m in enumerate(misses)])
 
 
 @pytest.mark.parametrize("recall", [0.0, 0.5, 1.0])
 def test_prefetch_over_a_busy_serial_link_never_pays(recall: float) -> None:
     run = sim.replay(sim.demand_of(local_trace(60, 4, 32, 4, 0.5)), sim.POLICIES["lru"], 8)
     for width in (1, 4, 16):
-        result = cache_model.prefetched(run, MODEL, Prefetch(recall, width, spare=0.0))
+        result = cache_curve.prefetched(run, MODEL, Prefetch(recall, width, spare=0.0))
         assert result.gain <= 1e-12
         assert result.right + result.wasted == pytest.approx(width)
 
 
 def test_prefetch_pays_where_the_link_idles() -> None:
     run = sim.replay(sim.demand_of(local_trace(60, 4, 32, 4, 0.5)), sim.POLICIES["lru"], 8)
-    result = cache_model.prefetched(run, MODEL, Prefetch(recall=0.8, width=8, spare=0.9))
+    result = cache_curve.prefetched(run, MODEL, Prefetch(recall=0.8, width=8, spare=0.9))
     assert result.gain > 0.05
     assert result.plain_ns - result.ahead_ns == pytest.approx(result.right * MODEL.per_miss_ns)
 
 
 def test_the_smallest_cache_that_does_nearly_as_well() -> None:
     demand = sim.demand_of(local_trace(80, 4, 32, 4, 0.5), per_layer=False)
-    best, curve = cache_model.advise(demand, expert_bytes=1000, n_used=4, budget_bytes=500_000, points=16)
+    best, curve = cache_curve.advise(demand, expert_bytes=1000, n_used=4, budget_bytes=500_000, points=16)
     assert [entry.slots for entry in curve] == sorted({max(4, round(128 * (i + 1) / 16)) for i in range(16)})
     rates = [entry.hit_rate for entry in curve]
     assert rates == sorted(rates)
-    assert best.hit_rate >= cache_model.ENOUGH * rates[-1]
-    assert all(e.hit_rate < cache_model.ENOUGH * rates[-1] for e in curve if e.slots < best.slots)
+    assert best.hit_rate >= cache_curve.ENOUGH * rates[-1]
+    assert all(e.hit_rate < cache_curve.ENOUGH * rates[-1] for e in curve if e.slots < best.slots)
     with pytest.raises(CacheTooSmall):
-        cache_model.advise(demand, expert_bytes=1000, n_used=4, budget_bytes=3999)
+        cache_curve.advise(demand, expert_bytes=1000, n_used=4, budget_bytes=3999)

@@ -10,10 +10,10 @@ from click.testing import CliRunner, Result
 from planning_models import moe
 
 from atsplan import main
-from planner.heat import Part, Phase, make
-from planner.heat import to_text as heat_text
-from planner.inventory import to_text
-from planner.plan import from_text
+from planner.model.inventory import to_text
+from planner.plan.plan import from_text
+from planner.routing.expert_counts import Part, Phase, make
+from planner.routing.expert_counts import to_text as heat_text
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_heat_makes_stripes_and_names_its_file(model: Path, tmp_path: Path) -> N
     path = tmp_path / "plan.yaml"
     assert solve(model, "--budget", "1500", "--heat", heat, "-o", path).exit_code == 0
     plan = from_text(path.read_text(), str(path))
-    striped = {p.unit for p in plan.units if p.site.startswith("stripe:CUDA0:")}
+    striped = {p.unit for p in plan.units if p.site.memory == "stripe:CUDA0"}
     assert striped and len(plan.experts) == len(striped)
     assert plan.constraints.heat_digest.startswith("sha256:")
     plain = solve(model, "--budget", "1500", "--heat", heat, "--no-stripes", "--json")

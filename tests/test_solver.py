@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import chain_dp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import brute_force, random_problem, with_budget
 
-from planner import counts, dp, frontier
-from planner.evaluate import evaluate
-from planner.prefixes import parts
-from planner.problem import Problem, Solution
-from planner.solve import Solved, price_of, solve, solve_cp
+from planner.solver import counts, frontier
+from planner.solver.evaluate import evaluate
+from planner.solver.prefixes import parts
+from planner.solver.problem import Problem, Solution
+from planner.solver.solve import Solved, price_of, solve, solve_cp
 
 SEEDS = st.integers(min_value=0, max_value=2**40)
 
@@ -52,14 +53,14 @@ def test_cp_sat_alone_agrees(seed: int) -> None:
 @given(SEEDS)
 def test_same_objective_as_the_dynamic_programme(seed: int) -> None:
     problem = random_problem(seed, length=9, gpus=1, limit_host=False, extras=False)
-    agree(problem, solve(problem), dp.optimum(problem, 0))
+    agree(problem, solve(problem), chain_dp.optimum(problem, 0))
 
 
 @many(200)
 @given(SEEDS)
 def test_dynamic_programme_against_trying_everything(seed: int) -> None:
     problem = random_problem(seed, length=3, gpus=1, limit_host=False, extras=False)
-    assert dp.optimum(problem, 0) == brute_force(problem)
+    assert chain_dp.optimum(problem, 0) == brute_force(problem)
 
 
 @many(80)
@@ -151,4 +152,4 @@ def test_alike_layers_are_proven_in_one_pass(length: int) -> None:
     """Forty-eight equal layers under one budget: hopeless for plain branching."""
     problem = random_problem(3, length=length, gpus=1, limit_host=False, extras=False)
     assert frontier.search(problem, None, 0).proven
-    agree(problem, solve(problem), dp.optimum(problem, 0))
+    agree(problem, solve(problem), chain_dp.optimum(problem, 0))

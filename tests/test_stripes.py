@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 from engines import ROOT, device_names, python
 
-from planner.gguf_file import read_model
-from planner.loading import LoadSpec
-from planner.stripes import GRANULE as PLANNED
+from planner.cost.stripe_widths import GRANULE as PLANNED
+from planner.model.gguf_file import read_model
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from profiler.synth import SynthSpec, write
-from runtime import stripe_layout as layout
-from runtime.cuda import CudaMissing, Driver
-from runtime.libllama import Engine
-from runtime.session import Session
-from runtime.stripe import Stripes, find_gpu
-from runtime.stripe_bytes import host_bytes
-from runtime.stripe_check import check
-from runtime.stripe_hook import diverted
-from runtime.stripe_layout import StripesRefused
-from runtime.stripe_range import GRANULE, rounded
+from profiler.synth.synth import SynthSpec, write
+from runtime.engine.libllama import Engine
+from runtime.session.session import Session
+from runtime.stripes import ggml_structs as layout
+from runtime.stripes.buffer_type import Stripes, find_gpu
+from runtime.stripes.cuda_driver import CudaMissing, Driver
+from runtime.stripes.ggml_structs import StripesRefused
+from runtime.stripes.mapped_range import GRANULE, rounded
+from runtime.stripes.probe import check
+from runtime.stripes.server_hook import diverted
+from runtime.stripes.widths import host_bytes
 
 CUDA_ENGINE = os.environ.get("ATSPLAN_CUDA_ENGINE", "")
 HAS_DRIVER = Path("/dev/nvidiactl").exists()

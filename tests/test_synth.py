@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from decode_models import TEXT, Answer, decode_all
 
-from profiler.synth import ARCHITECTURES, SynthProblem, SynthSpec, write
-from profiler.synth_bytes import TYPES, Source, raise_first, size_bytes, type_number
-from profiler.synth_routing import coverage, skew_for
+from profiler.synth.bytes import TYPES, Source, raise_first, size_bytes, type_number
+from profiler.synth.routing import coverage, skew_for
+from profiler.synth.synth import ARCHITECTURES, SynthProblem, SynthSpec, write
 
 # Beside every architecture as it is: its variants, by a name of the test's own.
 VARIANTS = {

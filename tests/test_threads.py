@@ -12,11 +12,12 @@ from planning_models import machine, moe, plan
 from test_run import plan_for
 
 from atsplan import main
-from planner.gguf_file import read_model
-from planner.loading import load_spec, map_devices
-from planner.plan import Plan, from_text, to_text
-from planner.profile import Profile
-from runtime.load import usable_cores, usable_threads
+from planner.machine.profile import Profile
+from planner.model.gguf_file import read_model
+from planner.plan.load_spec import load_spec, map_devices
+from planner.plan.plan import Plan, from_text, to_text
+from planner.site import ON_CPU
+from runtime.load.load_params import usable_cores, usable_threads
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def many() -> Profile:
 
 def test_a_plan_with_work_for_the_cpu_takes_the_profile_s_best_count(many: Profile) -> None:
     made = plan(moe(), "1500", on=many)
-    assert any(p.site == "cpu" and p.unit.endswith("experts") for p in made.units)
+    assert any(p.site == ON_CPU and p.unit.endswith("experts") for p in made.units)
     assert made.machine.threads == 12
     assert load_spec(made).threads == 12
     assert plan(moe(), "50", on=many).machine.threads == 12  # the CPU alone
@@ -35,7 +36,7 @@ def test_a_plan_with_work_for_the_cpu_takes_the_profile_s_best_count(many: Profi
 
 def test_a_cpu_that_only_waits_gets_few(many: Profile) -> None:
     made = plan(moe(), "8000", on=many)
-    assert {p.site for p in made.units if p.time_ns} == {"gpu:CUDA0"}
+    assert {str(p.site) for p in made.units if p.time_ns} == {"gpu:CUDA0"}
     assert made.machine.threads == 4
     two = machine("rtx4090-ddr5", CPU={"threads": 2})
     assert plan(moe(), "8000", on=two).machine.threads == 2
@@ -54,8 +55,8 @@ def test_a_device_that_becomes_the_cpu_takes_all_cores(many: Profile) -> None:
 
 
 def test_check_sees_a_count_that_the_profile_does_not_give(many: Profile) -> None:
-    from planner.budget import budgets_for
-    from planner.check import CheckOptions, Inputs, check_plan
+    from planner.check.check import CheckOptions, Inputs, check_plan
+    from planner.machine.budgets import budgets_for
 
     model, profile = moe(), many
     made = plan(model, "1500", on=profile)
@@ -83,7 +84,7 @@ def test_export_says_them_and_takes_others(moe_model: Path, tmp_path: Path) -> N
 
 
 def test_a_plan_of_a_larger_machine_does_not_crowd_this_one(moe_model: Path, tmp_path: Path) -> None:
-    from commands.engines import open_job
+    from commands.shared.plan_job import open_job
 
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(with_threads(moe_model, 500)))

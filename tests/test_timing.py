@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import machines, timing
-from planner.profile import OpTiming, Profile
-from planner.timing import Case, bytes_read, experts_touched, lookup, operations
+from planner.machine import op_time, presets
+from planner.machine.op_time import Case, bytes_read, experts_touched, lookup, operations
+from planner.machine.profile import OpTiming, Profile
 
-BASE = machines.load("rtx4090-ddr5")
+BASE = presets.load("rtx4090-ddr5")
 EXPERTS = (2048, 768, 128)
 
 
@@ -28,7 +28,7 @@ def profile(*cases: OpTiming) -> Profile:
 
 def test_the_measured_case_is_returned_as_it_is() -> None:
     known = profile(case(time_ns=1234), case(time_ns=99, shape=(2048, 2048)), case(time_ns=77, batch=512))
-    assert lookup(known, "MUL_MAT", "q4_K", (2048, 4096), 1, "CPU") == timing.Time(1234, True, "measured")
+    assert lookup(known, "MUL_MAT", "q4_K", (2048, 4096), 1, "CPU") == op_time.Time(1234, True, "measured")
 
 
 def test_between_two_measured_depths_the_straight_line_holds() -> None:

@@ -11,12 +11,12 @@ from click.testing import CliRunner, Result
 from test_run import plan_for
 
 from atsplan import main
-from planner.gguf_file import read_model
-from planner.plan import DeviceUse, Plan, from_text, to_text
+from planner.model.gguf_file import read_model
+from planner.plan.plan import DeviceUse, Plan, from_text, to_text
 from planner.workload import Workload
-from runtime.dryrun import Breakdown
-from runtime.logs import cache_buffers
-from runtime.review import ItemDiffers, check_caches, check_items, planned
+from runtime.engine.logs import cache_buffers
+from runtime.load.dry_run import Breakdown
+from runtime.verify.memory_against_plan import ItemDiffers, check_caches, check_items, planned
 
 MIB = 2**20
 
@@ -203,8 +203,8 @@ def test_check_names_the_line_of_a_head_that_is_not_there(dense_model: Path, tmp
 
 
 def test_a_model_with_such_a_head_may_load_it(tmp_path: Path) -> None:
-    from planner.agree import workload_faults
-    from profiler.synth import SynthSpec, write
+    from planner.check.consistency import workload_faults
+    from profiler.synth.synth import SynthSpec, write
 
     model = write(tmp_path / "m.gguf", SynthSpec("qwen35moe", n_nextn=1))
     assert workload_faults(Workload(mtp=True), read_model(model).inventory) == []

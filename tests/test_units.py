@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from small_tables import attention, dense, ends, experts, table
 
-from planner.arch import layers_of
-from planner.inventory import Inventory
-from planner.kv import kv_bytes, state_bytes
-from planner.units import BOUND, ExpertMismatch, Kind, Unit, UnitTable, units_of
+from planner.memory.kv_cache import kv_bytes, state_bytes
+from planner.model.inventory import Inventory
+from planner.model.layers import layers_of
+from planner.model.units import BOUND, ExpertMismatch, Kind, Unit, UnitTable, units_of
 from planner.workload import Workload
 
 

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.loading import LoadSpec
-from planner.routing import Row
-from runtime.dryrun import Breakdown, to_json
+from planner.plan.load_spec import LoadSpec
+from planner.routing.trace import Row
+from runtime.load.dry_run import Breakdown, to_json
 
 ROOT = Path(__file__).resolve().parent.parent
 API = 3
@@ -133,7 +133,7 @@ def _properties(props: int, label: int) -> None:
 
 
 def _offloads(lib: Any, op: int) -> bool:
-    from runtime.ggml import Tensor
+    from runtime.engine.ggml import Tensor
 
     tensor = Tensor.from_address(op)
     lib.ggml_op_name.restype, lib.ggml_op_name.argtypes = c.c_char_p, [c.c_int]
@@ -185,10 +185,10 @@ def _read(answer: dict[str, Any]) -> Answer:
 
 def _answer(engine: Any, path: Path, spec: LoadSpec, prompt: list[int], more: list[int]) -> dict[str, Any]:
     from planner.errors import AtsplanError
-    from profiler.heat_trace import Watcher
-    from runtime.dryrun import measure_here
-    from runtime.logs import Tail
-    from runtime.session import Session
+    from profiler.routing_trace import Watcher
+    from runtime.engine.logs import Tail
+    from runtime.load.dry_run import measure_here
+    from runtime.session.session import Session
 
     said, logits, watcher = Tail(), [], Watcher(engine)
     try:
@@ -214,8 +214,8 @@ def _answer(engine: Any, path: Path, spec: LoadSpec, prompt: list[int], more: li
 
 
 def _main(n_devices: int) -> None:
-    from runtime.dryrun import from_json
-    from runtime.libllama import Engine
+    from runtime.engine.libllama import Engine
+    from runtime.load.dry_run import from_json
 
     engine, twins = Engine.find(None), Twins()
     cpu = engine.ggml.devices()[0].handle

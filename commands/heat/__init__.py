@@ -1,0 +1,1 @@
+"""Expert routing commands: heat and simulate."""

@@ -1,0 +1,61 @@
+"""What stock tools load beside a model: a plan's projector and draft, or files given for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.plan.load_spec import LoadSpec
+    from planner.plan.plan import Plan
+
+
+def projector_fields(plan: Plan, mapped: Mapping[str, str], spec: LoadSpec, path: str) -> dict[str, Any]:
+    """The fields of a Stock that speak of the projector in `path`; "" for none.
+
+    One that the plan does not know follows the plan's GPUs: the tools would take any GPU there is.
+    """
+    from planner.plan.load_spec import CPU
+
+    if not path:
+        return {}
+    device = first_gpu(spec)
+    if plan.projector is not None:
+        device = mapped.get(plan.projector.device, plan.projector.device)
+    return {"mmproj": path, "mmproj_on_cpu": device == CPU}
+
+
+def draft_fields(plan: Plan, mapped: Mapping[str, str], spec: LoadSpec, path: str) -> dict[str, Any]:
+    """The fields of a Stock that speak of drafting: the plan's device and length, for the model in `path`.
+
+    A model that the plan does not know follows the plan's GPUs. Without a path only the model's own
+    NextN block can draft.
+    """
+    planned = plan.speculation if plan.speculation and plan.speculation.tokens else None
+    if not path and (planned is None or planned.draft):
+        return {}
+    device = first_gpu(spec) if path else ""
+    if planned is None:
+        return {"draft": path, "draft_device": device}
+    device = mapped.get(planned.device, planned.device) or device
+    return {"draft": path, "draft_device": device, "draft_tokens": planned.tokens}
+
+
+def first_gpu(spec: LoadSpec) -> str:
+    """The first device beside the CPU that a spec names, else the CPU."""
+    from planner.plan.load_spec import CPU
+
+    return next((device for device in spec.devices if device != CPU), CPU)
+
+
+def missing_files(plan: Plan, projector: bool, draft: bool) -> list[str]:
+    """What the plan counts on beside the model and is not given, one sentence each."""
+    planned, found = plan.speculation, []
+    if plan.projector is not None and not projector:
+        found.append(f"the plan leaves room for the projector {plan.projector.name}: give it with --mmproj")
+    if planned and planned.tokens and planned.draft and not draft:
+        found.append(
+            f"the plan's times count on {planned.tokens} guesses a pass of {planned.draft}: "
+            "give it with --draft"
+        )
+    return found

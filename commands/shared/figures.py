@@ -1,0 +1,39 @@
+"""Pictures: matplotlib loaded on use, a fixed look, and files whose bytes depend on the data alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from commands.shared.console import PICTURE, check_target, replacing
+from planner.errors import InputError, OptionProblem
+
+SUFFIXES = (".png", ".svg", ".pdf")
+_DATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
+
+
+def check_name(path: Path | None, option: str) -> None:
+    """Refuse a picture whose name has no known suffix, before any work is done."""
+    if path is not None and path.suffix not in SUFFIXES:
+        raise OptionProblem(option, str(path), "expected a name that ends in .png, .svg or .pdf")
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot without a screen; InputError says how to install it."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise InputError("pictures need matplotlib: pip install 'atsplan[plot]'") from None
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "atsplan"  # element ids that do not change from run to run
+    from matplotlib import pyplot as plots
+
+    return plots
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure whole or not at all, without dates and versions, and close it."""
+    check_target(path, PICTURE)
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=130, metadata=_DATED[path.suffix])
+    pyplot().close(figure)

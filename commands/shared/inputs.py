@@ -1,0 +1,178 @@
+"""Finds what plans were made from: inventories and profiles by digest, in `inputs/` beside the plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commands.shared.console import read_text, say
+from planner.errors import FileProblem, InputError
+
+if TYPE_CHECKING:
+    from planner.check.check import Inputs
+    from planner.machine.profile import Profile
+    from planner.model.inventory import Inventory
+    from planner.plan.plan import Plan
+    from planner.plan.request import SolveOptions
+    from planner.workload import Workload
+
+
+_FILES: dict[str, Any] = {"multiple": True, "type": click.Path(path_type=Path)}
+
+
+def input_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--model, --profile and --heat for a command that takes them as one `library`."""
+
+    @click.option("--model", "models", help="GGUF or inventory; else inputs/ beside the plan.", **_FILES)
+    @click.option("--profile", "profiles", help="Machine profile; else inputs/ beside the plan.", **_FILES)
+    @click.option("--heat", "heats", help="Expert routing that plans were made with.", **_FILES)
+    @functools.wraps(function)
+    def wrapped(
+        models: tuple[Path, ...], profiles: tuple[Path, ...], heats: tuple[Path, ...], **options: Any
+    ) -> Any:
+        return function(library=InputLibrary(models, profiles, heats), **options)
+
+    return wrapped
+
+
+class InputLibrary:
+    """Inventories and profiles of some folders and files, each read once."""
+
+    def __init__(
+        self,
+        models: tuple[Path, ...] = (),
+        profiles: tuple[Path, ...] = (),
+        heats: tuple[Path, ...] = (),
+    ) -> None:
+        self._heats = heats
+        self._inventories: dict[str, Inventory] = {}
+        self._profiles: dict[str, Profile] = {}
+        self._seen: set[Path] = set()
+        self._files: dict[Path, str] = {}  # models with weights, to the digest of their tensor tables
+        self._models, self._given_profiles = models, profiles
+        for path in models:
+            self._add_model(path)
+        for path in profiles:
+            self._add_profile(path)
+        for path in heats:
+            _check_heat(path)
+
+    def of(self, plan: Plan, path: Path) -> Inputs:
+        """The inputs with the digests that the plan names; None for those that are not there."""
+        from planner.check.check import Inputs
+
+        self._read_folder(path.parent / "inputs", plan)
+        if self._models and plan.model.table_digest not in self._inventories:
+            given = ", ".join(str(model) for model in self._models)
+            raise FileProblem(str(path), f"is a plan for another model than {given}: {plan.model.name}")
+        inventory = self._inventories.get(plan.model.table_digest)
+        return Inputs(inventory, self._profile(plan), self._known(plan, path.parent / "inputs", inventory))
+
+    def model_file(self, plan: Plan) -> Path:
+        """The GGUF file of a plan's model among those given by --model; FileProblem when there is none."""
+        for path, digest in self._files.items():
+            if digest == plan.model.table_digest:
+                return path
+        raise FileProblem(plan.model.name, "no GGUF file of this model: give it with --model")
+
+    def _known(self, plan: Plan, folder: Path, inventory: Inventory | None) -> SolveOptions:
+        """What the solver knew beside the profile: coverage from the heat file with the plan's digest."""
+        from planner.plan.request import SolveOptions
+        from planner.records import digest
+
+        wanted = plan.constraints.heat_digest
+        for path in (*self._heats, *sorted(folder.glob("*.heat.csv"))) if wanted and inventory else ():
+            if digest(read_text(path)) == wanted and inventory:
+                return SolveOptions(**heat_options(path, inventory, plan.workload))
+        return SolveOptions()
+
+    def _read_folder(self, folder: Path, plan: Plan) -> None:
+        """Files named after the plan's model and machine; their digests decide. Files given by hand win."""
+        model, machine = plan.model.name, plan.machine.name
+        if not self._models and self._is_new(folder, f"{model}.inventory.yaml"):
+            self._add_model(folder / f"{model}.inventory.yaml")
+        if not self._given_profiles and self._is_new(folder, f"{machine}.profile.yaml"):
+            self._add_profile(folder / f"{machine}.profile.yaml")
+
+    def _is_new(self, folder: Path, name: str) -> bool:
+        path = folder / name
+        if "/" in name or path in self._seen or not path.is_file():
+            return False
+        self._seen.add(path)
+        return True
+
+    def _profile(self, plan: Plan) -> Profile | None:
+        wanted = plan.machine.profile_digest
+        if wanted not in self._profiles:
+            self._add_shipped(plan.machine.name)
+        return self._profiles.get(wanted)
+
+    def _add_model(self, path: Path) -> None:
+        from commands.shared.models import load_inventory
+
+        inventory = load_inventory(path)
+        digest = inventory.table_digest()
+        self._inventories[digest] = inventory
+        if path.suffix not in {".yaml", ".yml"}:
+            self._files[path] = digest
+
+    def _add_profile(self, path: Path) -> None:
+        from planner.machine.profile import from_text
+
+        self._keep(from_text(read_text(path), str(path)))
+
+    def _add_shipped(self, name: str) -> None:
+        from planner.machine.presets import load, names
+
+        if name in names():
+            self._keep(load(name))
+
+    def _keep(self, profile: Profile) -> None:
+        from planner.machine.profile import to_text
+        from planner.records import digest
+
+        self._profiles[digest(to_text(profile))] = profile
+
+
+def _check_heat(path: Path) -> None:
+    """A file given by hand is read even where no plan asks for it: a wrong name is not passed over."""
+    from planner.routing.expert_counts import from_text
+
+    from_text(read_text(path), str(path))
+
+
+def cache_options(path: Path, model: Path) -> dict[str, Any]:
+    """Fields of SolveOptions from a routing trace: what sizes of the engine's MoE cache would serve."""
+    from commands.shared.heat_files import decode_trace, read_profile, shape_of
+    from planner.routing.cache_curve import hit_curve
+    from planner.routing.cache_simulation import demand_of
+
+    trace, shape = decode_trace(read_profile(path, model), path), shape_of(model)
+    demand = demand_of(trace, per_layer=False)
+    curve = hit_curve(demand, shape.n_used if shape else trace.n_used, demand.n_steps // 2)
+    if not curve:
+        raise InputError(f"{path}: {demand.n_steps} decode steps: too few to tell what a cache would serve")
+    told = ", ".join(f"{p.hit_ppm / 1e4:.0f} % with {p.share_ppm / 1e4:.0f} %" for p in curve)
+    say(f"{path}: choices that a MoE cache serves, by the experts it holds: {told}")
+    return {"cache": curve}
+
+
+def heat_options(path: Path, inventory: Inventory, workload: Workload) -> dict[str, Any]:
+    """Fields of SolveOptions from a heat file: coverage curves, orders, experts that a ubatch touches."""
+    from planner.model.routed_layers import moe_shape
+    from planner.records import digest
+    from planner.routing.coverage import curves, expected_distinct, hot_order
+    from planner.routing.expert_counts import from_text, heat_of_model
+
+    text, shape = read_text(path), moe_shape(inventory)
+    heat = heat_of_model(from_text(text, str(path)), shape, str(path))
+    return {
+        "curves": curves(heat, shape.n_group),
+        "orders": hot_order(heat, shape.n_group),
+        "distinct": expected_distinct(heat, workload.n_ubatch),
+        "heat_digest": digest(text),
+    }

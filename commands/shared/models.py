@@ -1,0 +1,52 @@
+"""Where a command gets its model table, profile and plan from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.shared.console import read_text, say
+from planner.errors import OptionProblem
+
+if TYPE_CHECKING:
+    from planner.machine.profile import Profile
+    from planner.model.inventory import Inventory
+    from planner.plan.plan import Plan
+
+
+def load_inventory(path: Path) -> Inventory:
+    """Inventory of a GGUF file (any shard, or a folder of shards) or of an inventory.yaml.
+
+    What a person should know of the file is said on stderr.
+    """
+    if path.suffix in {".yaml", ".yml"}:
+        from planner.model.inventory import from_text
+
+        return from_text(read_text(path), str(path))
+    from planner.model.gguf_file import read_model
+
+    model = read_model(path)
+    for note in model.notes:
+        say(f"note: {note}")
+    return model.inventory
+
+
+def load_profile(path: Path | None, machine: str | None) -> Profile:
+    """Profile from a file, or a machine description that ships with the program; exactly one is needed."""
+    if (path is None) == (machine is None):
+        raise OptionProblem("--profile/--machine", "", "give exactly one of the two")
+    if path is not None:
+        from planner.machine.profile import from_text
+
+        return from_text(read_text(path), str(path))
+    from planner.machine.presets import load
+
+    assert machine is not None
+    return load(machine)
+
+
+def load_plan(path: Path) -> Plan:
+    """Plan from its file."""
+    from planner.plan.plan import from_text
+
+    return from_text(read_text(path), str(path))

@@ -1,0 +1,34 @@
+"""Types of options: files to be written, checked before any work is done, and numbers that are numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from commands.shared.console import check_target
+
+
+class Target(click.Path):
+    """The path of a file to write; FileProblem at once where it cannot or must not be written."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__(path_type=Path)
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        check_target(Path(str(path)), self.kind)
+        return path
+
+
+class Number(click.FloatRange):
+    """A finite number within bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number

@@ -1,0 +1,1 @@
+"""Planning commands: solve and sweep."""

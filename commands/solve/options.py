@@ -1,0 +1,122 @@
+"""The options that `solve` and `sweep` share, declared once: for which machine, use and limits to plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from commands.shared.option_types import Number
+
+_FILE = click.Path(path_type=Path)
+_OPTIONS = (
+    click.argument("model", type=_FILE),
+    click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine."),
+    click.option("--machine", help="A machine description that ships with the program."),
+    click.option("--budget", help="MiB on each GPU, all told: 21500, 21.5GiB, CUDA0=21500,CUDA1=8000."),
+    click.option("--ctx", default="4096", show_default=True, help="Cells of the KV cache, or max."),
+    click.option("--ctx-min", type=click.IntRange(1), help="The context may shrink to this to fit."),
+    click.option("--kv-type", default="f16", show_default=True, help="Of K and V: f16, q8_0; K/V: q8_0/f16."),
+    click.option("--ubatch", type=click.IntRange(1, 65536), default=512, show_default=True),
+    click.option(
+        "--workload",
+        "use",
+        help="prompt=512,gen=256,depth=640,seqs=1; depth: the middle of the answer unless stated.",
+    ),
+    click.option("--mtp", is_flag=True, help="Load the NextN/MTP block."),
+    click.option("--pin", "pins", multiple=True, help="PATTERN=SITE, for example 'blk.0.*=gpu'."),
+    click.option("--contiguous", is_flag=True, help="Whole layers only, one run of layers per device."),
+    click.option("--no-cpu", is_flag=True, help="Nothing but the input tables in host memory."),
+    click.option("--page", is_flag=True, help="Host weights may exceed memory and are paged from disk."),
+    click.option(
+        "--host-memory",
+        type=click.Choice(["auto", "mapped", "pinned"]),
+        default="auto",
+        show_default=True,
+        help="Of weights on the CPU: mapped from the file, or pinned for prompts.",
+    ),
+    click.option("--pinned-limit", help="MiB that may be pinned [half of the host's memory]."),
+    click.option("--reserve", help="MiB to leave to others: 1024, or CUDA0=2048,CUDA1=512."),
+    click.option("--mmproj", type=_FILE, help="Vision projector to leave room for."),
+    click.option(
+        "--mmproj-device",
+        "eyes",
+        type=click.Choice(("auto", "gpu", "cpu")),
+        default="auto",
+        help="Where it computes [auto: the CPU where the GPU has no room].",
+    ),
+    click.option("--draft", type=_FILE, help="Draft model to leave room for."),
+    click.option(
+        "--draft-accept",
+        "accept",
+        metavar="RATE",
+        help="Choose the draft length for this share of accepted tokens: 0.7, or auto [--draft or --mtp].",
+    ),
+    click.option("--heat", type=_FILE, help="Expert routing (heat.csv): lets hot experts live on the GPU."),
+    click.option(
+        "--stripes/--no-stripes", default=True, help="Hot experts of a layer on the GPU [with --heat]."
+    ),
+    click.option(
+        "--hybrid/--no-hybrid",
+        default=False,
+        help="Experts in slots of a GPU, the others by CPU and bus at the same time.",
+    ),
+    click.option("--fit", "engine", help="Compare with --fit of this engine too: library, folder, or auto."),
+    click.option(
+        "--cache",
+        type=_FILE,
+        help="Routing trace: lets the engine's MoE cache (llama.cpp b11548 and later) hold host experts.",
+    ),
+    click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True, help="Seconds."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command line, unread."""
+
+    model: Path
+    profile_path: Path | None
+    machine: str | None
+    budget: str | None
+    ctx: str
+    ctx_min: int | None
+    kv_type: str
+    ubatch: int
+    use: str | None
+    mtp: bool
+    pins: tuple[str, ...]
+    contiguous: bool
+    no_cpu: bool
+    page: bool
+    host_memory: str
+    pinned_limit: str | None
+    reserve: str | None
+    mmproj: Path | None
+    eyes: str
+    draft: Path | None
+    accept: str | None
+    heat: Path | None
+    stripes: bool
+    hybrid: bool
+    engine: str | None
+    cache: Path | None
+    time_limit: float
+
+
+def asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command these options, handed over as one `asked`."""
+    names = Asked.__slots__
+
+    @functools.wraps(function)
+    def wrapped(**values: Any) -> Any:
+        own = {name: values.pop(name) for name in names}
+        return function(asked=Asked(**own), **values)
+
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped

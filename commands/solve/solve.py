@@ -1,0 +1,118 @@
+"""atsplan solve: place every tensor under a memory budget, and write the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from commands.shared.console import mib, ms, out, out_json, out_table, say, table, write_text
+from commands.shared.option_types import Target
+from commands.solve.options import Asked, asking
+from commands.solve.request import inputs_of
+from planner.errors import OptionProblem
+
+if TYPE_CHECKING:
+    from planner.model.inventory import Inventory
+    from planner.plan.plan import Plan
+
+
+@click.command()
+@asking
+@click.option("-o", "--output", type=Target("plan"), help="Where to write the plan.")
+@click.option(
+    "--quant", "quants", multiple=True, help="What if: REGEX=TYPE, for example 'ffn_.*_exps=iq2_xs'."
+)
+@click.option("--tensor-types", type=Target(), help="Write --quant as a llama-quantize map.")
+@click.option("--json", "as_json", is_flag=True, help="The plan as JSON.")
+def command(
+    asked: Asked,
+    output: Path | None,
+    quants: tuple[str, ...],
+    tensor_types: Path | None,
+    as_json: bool,
+) -> None:
+    """Place every tensor of MODEL (a GGUF file or an inventory.yaml) under a memory budget."""
+    from planner.plan.plan import to_text
+
+    if tensor_types is not None and not quants:
+        raise OptionProblem("--tensor-types", str(tensor_types), "needs --quant")
+    inputs = inputs_of(asked)
+    plan = inputs.plan()
+    if quants:
+        plan = _what_if(asked, inputs.inventory, plan, quants, tensor_types)
+    if output is not None:
+        write_text(output, to_text(plan))
+        say(f"wrote {output}")
+    if as_json:
+        out_json(plan.model_dump(mode="json", by_alias=True))
+    else:
+        show(plan)
+
+
+def _what_if(
+    asked: Asked, inventory: Inventory, today: Plan, quants: tuple[str, ...], tensor_types: Path | None
+) -> Plan:
+    """The plan for other types of the same tensors, and what it would gain."""
+    from planner.model.requantise import parse_rule, requantised
+    from planner.model.requantise import tensor_types as as_map
+
+    rules = [parse_rule(text) for text in quants]
+    after = requantised(inventory, rules)
+    plan = replace(inputs_of(asked), inventory=after, fit_engine="").plan()  # --fit reads the file as it is
+    before_ns, after_ns = today.predicted.tpot_ns, plan.predicted.tpot_ns
+    say(
+        f"with {', '.join(quants)}: {mib(inventory.size_bytes)} -> {mib(after.size_bytes)}, "
+        f"{ms(before_ns)} -> {ms(after_ns)} a token ({before_ns / max(after_ns, 1):.2f}x)"
+    )
+    if tensor_types is not None:
+        write_text(tensor_types, as_map(inventory, after))
+        say(f"wrote {tensor_types}: llama-quantize --tensor-type-file {tensor_types}")
+    note = f"what if: for the model after quantising {', '.join(quants)}"
+    return plan.model_copy(update={"notes": (note, *plan.notes)})
+
+
+def show(plan: Plan) -> None:
+    """The plan in short: what fills the devices, predicted speed against the stock rules, bound and gap."""
+    _show_devices(plan)
+    _show_speed(plan)
+    p = plan.predicted
+    out(
+        f"{p.status}: request {ms(p.objective_ns)}, bound {ms(p.bound_ns)}, gap {p.gap_ppm / 1e4:.2f} %, "
+        f"error bar ±{p.error_ppm / 1e4:.0f} %, {p.splits} splits, "
+        f"context {plan.workload.n_ctx}, a token at depth {plan.workload.depth}"
+    )
+    for note in plan.notes:
+        say(note)
+
+
+def _show_devices(plan: Plan) -> None:
+    filled = table("device", "budget", "used", "weights", "KV", "state", "compute", "cache", "reserve")
+    for use in plan.devices:
+        parts = (use.weights_bytes, use.kv_bytes, use.state_bytes, use.compute_bytes)
+        filled.add_row(
+            use.name,
+            mib(use.budget_bytes),
+            mib(use.used_bytes),
+            *(mib(size) if size else "-" for size in (*parts, use.cache_bytes, use.reserve_bytes)),
+        )
+    out_table(filled)
+
+
+def _show_speed(plan: Plan) -> None:
+    speed = table("placement", "setting", "ms/token", "tokens/s", "prompt ms", "GPU memory")
+    p = plan.predicted
+    used = sum(d.used_bytes for d in plan.devices if d.kind != "cpu")
+    speed.add_row("this plan", p.status, *_speed(p.tpot_ns, p.prefill_ns), mib(used))
+    for b in plan.baselines:
+        if b.feasible:
+            speed.add_row(b.name, b.setting, *_speed(b.tpot_ns, b.prefill_ns), mib(b.vram_bytes))
+        else:
+            speed.add_row(b.name, b.setting, "does not fit", "", "", "")
+    out_table(speed)
+
+
+def _speed(tpot_ns: int, prefill_ns: int) -> tuple[str, str, str]:
+    return f"{tpot_ns / 1e6:.2f}", f"{1e9 / max(tpot_ns, 1):.1f}", f"{prefill_ns / 1e6:.0f}"

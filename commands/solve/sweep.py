@@ -1,0 +1,178 @@
+"""atsplan sweep: budget against predicted speed, as a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commands.shared.console import PICTURE, mib, out_json, out_table, progress, say, table
+from commands.shared.figures import check_name, pyplot, save
+from commands.shared.option_types import Target
+from commands.solve.options import Asked, asking
+from commands.solve.request import Inputs, inputs_of
+from planner.errors import AnswerIsNo, OptionProblem
+
+if TYPE_CHECKING:
+    from planner.plan.plan import Plan
+
+MIB = 2**20
+_MOST = 500  # plans in one sweep
+
+
+@dataclass(eq=False)
+class NothingFits(AnswerIsNo):
+    """No budget of a sweep is enough."""
+
+    most_bytes: int
+
+    def message(self) -> str:
+        return f"nothing fits up to {mib(self.most_bytes)}: solve with that budget says what is missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One budget and what it gives; `plan` is None where nothing fits."""
+
+    budget_bytes: int
+    plan: Plan | None
+
+    @property
+    def best_stock_ns(self) -> int:
+        """The fastest token of a stock rule; 0 when none fits."""
+        times = [b.tpot_ns for b in self.plan.baselines if b.feasible] if self.plan else []
+        return min(times, default=0)
+
+
+@click.command()
+@asking
+@click.option("--budgets", required=True, help="FIRST:LAST:STEP in MiB, on the swept device.")
+@click.option("--device", help="The device whose budget is swept [default: the first GPU].")
+@click.option("--plot", type=Target(PICTURE), help="Write a picture: .png, .svg or .pdf.")
+@click.option("--json", "as_json", is_flag=True, help="For a program.")
+def command(asked: Asked, budgets: str, device: str | None, plot: Path | None, as_json: bool) -> None:
+    """Plan MODEL for a range of budgets."""
+    from planner.machine.budgets import parse_budget
+
+    sizes = parse_range(budgets)
+    check_name(plot, "--plot")
+    inputs = inputs_of(asked)
+    swept = _device(inputs, device)
+    if asked.budget is not None and swept in parse_budget(asked.budget):
+        raise OptionProblem("--budget", asked.budget, f"{swept} is what --budgets sweeps")
+    points = _points(inputs, swept, sizes)
+    if plot is not None:
+        draw(points, f"{inputs.inventory.name} on {inputs.profile.name}, budget of {swept}", plot)
+    if as_json:
+        out_json([_data(point) for point in points])
+    else:
+        _show(points)
+    if not inputs.profile.measured:
+        say(f"assumed, not measured: {inputs.profile.name}")
+    if all(point.plan is None for point in points):
+        raise NothingFits(points[-1].budget_bytes)
+
+
+def parse_range(text: str) -> tuple[int, ...]:
+    """Budgets in MiB from FIRST:LAST:STEP, the last included; OptionProblem for what is no range."""
+    parts = text.split(":")
+    if len(parts) != 3 or not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
+        raise OptionProblem("--budgets", text, "expected FIRST:LAST:STEP, for example 4000:24000:1000")
+    first, last, step = (int(part) for part in parts)
+    if not 0 < first <= last or step == 0:
+        raise OptionProblem("--budgets", text, "expected 0 < FIRST <= LAST and a step above zero")
+    if (last - first) // step + 1 > _MOST:
+        raise OptionProblem("--budgets", text, f"is more than {_MOST} plans")
+    return tuple(range(first, last + 1, step))
+
+
+def _device(inputs: Inputs, asked: str | None) -> str:
+    gpus = [d.name for d in inputs.profile.devices if d.kind != "cpu"]
+    known = [d.name for d in inputs.profile.devices]
+    if asked is not None and asked not in known:
+        raise OptionProblem("--device", asked, f"no such device; there are {', '.join(known)}")
+    if asked is None and not gpus:
+        raise OptionProblem("--device", "", "the machine has no GPU: name the device to sweep")
+    return asked or gpus[0]
+
+
+def _points(inputs: Inputs, device: str, sizes: Sequence[int]) -> list[Point]:
+    from dataclasses import replace
+
+    from planner.errors import AnswerIsNo
+
+    found = []
+    with progress() as bar:
+        task = bar.add_task("budgets", total=len(sizes), rate="")
+        for size in sizes:
+            budgets = {**inputs.budgets, device: size * MIB}
+            try:
+                plan = replace(inputs, budgets=budgets).plan()
+            except AnswerIsNo:
+                plan = None
+            found.append(Point(size * MIB, plan))
+            bar.advance(task)
+    return found
+
+
+def _show(points: Sequence[Point]) -> None:
+    shown = table("budget", "tokens/s", "ms/token", "prompt ms", "best stock rule", "gain", "gap")
+    for point in points:
+        if point.plan is None:
+            shown.add_row(mib(point.budget_bytes), "does not fit", "", "", "", "", "")
+            continue
+        p, stock = point.plan.predicted, point.best_stock_ns
+        shown.add_row(
+            mib(point.budget_bytes),
+            f"{1e9 / p.tpot_ns:.1f}",
+            f"{p.tpot_ns / 1e6:.2f}",
+            f"{p.prefill_ns / 1e6:.0f}",
+            f"{1e9 / stock:.1f}" if stock else "none fits",
+            f"{stock / p.tpot_ns:.2f}x" if stock else "",
+            f"{p.gap_ppm / 1e4:.2f} %",
+        )
+    out_table(shown)
+
+
+def _data(point: Point) -> dict[str, Any]:
+    if point.plan is None:
+        return {"budget_bytes": point.budget_bytes, "feasible": False}
+    p = point.plan.predicted
+    return {
+        "budget_bytes": point.budget_bytes,
+        "feasible": True,
+        "tpot_ns": p.tpot_ns,
+        "prefill_ns": p.prefill_ns,
+        "status": p.status,
+        "gap_ppm": p.gap_ppm,
+        "best_stock_tpot_ns": point.best_stock_ns or None,
+    }
+
+
+def draw(points: Sequence[Point], title: str, path: Path) -> None:
+    """Budget against tokens/s, the plan and each stock rule; the same points give the same bytes."""
+    figure, axes = pyplot().subplots(figsize=(8, 4.8), layout="constrained")
+    solved = [(p.budget_bytes / 2**30, 1e9 / p.plan.predicted.tpot_ns) for p in points if p.plan]
+    for name, line in _stock_lines(points).items():
+        axes.plot(*zip(*line, strict=True), label=name, linewidth=1.2, linestyle="--")
+    if solved:
+        axes.plot(*zip(*solved, strict=True), label="atsplan", color="black", linewidth=2, marker=".")
+    axes.set(xlabel="budget, GiB", ylabel="predicted tokens/s", title=title)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save(figure, path)
+
+
+def _stock_lines(points: Sequence[Point]) -> dict[str, list[tuple[float, float]]]:
+    """By stock rule: budget in GiB and tokens/s, where it fits."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for point in points:
+        for baseline in point.plan.baselines if point.plan else ():
+            if baseline.feasible:
+                at = (point.budget_bytes / 2**30, 1e9 / baseline.tpot_ns)
+                lines.setdefault(baseline.name, []).append(at)
+    return lines

@@ -1,0 +1,1 @@
+"""A plan derived again, explained and judged, without model or machine."""

@@ -1,0 +1,125 @@
+"""Does a plan agree with itself and with its model? Units, layers and overrides state one placement thrice.
+
+The engine is told layers and overrides; a site that says something else would be ignored without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.cost.expert_cache import faults as cache_faults
+from planner.errors import InputError
+from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
+from planner.model.inventory import Inventory
+from planner.model.layers import layers_of
+from planner.model.units import Kind, units_of
+from planner.passes.prompt_pipeline import restated
+from planner.plan.load_spec import LoadSpec, plan_layer_devices
+from planner.plan.override_match import disagreements
+from planner.plan.overrides import UnplaceableUnit, wanted_buffers
+from planner.plan.plan import Plan
+from planner.site import Site, SiteKind
+from planner.workload import Workload
+
+_OPTIONAL = (Kind.NEXTN, Kind.FOREIGN)  # not loaded unless asked for, so a plan need not name them
+
+
+@dataclass(eq=False)
+class Contradiction(InputError):
+    """A plan whose parts, or whose file, do not say the same."""
+
+    path: str
+    faults: tuple[str, ...]
+
+    def message(self) -> str:
+        more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
+        return f"{self.path}: {self.faults[0]}{more}; atsplan check lists what is wrong with a plan"
+
+
+def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
+    """Contradiction unless layers, units, overrides and caches of the plan say the same."""
+    faults = (
+        workload_faults(plan.workload, inventory)
+        or _layer_faults(plan, inventory)
+        or _unit_faults(plan, inventory)
+        or _tensor_faults(plan, inventory)
+        or _cache_faults(plan, inventory)
+        or list(cache_faults(plan))
+    )
+    if faults:
+        raise Contradiction(path, tuple(faults))
+
+
+def check_order(plan: Plan, spec: LoadSpec, found: Mapping[int, tuple[int, ...]], path: str) -> None:
+    """Contradiction when `spec` has stripes and the file does not hold the experts as planned.
+
+    `found` maps layers to the original expert id at each position; {} of a file never rewritten.
+    """
+    if not any(Site.of_buffer(buffer).kind is SiteKind.STRIPE for _, buffer in spec.overrides):
+        return
+    wrong = [e.layer for e in plan.experts if found.get(e.layer, tuple(range(len(e.order)))) != e.order]
+    if wrong:
+        what = f"the file does not hold the experts of layer {wrong[0]} in the plan's order"
+        fault = f"{what}, so the hot ones would not be in VRAM: atsplan rewrite it first"
+        raise Contradiction(path, (fault, *map(str, wrong[1:])))
+
+
+def workload_faults(workload: Workload, inventory: Inventory) -> list[str]:
+    """What a workload asks of a model that does not have it."""
+    if workload.mtp and layers_of(inventory).n_nextn == 0:
+        return ["workload: mtp is true, but the model holds no NextN/MTP block"]
+    return []
+
+
+def _layer_faults(plan: Plan, inventory: Inventory) -> list[str]:
+    layers = layers_of(inventory)
+    stated = sum(each.last - each.first + 1 for each in plan.layers)
+    if stated in (layers.n_main + 1, layers.n_all + 1):
+        return []
+    return [f"layers: {stated} layers with the output head, the model has {layers.n_main + 1}"]
+
+
+def _unit_faults(plan: Plan, inventory: Inventory) -> list[str]:
+    stated = [placement.unit for placement in plan.units]
+    units = units_of(inventory).units
+    optional = {unit.name for unit in units if unit.kind in _OPTIONAL}
+    known = {unit.name for unit in units}
+    return [
+        *(f"units: {name} is no unit of the model" for name in stated if name not in known),
+        *(f"units: {name} appears twice" for name in sorted(set(stated)) if stated.count(name) > 1),
+        *(f"units: {name} has no site" for name in sorted(known - optional - set(stated))),
+    ]
+
+
+def _tensor_faults(plan: Plan, inventory: Inventory) -> list[str]:
+    sites = {placement.unit: placement.site for placement in plan.units}
+    units = [unit for unit in units_of(inventory).units if unit.name in sites]
+    try:
+        devices = plan_layer_devices(plan)
+        wanted = wanted_buffers(inventory, units, [sites[u.name] for u in units], devices)
+        wanted |= restated(inventory, units, devices, plan.overrides)
+    except UnplaceableUnit as problem:
+        return [str(problem)]
+    return list(disagreements(inventory, plan.overrides, wanted))
+
+
+def _cache_faults(plan: Plan, inventory: Inventory) -> list[str]:
+    """KV cache and recurrent state follow the layer devices and the workload, to the byte."""
+    work, layers = plan.workload, plan_layer_devices(plan)
+    kv = [*kv_bytes(inventory, work), *(nextn_kv_bytes(inventory, work) if work.mtp else ())]
+    state = state_bytes(inventory, work)
+    uses = {use.name: use for use in plan.devices}
+    faults = []
+    for device in sorted({*layers, *uses}):
+        use = uses.get(device)
+        stated = (use.kv_bytes, use.state_bytes) if use else (0, 0)
+        needed = (_on(device, layers, kv), _on(device, layers, state))
+        for what, have, want in zip(("KV cache", "recurrent state"), stated, needed, strict=True):
+            if have != want:
+                faults.append(f"devices: {device}: {what} of {have} bytes, workload and layers give {want}")
+    return faults
+
+
+def _on(device: str, layers: Sequence[str], sizes: Sequence[int]) -> int:
+    return sum(size for home, size in zip(layers, sizes, strict=False) if home == device)

@@ -1,0 +1,279 @@
+"""A plan in sentences: where time goes, what limits it, what more memory would buy, why it beats others."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planner.check.reprice import asked
+from planner.errors import AnswerIsNo
+from planner.machine.profile import Profile
+from planner.model.inventory import Inventory
+from planner.passes.make_plan import make_plan
+from planner.passes.predict import Breakdown
+from planner.plan.load_spec import pins_host_weights, works_from_host
+from planner.plan.plan import Baseline, DeviceUse, Plan, Speculation
+from planner.plan.request import SolveOptions
+from planner.site import ON_CPU, Site, SiteKind
+
+GIB = 2**30
+_SHOWN = 6  # largest parts of a token's time
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Part of the time of one token."""
+
+    what: str
+    time_ns: int
+    units: int
+
+
+def slices(plan: Plan, parts: Breakdown | None = None) -> tuple[Slice, ...]:
+    """The predicted time of one token by kind of unit and place, most first; they add up to it exactly.
+
+    `parts` tells what lies between the units; without it that is one sum.
+    """
+    times: dict[str, int] = defaultdict(int)
+    counts: dict[str, int] = defaultdict(int)
+    for placed in plan.units:
+        if placed.time_ns:
+            what = f"{placed.unit.rsplit('.', 1)[-1]} on {_place(placed.site)}"
+            times[what] += placed.time_ns
+            counts[what] += 1
+    if drafting := _drafting_ns(plan):
+        times["the draft model"] = drafting
+    found = [Slice(what, ns, counts[what]) for what, ns in times.items()]
+    found += _between(plan, plan.predicted.tpot_ns - sum(times.values()), parts)
+    return tuple(sorted(found, key=lambda s: (-s.time_ns, s.what)))
+
+
+def _between(plan: Plan, rest_ns: int, parts: Breakdown | None) -> list[Slice]:
+    """What is not the units' own: changes of device, a fixed cost of several devices, sampling, launch."""
+    changes = parts.inside_ns + parts.edges_ns if parts else 0
+    mixed = parts.mixed_ns if parts else 0
+    if parts is None or plan.predicted.splits < 2 or changes < 0:
+        return [Slice("changes of device, sampling and launch", rest_ns, 0)]
+    found = [
+        Slice(f"{plan.predicted.splits - 1} changes of device", changes, 0),
+        Slice("sampling and launch", rest_ns - changes - mixed, 0),
+    ]
+    return [*found, Slice("work on several devices in one graph", mixed, 0)] if mixed else found
+
+
+def _drafting_ns(plan: Plan) -> int:
+    """What the draft model takes of a token."""
+    speculation = plan.speculation
+    if speculation is None or not speculation.draft:
+        return 0
+    return speculation.per_token(speculation.tokens * speculation.draft_ns)
+
+
+def _place(site: Site) -> str:
+    if site.kind is SiteKind.STRIPE:
+        return f"{site.device}, hot ones there and the others across the bus"
+    if site.kind is SiteKind.HYBRID:
+        return f"{site.device}, the CPU and the bus at once"
+    if site.kind is SiteKind.CACHE:
+        return f"{site.device}, through the engine's MoE cache"
+    return "the CPU" if site == ON_CPU else site.device
+
+
+def binding(plan: Plan) -> DeviceUse | None:
+    """The device whose memory keeps units off it: the fullest GPU, when anything is not on a GPU."""
+    gpus = [use for use in plan.devices if use.kind != "cpu"]
+    elsewhere = any(p.site == ON_CPU and p.time_ns > 0 and "embd" not in p.unit for p in plan.units)
+    split = any(p.site.divided for p in plan.units)
+    if not gpus or not (elsewhere or split):
+        return None
+    return min(gpus, key=lambda use: use.budget_bytes - use.used_bytes)
+
+
+def with_more(
+    plan: Plan, inventory: Inventory, profile: Profile, known: SolveOptions, device: str, extra_bytes: int
+) -> Plan | None:
+    """The plan with a larger budget on one device; None when the answer is no, as for pins."""
+    budgets = dict(plan.constraints.budgets)
+    budgets[device] = budgets.get(device, 0) + extra_bytes
+    options = replace(asked(plan, known), time_limit_s=known.time_limit_s)
+    try:
+        return make_plan(inventory, profile, budgets, plan.workload, options)
+    except AnswerIsNo:
+        return None
+
+
+def sentences(plan: Plan, larger: Plan | None = None, parts: Breakdown | None = None) -> Iterator[str]:
+    """The explanation, a sentence a line; `larger` is the plan with one GiB more on the binding device,
+    `parts` what the predicted time is made of.
+    """
+    p = plan.predicted
+    low, high = (round(p.tpot_ns * (1 + s * p.error_ppm / 1e6)) for s in (-1, 1))
+    yield (
+        f"A token is predicted to take {_ms(p.tpot_ns)} ({1e9 / max(p.tpot_ns, 1):.1f} tokens/s), "
+        f"between {_ms(low)} and {_ms(high)}, with {plan.workload.depth} cells of the context filled; "
+        f"a prompt of {plan.workload.prompt} tokens {_ms(p.prefill_ns)}."
+    )
+    if plan.speculation is not None:
+        yield _speculation(plan.speculation, plan.predicted.tpot_ns)
+    yield from _time(plan, parts)
+    if plan.repack is False:
+        yield (
+            "The CPU's weights stay as they are in the file (--no-repack): in the layout that the engine "
+            "would give them its kernels were measured to be slower."
+        )
+    if not plan.op_offload:
+        yield (
+            "Prompts are computed where the weights are (--no-op-offload): to copy host weights to a GPU for "
+            "each batch, as the engine does on its own, would take longer or more memory than there is."
+        )
+    yield from _host_memory(plan)
+    yield from _limit(plan, larger)
+    yield from _proof(plan)
+    yield from (_against(plan, baseline) for baseline in plan.baselines)
+
+
+def _host_memory(plan: Plan) -> Iterator[str]:
+    """How the weights that the CPU computes are loaded, where prompts copy them to a GPU."""
+    if not plan.op_offload or not works_from_host(plan):
+        return
+    if pins_host_weights(plan):
+        yield (
+            "Weights on the CPU are read into pinned memory (--no-mmap): prompts copy them to a GPU at the "
+            "bus's speed, while pages of a mapped file are copied several times slower."
+        )
+    else:
+        yield "Weights on the CPU stay mapped from the file, from which prompts copy them at a slower rate."
+
+
+def _speculation(speculation: Speculation, tpot_ns: int) -> str:
+    rate = f"{speculation.accept_ppm / 1e4:g} %"
+    who = speculation.draft or "The model's own NextN block"
+    if not speculation.tokens:
+        return f"{who} drafts nothing: with {rate} of its tokens accepted no length would pay."
+    tokens, ones = speculation.step
+    step_ns = tpot_ns * tokens // ones
+    each = f", {_ms(speculation.draft_ns)} each," if speculation.draft else ""
+    return (
+        f"{who} drafts {speculation.tokens} tokens a step{each} for one pass that checks them: with {rate} "
+        f"accepted a step of {_ms(step_ns)} yields {tokens / ones:.2f} tokens."
+    )
+
+
+def _time(plan: Plan, parts: Breakdown | None) -> Iterator[str]:
+    total = max(plan.predicted.tpot_ns, 1)
+    found = slices(plan, parts)
+    large = [part for part in found[:_SHOWN] if part.time_ns * 100 >= total]
+    small = len(found) - len(large)
+    rest = plan.predicted.tpot_ns - sum(part.time_ns for part in large)
+    terms = _rounded([*(part.time_ns for part in large), *([rest] if small else [])])
+    for part, ms in zip(large, terms, strict=False):
+        count = f" ({part.units} units)" if part.units > 1 else ""
+        yield f"{part.time_ns * 100 / total:.0f} % of it, {ms} ms, goes to {part.what}{count}."
+    last = f", the last for {small} smaller parts" if small > 1 else ""
+    yield f"Added up: {' + '.join(terms)} = {_ms(plan.predicted.tpot_ns)}{last}."
+
+
+def _rounded(terms: Sequence[int]) -> list[str]:
+    """Milliseconds with two decimals that add up to their rounded sum, digit for digit."""
+    ends = [round(sum(terms[:n]) / 10_000) for n in range(len(terms) + 1)]
+    return [f"{(after - before) / 100:.2f}" for before, after in itertools.pairwise(ends)]
+
+
+def _limit(plan: Plan, larger: Plan | None) -> Iterator[str]:
+    tight = binding(plan)
+    if tight is None:
+        yield "Memory is not the limit: everything that a GPU could speed up is on one."
+        return
+    free = tight.budget_bytes - tight.used_bytes
+    used = f"{_mib(tight.used_bytes)} of {_mib(tight.budget_bytes)} MiB of {tight.name} are used"
+    # What can move by itself; the other parts of a layer on the CPU move only together, with its cache.
+    apart = [p.size_bytes for p in plan.units if p.site == ON_CPU and p.unit.endswith((".experts", ".ffn"))]
+    if not apart or free < min(apart):
+        yield f"The limit is memory: {used}, {_mib(free)} MiB are too few for one more unit."
+    else:
+        yield f"{used}; {_why_not(plan)}."
+    if larger is not None:
+        gain = plan.predicted.tpot_ns - larger.predicted.tpot_ns
+        prompt = plan.predicted.prefill_ns - larger.predicted.prefill_ns
+        yield (
+            f"1 GiB more on {tight.name} would {_change(gain)} a token and {_change(prompt)} the prompt "
+            f"({1e9 / max(larger.predicted.tpot_ns, 1):.1f} tokens/s)."
+        )
+
+
+def _why_not(plan: Plan) -> str:
+    """Why nothing fills the room that would hold one more unit."""
+    if _asked_for(plan):
+        return "what was asked keeps the rest off it"
+    if plan.predicted.status == "baseline":
+        return "what more would fit gains too little to tell from the stock rule"
+    return "nothing more there was found to be faster"
+
+
+def _change(gain_ns: int) -> str:
+    return f"take {_ms(gain_ns)} off" if gain_ns >= 0 else f"add {_ms(-gain_ns)} to"
+
+
+def _proof(plan: Plan) -> Iterator[str]:
+    p = plan.predicted
+    gap = f"{p.gap_ppm / 1e4:.2f} %"
+    if p.status == "baseline" and p.gap_ppm:
+        yield f"Some placement may be {gap} faster, too little to tell: the stock rule is kept."
+    elif p.gap_ppm == 0:
+        yield "No placement under this budget is predicted to be faster: that is proven, not searched."
+    else:
+        yield f"No placement is predicted to be more than {gap} faster; a closer answer was not proven."
+
+
+def _against(plan: Plan, baseline: Baseline) -> str:
+    name = f"{baseline.name} ({baseline.setting})"
+    if not baseline.feasible:
+        return f"{name} does not fit."
+    mine = _request(plan, plan.predicted.tpot_ns, plan.predicted.prefill_ns)
+    theirs = _request(plan, baseline.tpot_ns, baseline.prefill_ns)
+    if mine == theirs:
+        return f"{name} is this plan."
+    faster = theirs / max(mine, 1)
+    token = baseline.tpot_ns - plan.predicted.tpot_ns
+    prompt = baseline.prefill_ns - plan.predicted.prefill_ns
+    kept = " It does not keep to what was asked." if theirs < mine and _asked_for(plan) else ""
+    return (
+        f"{name} takes {faster:.2f} times as long for a request: {_signed(token)} a token, "
+        f"{_signed(prompt)} for the prompt, with {_mib(baseline.vram_bytes)} MiB of GPU memory.{kept}"
+    )
+
+
+def _asked_for(plan: Plan) -> bool:
+    """Whether placements were limited by more than memory: stock rules know no pins."""
+    limits = plan.constraints
+    return bool(limits.pins or limits.contiguous or limits.no_cpu)
+
+
+def _request(plan: Plan, tpot_ns: int, prefill_ns: int) -> int:
+    return plan.workload.gen * tpot_ns + prefill_ns
+
+
+def _signed(ns: int) -> str:
+    return f"{'+' if ns >= 0 else '-'}{_ms(abs(ns))}"
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.2f} ms"
+
+
+def _mib(size: int) -> str:
+    return f"{size // 2**20}"
+
+
+def as_data(plan: Plan, larger: Plan | None, parts: Breakdown | None = None) -> Mapping[str, object]:
+    """The same for a program."""
+    tight = binding(plan)
+    return {
+        "tpot_ns": plan.predicted.tpot_ns,
+        "slices": [{"what": s.what, "time_ns": s.time_ns, "units": s.units} for s in slices(plan, parts)],
+        "binding": tight.name if tight else None,
+        "tpot_ns_with_1_gib_more": larger.predicted.tpot_ns if larger else None,
+        "sentences": list(sentences(plan, larger, parts)),
+    }

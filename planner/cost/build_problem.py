@@ -1,0 +1,304 @@
+"""From inventory, profile, budgets and workload to the placement problem in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.cost.expert_cache import cache_shares
+from planner.cost.layer_options import Chooser
+from planner.cost.pins import Wanted, pinned
+from planner.cost.rounding import rounded
+from planner.cost.shared_kv import Sharing
+from planner.cost.unit_time import Prices, state_case
+from planner.machine import op_time
+from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory
+from planner.machine.profile import Device, Profile
+from planner.machine.unknown_types import host_bound
+from planner.memory import kv_cache
+from planner.memory.memory_limits import Room, room_of
+from planner.model.inventory import Inventory
+from planner.model.layers import Layers, layers_of, shared_kv
+from planner.model.units import Kind, Unit, UnitTable, units_of
+from planner.plan.request import SolveOptions
+from planner.site import ON_CPU, sites
+from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
+from planner.workload import Workload
+
+INPUT = "input"
+OUTPUT = "output"
+UNFUSED = "unfused delta net"
+_ON_HOST = frozenset({Kind.EMBEDDING, Kind.LOOKUP})
+_NOT_LOADED = frozenset({Kind.FOREIGN})
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model ready for planning: its units by decision, its caches."""
+
+    inventory: Inventory
+    table: UnitTable
+    layers: Layers
+    groups: tuple[tuple[str, tuple[Unit, ...]], ...]  # decision name and its units, in graph order
+    kv: Mapping[str, int]  # bytes by decision
+    state: Mapping[str, int]
+    owners: Mapping[str, str]  # decision of a layer that reads another's KV cache, and of that other
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self.table.units
+
+
+def model_of(inventory: Inventory, workload: Workload) -> Model:
+    """Group the units of a model into decisions: the input tables, each layer, the output head."""
+    table, layers = units_of(inventory), layers_of(inventory)
+    groups: dict[str, list[Unit]] = {INPUT: []}
+    for unit in table.units:
+        if unit.kind in _NOT_LOADED or (unit.kind is Kind.NEXTN and not workload.mtp):
+            continue
+        groups.setdefault(decision_of(unit), []).append(unit)
+    groups[OUTPUT] = groups.pop(OUTPUT, [])
+    caches = dict(zip(_names(layers.n_main), kv_cache.kv_bytes(inventory, workload), strict=True))
+    if workload.mtp:
+        names = [f"blk.{n}" for n in range(layers.n_main, layers.n_all)]
+        caches |= dict(zip(names, kv_cache.nextn_kv_bytes(inventory, workload), strict=True))
+    state = dict(zip(_names(layers.n_main), kv_cache.state_bytes(inventory, workload), strict=True))
+    return Model(
+        inventory,
+        table,
+        layers,
+        tuple((k, tuple(v)) for k, v in groups.items() if v),
+        caches,
+        state,
+        {f"blk.{reader}": f"blk.{owner}" for reader, owner in shared_kv(inventory, layers).items()},
+    )
+
+
+def decision_of(unit: Unit) -> str:
+    """The name of the decision a unit belongs to."""
+    if unit.kind in _ON_HOST:
+        return INPUT
+    return OUTPUT if unit.layer is None else f"blk.{unit.layer}"
+
+
+def _names(n_main: int) -> list[str]:
+    return [f"blk.{n}" for n in range(n_main)]
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A problem and what it was made from."""
+
+    model: Model
+    problem: Problem
+    prices: Prices
+    fixed: Mapping[str, Room]  # memory a device needs as soon as it is used
+    op_offload: bool = True  # long prompts of host weights are computed on a GPU
+    repack: bool = True  # weights of a CPU without GPU change their layout
+
+    @property
+    def copies(self) -> bool:
+        """Whether a GPU has room for host weights that prompts need."""
+        long = self.prices.workload.n_ubatch >= OFFLOAD_BATCH
+        return self.op_offload and long and any(d.kind == "gpu" for d in self.problem.devices)
+
+
+def price(
+    model: Model,
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+) -> Priced:
+    """The placement problem on the devices that have a budget."""
+    devices = tuple(d for d in profile.devices if d.name in budgets and d.kind != "cpu")
+    devices += tuple(d for d in profile.devices if d.name in budgets and d.kind == "cpu")
+    # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
+    repack = options.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
+    memory = options.host_memory or HostMemory.PINNED
+    prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation, memory)
+    rooms = {d.name: room_of(model.inventory, workload, d, options.op_offload) for d in devices}
+    shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
+    shares += cache_shares(model.inventory, model.units, devices, options.cache)
+    shares += _stages(model, devices) if options.hybrid else ()
+    chooser = Chooser(prices, devices, options, rooms)
+    units = [u for _, g in model.groups for u in g]
+    wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
+    loaded = {u.name for u in units}
+    idle = [u for u in model.units if u.name not in loaded]
+    wanted |= pinned(options.pins, units, [d.name for d in devices], idle)
+    sharing = Sharing(model.owners, model.kv, devices, prices, len(shares))
+    decisions = tuple(
+        sharing.told(_decision(chooser, model, name, units, options, wanted)) for name, units in model.groups
+    )
+    reserved = {d.name: options.reserved_bytes(d.name) for d in devices}
+    pools = _pools(devices, profile, reserved)
+    problem = Problem(
+        devices=tuple(
+            Capacity(
+                d.name,
+                d.kind,
+                max(_budget(d, budgets, options) - reserved[d.name], 0),
+                _pool_index(pools, d),
+            )
+            for d in devices
+        ),
+        decisions=decisions,
+        edges=_edges(prices, devices, len(decisions)),
+        pools=pools,
+        shares=(*shares, *sharing.shares()),
+        exclusive=(*chooser.exclusive(), *sharing.exclusive()),
+        mixed=_mixed(model, prices, devices, decisions),
+        decode_weight=workload.gen,
+        decode_ns=prices.token_ns,
+        max_runs=options.max_runs,
+        host_leads=options.op_offload and _streams(devices, workload),
+        contiguous=options.contiguous,
+    )
+    return Priced(model, rounded(problem), prices, rooms, options.op_offload, options.repack)
+
+
+def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:
+    """Whether prompts are computed on a GPU with weights streamed from host memory.
+
+    llama.cpp streams only weights of its last CPU backend, and a CPU named in the device list (a CPU layer
+    after a GPU layer) comes before that one: with such a layer nothing is streamed any more.
+    """
+    longest = min(workload.prompt, workload.n_ubatch)
+    return longest >= OFFLOAD_BATCH and any(d.kind == "gpu" for d in devices)
+
+
+def _budget(device: Device, budgets: Mapping[str, int], options: SolveOptions) -> int:
+    return 2**62 if device.kind == "cpu" and options.page else budgets[device.name]
+
+
+def _shares(index: int, device: Device, room: Room) -> tuple[Share, ...]:
+    """What the use of a device costs once, in the order of `choices.PER_DEVICE`."""
+    shared = room.shared_bytes
+    return (
+        Share(f"{device.name} in use", index, room.base_bytes + device.context_bytes),
+        Share(f"{device.name} streams or has the head", index, shared),
+        Share(f"{device.name} streams", index, room.staging_bytes - shared),
+        Share(f"{device.name} has the head", index, room.head_bytes - shared),
+    )
+
+
+def _pools(devices: tuple[Device, ...], profile: Profile, reserved: Mapping[str, int]) -> tuple[Pool, ...]:
+    """Memory that several devices share counts once: the least that any of them reports, less reserves."""
+    names = dict.fromkeys(d.memory_pool for d in devices if d.memory_pool)
+    found = []
+    for name in names:
+        known = [d.free_bytes or d.memory_bytes for d in profile.devices if d.memory_pool == name]
+        size = min((k for k in known if k), default=0)
+        others = sum(reserved[d.name] for d in devices if d.memory_pool == name)
+        found.append(Pool(name, max(size - max(2**30, size * 4 // 100) - others, 0)))
+    return tuple(found)
+
+
+def _pool_index(pools: tuple[Pool, ...], device: Device) -> int:
+    return next((i for i, pool in enumerate(pools) if pool.name == device.memory_pool), -1)
+
+
+def _decision(
+    chooser: Chooser,
+    model: Model,
+    name: str,
+    units: tuple[Unit, ...],
+    options: SolveOptions,
+    wanted: Mapping[str, Wanted],
+) -> Decision:
+    if name == INPUT:
+        found = chooser.on_host(units)
+    else:
+        held = model.kv.get(name, 0), model.state.get(name, 0)
+        found = chooser.layer(units, *held, reads=name in model.owners)
+    kept = [o for o in found if _allowed(chooser, o, name, units, options, wanted)]
+    return Decision(name, tuple(u.name for u in units), tuple(kept), name != INPUT)
+
+
+def _allowed(
+    chooser: Chooser,
+    option: Option,
+    name: str,
+    units: tuple[Unit, ...],
+    options: SolveOptions,
+    wanted: Mapping[str, Wanted],
+) -> bool:
+    if name != INPUT:
+        if options.contiguous and not option.whole:
+            return False
+        if options.no_cpu and chooser.uses_host(option):
+            return False
+    return all(
+        wanted[unit.name].admits(site)
+        for unit, site in zip(units, sites(option.sites), strict=True)
+        if unit.name in wanted
+    )
+
+
+def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Share, ...]:
+    """Where prompts bring experts without a slot: room for those of the largest layer, once a device."""
+    largest = max((u.size_bytes for u in model.units if u.kind is Kind.EXPERTS), default=0)
+    return tuple(Share(f"{d.name} stages experts", i, largest) for i, d in enumerate(devices))
+
+
+def _edges(prices: Prices, devices: tuple[Device, ...], n: int) -> tuple[Edge, ...]:
+    width = max(prices.inventory.number("embedding_length"), 1) * 4
+    step = _matrix(prices, devices, [(prices.step_tokens, 1)], width)
+    decode = tuple(tuple(map(prices.per_token, row)) for row in step)
+    prefill = _matrix(prices, devices, prices.batches, width)
+    return tuple(Edge(i, i + 1, decode, prefill) for i in range(n - 1))
+
+
+def _matrix(
+    prices: Prices,
+    devices: tuple[Device, ...],
+    batches: list[tuple[int, int]] | tuple[tuple[int, int], ...],
+    width: int,
+) -> Matrix:
+    return tuple(
+        tuple(
+            sum(count * prices.hand_over(source.name, target.name, batch * width) for batch, count in batches)
+            for target in devices
+        )
+        for source in devices
+    )
+
+
+def _mixed(
+    model: Model, prices: Prices, devices: tuple[Device, ...], decisions: tuple[Decision, ...]
+) -> tuple[Mixed, ...]:
+    """The fixed cost of a graph with CPU and other parts, and the fused kernels that such a graph loses."""
+    if all(d.kind == "cpu" for d in devices):
+        return ()
+    steps = sum(count for _, count in prices.batches)
+    ns = prices.calibration.mixed_ns
+    every = tuple(i for i, d in enumerate(decisions) if d.layer)
+    graph = Mixed("mixed graph", every, prices.per_token(ns), ns * steps)
+    recurrent = {f"blk.{n}" for n, is_recurrent in enumerate(model.layers.recurrent) if is_recurrent}
+    if not any(_delta_net(t.name) for t in model.inventory.tensors) or not recurrent:
+        return (graph,)
+    # A delta-net layer away from the GPU switches the fused operator off everywhere.
+    extra = max(unfused_ns(prices, d)[0] for d in devices if d.kind != "cpu") * len(recurrent)
+    which = tuple(i for i, d in enumerate(decisions) if d.name in recurrent)
+    unfused = Mixed(UNFUSED, which, prices.per_token(extra), extra * steps, layers_only=True)
+    return (graph, unfused)
+
+
+def unfused_ns(prices: Prices, device: Device) -> tuple[int, bool]:
+    """What a delta-net layer takes more without its fused operator, and whether that was measured.
+
+    Not measured: the state is read and written by some ten small operators instead of one.
+    """
+    case = state_case(prices.inventory, 1)
+    fused, unfused = (
+        op_time.lookup(prices.profile, op, case.type, case.shape, 1, device.name)
+        for op in (case.op, op_time.UNFUSED_DELTA_NET)
+    )
+    if unfused.basis == "measured" and fused.basis == "measured":
+        return max(unfused.ns - fused.ns, 0), True
+    return 10 * device.op_overhead_ns, False
+
+
+def _delta_net(name: str) -> bool:
+    return ".ssm_ba." in name or ".ssm_beta." in name

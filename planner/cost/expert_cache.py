@@ -1,0 +1,90 @@
+"""The engine's MoE cache in plans: sites `cache:DEVICE:PPM`, what is said of them, what cannot be loaded.
+
+The engine takes one size. It caches every layer that has a GPU as its layer device and all its experts in
+host memory, whether a plan wants that or not, and keeps the experts of all of them in one LRU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from planner.machine.profile import Device
+from planner.model.inventory import Inventory, by_name
+from planner.model.units import Kind, Unit, movable
+from planner.plan.load_spec import CPU, plan_layer_devices
+from planner.plan.plan import CachePoint, Placement, Plan
+from planner.site import ON_CPU, Site, SiteKind
+from planner.solver.problem import Share
+
+_PPM = 10**6
+
+
+def cached(sites: Iterable[Site]) -> set[Site]:
+    """The sites behind the engine's cache, each once."""
+    return {site for site in sites if site.kind is SiteKind.CACHE}
+
+
+def cache_shares(
+    inventory: Inventory, units: Sequence[Unit], devices: Sequence[Device], curve: Sequence[CachePoint]
+) -> tuple[Share, ...]:
+    """What each size of the engine's MoE cache takes beside its part of every layer, by device.
+
+    The engine adds one slot for each set of layers whose experts are alike, and is told whole MiB. The last
+    share stands for experts on the host without a cache.
+    """
+    if not curve:
+        return ()
+    tensors = by_name(inventory)
+    slots = {
+        tuple((tensors[n].type, tensors[n].shape) for n in movable(u)): u.size_bytes // u.experts
+        for u in units
+        if u.kind is Kind.EXPERTS
+    }
+    extra = sum(slots.values()) + 2**20
+    found = [
+        Share(f"{d.name} has a cache of {point.share_ppm} ppm", i, extra)
+        for i, d in enumerate(devices)
+        for point in curve
+    ]
+    return (*found, Share("experts on the host without a cache", 0, 0))
+
+
+def cached_bytes(sites: Mapping[str, Site], sizes: Mapping[str, int], device: str) -> int:
+    """The parts of cached units that lie on a device; `sizes` are the bytes of their experts."""
+    here = ((u, s) for u, s in sites.items() if s.kind is SiteKind.CACHE and s.device == device)
+    return sum(sizes[unit] * site.amount // _PPM for unit, site in here)
+
+
+def told(placements: Sequence[Placement], curve: Sequence[CachePoint]) -> list[str]:
+    """What a plan made with a hit curve says of the cache."""
+    if not curve:
+        return []
+    found = cached(p.site for p in placements)
+    if not found:
+        return ["a MoE cache was considered: no size of it is predicted to be worth its memory"]
+    (site,) = found
+    hits = next((p.hit_ppm for p in curve if p.share_ppm == site.amount), 0)
+    layers = sum(p.site == site for p in placements)
+    return [
+        f"MoE cache on {site.device}: {site.amount / 1e4:.1f} % of the experts of {layers} layers, for "
+        f"{hits / 1e4:.1f} % of the trace's choices; needs llama.cpp b11548 or later (--moe-cache-mib)"
+    ]
+
+
+def faults(plan: Plan) -> Iterator[str]:
+    """Where the sites of a plan are not what its cache size makes the engine do."""
+    shares = cached(p.site for p in plan.units)
+    size = sum(use.cache_bytes for use in plan.devices)
+    if bool(shares) != bool(size):
+        yield f"devices: a MoE cache of {size} bytes, and {len(shares)} cached sites in units"
+    if len(shares) > 1:
+        yield "units: the engine has one MoE cache, the sites name several"
+    devices = plan_layer_devices(plan)
+    for placed in plan.units if shares else ():
+        if placed.site == ON_CPU and placed.unit.endswith(".experts") and _home(placed, devices) != CPU:
+            yield f"units: {placed.unit} is on the CPU, yet the engine would cache it as well"
+
+
+def _home(placed: Placement, devices: Sequence[str]) -> str:
+    layer = placed.unit.split(".")[1]
+    return devices[min(int(layer), len(devices) - 1)] if layer.isdecimal() else CPU

@@ -1,0 +1,312 @@
+"""Every way to place one layer: its layer device, and where its feed-forward or expert weights live."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from planner.cost import hybrid_slots
+from planner.cost.stripe_widths import Stripe, stripe_widths
+from planner.cost.unit_time import Prices, Times
+from planner.machine.attention_kernels import attends
+from planner.machine.host_memory import OFFLOAD_BATCH
+from planner.machine.profile import Device
+from planner.memory.memory_limits import Room
+from planner.model.units import BOUND, Kind, Unit
+from planner.plan.plan import CachePoint
+from planner.plan.request import SolveOptions
+from planner.site import ON_CPU, Site, SiteKind
+from planner.solver.problem import Option
+
+PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
+GUESTS = 2  # slots of a layer for experts that the bus brings for one step
+_CACHED_BATCH = 32  # tokens a step up to which the engine uses its MoE cache
+_PPM = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """One place for one movable unit: bytes per device, times, and whether the CPU computes it."""
+
+    site: Site
+    memory: tuple[int, ...]
+    times: Times
+    host: bool = False
+    shares: tuple[int, ...] = ()
+    splits: int = 0
+
+
+class Chooser:
+    """Makes the options of each decision; the same layer twice costs nothing the second time."""
+
+    def __init__(
+        self,
+        prices: Prices,
+        devices: tuple[Device, ...],
+        options: SolveOptions,
+        rooms: Mapping[str, Room],
+    ) -> None:
+        self.prices, self.devices, self.options, self.rooms = prices, devices, options, rooms
+        self.workload = prices.workload
+        self.cpu = next((i for i, d in enumerate(devices) if d.kind == "cpu"), -1)
+        self.first_gpu = next((i for i, d in enumerate(devices) if d.kind == "gpu"), -1)
+
+    def on_host(self, units: tuple[Unit, ...]) -> list[Option]:
+        """Tables that the engine keeps on the host."""
+        if self.cpu < 0:
+            return [Option(0, 0, (ON_CPU,) * len(units), 0, 0, (0,) * len(self.devices))]
+        name = self.devices[self.cpu].name
+        times = sum((self.prices.on(u, name) for u in units), Times(0, 0))
+        memory = self._bytes(self.cpu, sum(u.size_bytes for u in units))
+        return [Option(self.cpu, self.cpu, (ON_CPU,) * len(units), times.decode_ns, times.prefill_ns, memory)]
+
+    def uses_host(self, option: Option) -> bool:
+        """Whether anything of an option lies in host memory."""
+        return self.cpu >= 0 and option.memory[self.cpu] > 0
+
+    def exclusive(self) -> tuple[tuple[int, ...], ...]:
+        """Shares that exclude each other: the engine is told one size, and divides it among all GPUs.
+
+        So one GPU has the cache, and no layer of any GPU has its experts on the host beside it.
+        """
+        if not self.options.cache:
+            return ()
+        return (tuple(range(self._cache_share(0, 0), self._cache_share(len(self.devices), 0) + 1)),)
+
+    def layer(self, units: tuple[Unit, ...], kv: int, state: int, *, reads: bool = False) -> list[Option]:
+        """Options of a layer (or the output head) that keeps `kv` and `state` bytes beside its weights.
+
+        `reads`: its attention works on another layer's cache.
+        """
+        found: list[Option] = []
+        for d, device in enumerate(self.devices):
+            limit = device.max_alloc_bytes
+            if (limit and self.rooms[device.name].largest_bytes > limit) or (
+                (kv or reads) and not attends(device, self.workload, self.prices.profile.timings)
+            ):
+                continue
+            spots = [list(self._spots(unit, d)) for unit in units]
+            found += [self._option(d, units, chosen, kv + state) for chosen in itertools.product(*spots)]
+        return found
+
+    def _too_large(self, device: Device, unit: Unit) -> bool:
+        """Whether some tensor is larger than the largest buffer the device can allocate."""
+        tensors = self.prices.tensors
+        largest = max((tensors[name].size_bytes for name in unit.tensors), default=0)
+        return bool(device.max_alloc_bytes) and largest > device.max_alloc_bytes
+
+    def _spots(self, unit: Unit, d: int) -> Iterator[Spot]:
+        """Where a unit may live when the layer device is `d`."""
+        device = self.devices[d]
+        if d == self.cpu:
+            through = -1 if unit.kind is Kind.OUTPUT else self.first_gpu
+            yield Spot(ON_CPU, self._bytes(d, unit.size_bytes), self._host_times(unit, through), True)
+            return
+        here = self.prices.on(unit, device.name)
+        if unit.kind is Kind.OUTPUT:
+            here += self._logits(device)
+        able = self.prices.computes(unit, device.name)
+        if able and not self._too_large(device, unit):
+            yield Spot(Site.on(device.name), self._bytes(d, unit.size_bytes + unit.tied_bytes), here)
+        # A tied head is the input table itself: an override would move both.
+        apart = unit.kind in (Kind.FFN, Kind.EXPERTS) or (unit.kind is Kind.OUTPUT and not unit.tied_bytes)
+        if apart and self.cpu >= 0:
+            # Of the output head there is one row a sequence: too few.
+            streams = able and device.kind == "gpu" and unit.kind is not Kind.OUTPUT
+            times = self._host_times(unit, d if streams else -1)
+            moved = self.prices.moved_bytes(unit)
+            memory = [0] * len(self.devices)
+            memory[self.cpu], memory[d] = moved, unit.size_bytes - moved
+            shares = self._no_cache() if unit.kind is Kind.EXPERTS else ()
+            yield Spot(ON_CPU, tuple(memory), times, True, shares)
+        if able and unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
+            yield from self._stripes(unit, d, here)
+            yield from self._hybrid(unit, d, here)
+            yield from self._cached(unit, d, here)
+
+    def _host_times(self, unit: Unit, through: int) -> Times:
+        cpu = self.devices[self.cpu].name
+        streamed = through >= 0 and self.options.op_offload
+        return self.prices.on_host(unit, cpu, self.devices[through].name if streamed else None)
+
+    def _logits(self, device: Device) -> Times:
+        """The copy of the logits to the host."""
+        row = 4 * self.prices.inventory.number("vocab_size")
+        if self.cpu < 0:
+            return Times(0, 0)
+        names = device.name, self.devices[self.cpu].name
+        step = self.prices.copy_ns(*names, row * self.prices.step_tokens)
+        return Times(self.prices.per_token(step), self.prices.copy_ns(*names, row * self.workload.n_seq))
+
+    def _stripes(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
+        device = self.devices[d]
+        curve = self.options.curves.get(unit.layer) if unit.layer is not None else None
+        if not curve or not self.options.stripes or not self.prices.zero_copy(device.name):
+            return
+        cold = self.prices.on(unit, device.name, "CUDA_Host")
+        for stripe in stripe_widths(unit, self.prices, curve, self.options.stripe_steps):
+            memory = [0] * len(self.devices)
+            memory[d], memory[self.cpu] = stripe.device_bytes, stripe.host_bytes
+            times = _blend(here, cold, stripe)
+            yield Spot(Site(SiteKind.STRIPE, device.name, stripe.k), tuple(memory), times)
+
+    def _hybrid(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
+        """Some experts in slots, the others computed by the CPU or brought by the bus meanwhile."""
+        device, host = self.devices[d], self.devices[self.cpu]
+        if not self.options.hybrid or (device.memory_pool and device.memory_pool == host.memory_pool):
+            return
+        tokens, moved = self.prices.step_tokens, self.prices.moved_bytes(unit)
+        each = moved // unit.experts
+        curve = self.options.curves.get(unit.layer or 0) or hybrid_slots.flat(unit.experts)
+        alone = self.prices.on(unit, host.name)
+        step = (self.prices.on(unit, device.name).decode_ns, alone.decode_ns)
+        lanes = hybrid_slots.Lanes(
+            gpu_ns=step[0],
+            pair_ns=step[1] // max(min(unit.experts, unit.used * tokens), 1),
+            upload_ns=self.prices.stream_ns(host.name, device.name, each),
+            guests=GUESTS,
+        )
+        streamed = self._host_times(unit, d).prefill_ns
+        work = self.workload.n_ubatch
+        for slots in hybrid_slots.widths(
+            unit.experts, unit.used, tokens, work, curve, lanes, self.options.stripe_steps
+        ):
+            memory = [0] * len(self.devices)
+            memory[d] = unit.size_bytes - moved + (slots.k + GUESTS) * each
+            memory[self.cpu] = moved
+            prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // _PPM
+            times = Times(slots.step_ns, prefill, 0)
+            share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)
+            yield Spot(Site(SiteKind.HYBRID, device.name, slots.k), tuple(memory), times, shares=share)
+
+    def _n_cache(self) -> int:
+        """How many shares the engine's MoE cache has."""
+        return len(self.devices) * len(self.options.cache) + 1 if self.options.cache else 0
+
+    def _cached(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
+        """Experts on the host behind the engine's cache: decoded on the GPU, prompts like host weights."""
+        device = self.devices[d]
+        if device.memory_pool and device.memory_pool == self.devices[self.cpu].memory_pool:
+            return  # one memory: a cache would only copy within it
+        moved = self.prices.moved_bytes(unit)
+        there = self._there(d, unit) + self._hand_over(self.cpu, d, 1)
+        prefill = self._host_times(unit, d).prefill_ns + there.prefill_ns
+        streaming = (PER_DEVICE * d + 1, PER_DEVICE * d + 2) if self._streams(d) else ()
+        for n, point in enumerate(self.options.cache):
+            if not serves(point, unit, self.prices.step_tokens):
+                continue
+            memory = [0] * len(self.devices)
+            memory[d] = unit.size_bytes - moved + moved * point.share_ppm // _PPM
+            memory[self.cpu] = moved
+            times = Times(here.decode_ns + self._misses_ns(unit, d, point), prefill, 0)
+            shares = (*streaming, self._cache_share(d, n))
+            site = Site(SiteKind.CACHE, device.name, point.share_ppm)
+            yield Spot(site, tuple(memory), times, shares=shares, splits=1)
+
+    def _misses_ns(self, unit: Unit, d: int, point: CachePoint) -> int:
+        """The router's choice read back, a new split, and every expert that is not there copied."""
+        host, device = self.devices[self.cpu].name, self.devices[d].name
+        copy, missing = self.prices.copy_ns, _PPM - point.hit_ppm
+        wanted = unit.used * self.prices.step_tokens
+        missed = unit.active_bytes * self.prices.step_tokens * missing // _PPM
+        each = copy(host, device, 0)
+        uploads = copy(host, device, missed) - each + each * wanted * missing // _PPM
+        waited = self.prices.calibration.split_ns + copy(device, host, 4 * wanted) + uploads
+        return self.prices.per_token(waited)
+
+    def _cache_share(self, d: int, n: int) -> int:
+        """The share of the `n`-th cache size on a device."""
+        return PER_DEVICE * len(self.devices) + d * len(self.options.cache) + n
+
+    def _no_cache(self) -> tuple[int, ...]:
+        """The share of experts on the host, which the engine would cache whether planned so or not."""
+        return (self._cache_share(len(self.devices), 0),) if self.options.cache else ()
+
+    def _option(self, d: int, units: tuple[Unit, ...], spots: tuple[Spot, ...], kept: int) -> Option:
+        """One combination of spots, with the changes of device inside the layer."""
+        times = sum((s.times for s in spots), Times(0, 0))
+        memory = [sum(column) for column in zip(*(s.memory for s in spots), strict=True)] or [0] * len(
+            self.devices
+        )
+        memory[d] += kept
+        shares = {PER_DEVICE * d}
+        splits = 0
+        host_last = False
+        for unit, spot in zip(units, spots, strict=True):
+            shares |= set(spot.shares)
+            if d == self.cpu:
+                continue
+            if spot.host:
+                splits += 1
+                times += self._there(d, unit)
+                host_last = True
+            elif host_last and unit.kind not in BOUND:
+                splits += 1
+                times += self._hand_over(self.cpu, d, 1)
+                host_last = False
+        streaming = d if splits else self.first_gpu if d == self.cpu else -1
+        if streaming >= 0 and self._streams(streaming):
+            shares |= {PER_DEVICE * streaming + n for n in (0, 1, 2)}
+        if any(unit.kind is Kind.OUTPUT for unit in units):
+            shares |= {PER_DEVICE * d + n for n in (0, 1, 3)}
+        return Option(
+            entry=d,
+            exit=self.cpu if host_last else d,
+            sites=tuple(s.site for s in spots),
+            decode_ns=times.decode_ns,
+            prefill_ns=times.prefill_ns,
+            memory=tuple(memory),
+            shares=tuple(sorted(shares)),
+            splits=splits + sum(s.splits for s in spots),
+            parts=tuple(s.times.decode_ns for s in spots),
+        )
+
+    def _streams(self, device: int) -> bool:
+        long = self.workload.n_ubatch >= OFFLOAD_BATCH
+        return self.options.op_offload and long and self.devices[device].kind == "gpu"
+
+    def _there(self, d: int, unit: Unit) -> Times:
+        """From the layer device to the CPU and, for experts, one more row per expert on the way back."""
+        there = self._hand_over(d, self.cpu, 1)
+        if unit.used > 1:
+            width = 4 * self.prices.inventory.number("embedding_length")
+            names = self.devices[self.cpu].name, self.devices[d].name
+            rows = self.prices.copy_ns(*names, unit.used * width) - self.prices.copy_ns(*names, width)
+            there += Times(self.prices.per_token(rows * self.prices.step_tokens), 0)
+        return there
+
+    def _hand_over(self, source: int, target: int, rows: int) -> Times:
+        """One change of device; a prompt long enough to be streamed stays on the GPU."""
+        width = 4 * rows * self.prices.inventory.number("embedding_length")
+        names = self.devices[source].name, self.devices[target].name
+        decode = self.prices.per_token(self.prices.hand_over(*names, width * self.prices.step_tokens))
+        prefill = sum(
+            count * self.prices.hand_over(*names, width * batch)
+            for batch, count in self.prices.batches
+            if batch < OFFLOAD_BATCH or not self.options.op_offload
+        )
+        return Times(decode, prefill)
+
+    def _bytes(self, device: int, size: int) -> tuple[int, ...]:
+        return tuple(size if i == device else 0 for i in range(len(self.devices)))
+
+
+def serves(point: CachePoint, unit: Unit, tokens: int) -> bool:
+    """Whether the engine caches a layer at this size and asks the cache for a step of this many tokens."""
+    slots = unit.experts * point.share_ppm // _PPM
+    wanted = min(unit.used * tokens, unit.experts)
+    return slots >= max(unit.used, wanted) and tokens <= _CACHED_BATCH
+
+
+def _blend(hot: Times, cold: Times, stripe: Stripe) -> Times:
+    """Experts read partly from the device's memory and partly across the bus."""
+
+    def mix(near: int, far: int, cold_ppm: int) -> int:
+        return near + max(far - near, 0) * cold_ppm // _PPM
+
+    return Times(
+        mix(hot.decode_ns, cold.decode_ns, stripe.cold_decode_ppm),
+        mix(hot.prefill_ns, cold.prefill_ns, stripe.cold_prefill_ppm),
+        0,
+    )

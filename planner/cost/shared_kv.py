@@ -1,0 +1,89 @@
+"""Layers that read another layer's KV cache (Gemma 3n and 4): what it costs where they lie elsewhere.
+
+The cache lies with the layer that writes it. A reader on another device computes there: for every token the
+engine copies the filled part of keys and values to it, once for each reader, and keeps room for all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from planner.cost.unit_time import Prices, Times
+from planner.machine.profile import Device
+from planner.memory.kv_cache import cells_of
+from planner.model.sliding_window import sliding_layers
+from planner.solver.problem import Decision, Option, Share
+
+_STEP = 256  # cells by which the engine's view of a cache grows
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The shared caches of one problem; `owners` maps a reader's decision to that of the cache."""
+
+    owners: Mapping[str, str]
+    kv: Mapping[str, int]  # bytes by decision
+    devices: tuple[Device, ...]
+    prices: Prices
+    first: int  # index of its first share
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """Decisions whose cache others read."""
+        return tuple(dict.fromkeys(self.owners.values()))
+
+    def shares(self) -> tuple[Share, ...]:
+        """For each cache and each device: that it lies there. They take no memory."""
+        pairs = [(name, i) for name in self.caches for i in range(len(self.devices))]
+        return tuple(Share(f"KV of {name} lies on {self.devices[i].name}", i, 0) for name, i in pairs)
+
+    def exclusive(self) -> tuple[tuple[int, ...], ...]:
+        """A cache lies on one device."""
+        return tuple(tuple(self._lies(name, i) for i in range(len(self.devices))) for name in self.caches)
+
+    def _lies(self, name: str, device: int) -> int:
+        return self.first + self.caches.index(name) * len(self.devices) + device
+
+    def told(self, decision: Decision) -> Decision:
+        """Options that say where the cache lies; a reader has each twice, with the cache and away from it."""
+        owner = self.owners.get(decision.name, decision.name)
+        if owner not in self.caches:
+            return decision
+        options = [
+            replace(o, shares=tuple(sorted((*o.shares, self._lies(owner, o.entry)))))
+            for o in decision.options
+        ]
+        if owner != decision.name and len(self.devices) > 1:
+            options += [self._away(o, owner) for o in decision.options]
+        return replace(decision, options=tuple(options))
+
+    def _away(self, option: Option, owner: str) -> Option:
+        times = self._copies(owner, option.entry)
+        memory = [m + self.kv[owner] * (d == option.entry) for d, m in enumerate(option.memory)]
+        return replace(
+            option,
+            away=True,
+            decode_ns=option.decode_ns + times.decode_ns,
+            prefill_ns=option.prefill_ns + times.prefill_ns,
+            memory=tuple(memory),
+        )
+
+    def _copies(self, owner: str, target: int) -> Times:
+        """Keys and values copied for a token and for the prompt, from the device slowest to read."""
+        work = self.prices.workload
+        sources = [d for i, d in enumerate(self.devices) if i != target]
+
+        def copied(depth: int) -> int:
+            half = self.kv[owner] * self._filled_ppm(owner, depth) // (2 * 10**6)
+            return 2 * max(self.prices.copy_ns(d.name, self.devices[target].name, half) for d in sources)
+
+        batches = sum(count for _, count in self.prices.batches)
+        return Times(self.prices.per_token(copied(work.depth)), batches * copied(work.prompt // 2))
+
+    def _filled_ppm(self, owner: str, depth: int) -> int:
+        inventory = self.prices.inventory
+        cells = cells_of(inventory, self.prices.workload)
+        layer = int(owner.removeprefix("blk."))
+        there = cells.sliding if sliding_layers(inventory, layer + 1)[layer] else cells.full
+        return min(-(-(depth + 1) // _STEP) * _STEP, there) * 10**6 // max(there, 1)

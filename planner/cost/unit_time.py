@@ -1,0 +1,325 @@
+"""Time of one unit on one device: its operators one by one, from the profile, times the calibration.
+
+Decode prices one step of `n_seq` sequences at the workload's depth; prefill the whole prompt in
+ubatches. Everything is a sum that a person can follow: operators + small operators + attention or state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planner.machine import op_time
+from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory, copy_rate
+from planner.machine.profile import Calibration, Profile
+from planner.machine.unknown_types import product_of
+from planner.memory.kv_cache import head_widths, kv_heads, state_widths
+from planner.model.inventory import Inventory, Tensor, by_name
+from planner.model.layers import layers_of
+from planner.model.sliding_window import sliding_layers, window
+from planner.model.tensor_roles import Role, part_of
+from planner.model.units import Kind, Unit, movable
+from planner.plan.plan import Speculation
+from planner.workload import Workload
+
+REPACKED = "CPU_REPACK"  # the buffer type of weights in the layout of the CPU's kernels
+_FEW_TOKENS = 8  # the calibration of decode counts launches alone
+_PPM = 10**6
+# Operators without weights that a unit adds to the graph: rope, cache writes, softmax, top-k, residual …
+_SMALL_OPS = {
+    Kind.ATTENTION: 6,
+    Kind.RECURRENT: 8,
+    Kind.ROUTER: 4,
+    Kind.FFN: 2,
+    Kind.EXPERTS: 3,
+    Kind.LAYER: 8,
+    Kind.OUTPUT: 0,
+    Kind.NEXTN: 8,
+}
+_PAST_ATTENTION = frozenset({Kind.ROUTER, Kind.FFN, Kind.EXPERTS})
+_SMALL_ROLES = frozenset({Role.NORM, Role.EXPERT_SMALL})
+# Two-dimensional, yet no matrix product: convolutions, decay tables, interpolation factors.
+_NOT_MULTIPLIED = ("conv1d", "shortconv.conv", "ssm_a", "ssm_d.", "lerp", "rope_f", "time_mix_first", "r_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Nanoseconds of one decode step and of the whole prompt, and the share that was measured."""
+
+    decode_ns: int
+    prefill_ns: int
+    measured_ns: int = 0  # of decode_ns
+
+    def __add__(self, other: Times) -> Times:
+        return Times(
+            self.decode_ns + other.decode_ns,
+            self.prefill_ns + other.prefill_ns,
+            self.measured_ns + other.measured_ns,
+        )
+
+
+@dataclass
+class Prices:
+    """Times of the units of one model on the devices of one profile.
+
+    With speculation a decode step checks several tokens of each sequence, and `Times.decode_ns` is the
+    part of it that falls to one accepted token.
+    """
+
+    inventory: Inventory
+    profile: Profile
+    workload: Workload
+    distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
+    repack: bool = False  # the engine changes the layout of the CPU's weights, where its kernels know how
+    speculation: Speculation | None = None
+    host_memory: HostMemory = HostMemory.PINNED
+    _memo: dict[object, tuple[int, bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tensors = by_name(self.inventory)
+        self._parts = {name: part_of(tensor) for name, tensor in self.tensors.items()}
+        self._layers = layers_of(self.inventory)
+        self._slides = sliding_layers(self.inventory, self._layers.n_main)
+        self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
+        self._state = state_case(self.inventory, 1)
+        self._repacked = {(t.op, t.type) for t in self.profile.timings if t.buffer == REPACKED}
+        self.calibration = calibration_for(self.profile, self.inventory.table_digest())
+        self.drafted = self.speculation.tokens if self.speculation else 0
+        self.step_tokens = self.workload.n_seq * (1 + self.drafted)
+        full, rest = divmod(self.workload.prompt, self.workload.n_ubatch)
+        pieces = ((self.workload.n_ubatch, full), (rest, 1))
+        self.batches = tuple((batch, count) for batch, count in pieces if batch and count)
+
+    def on(self, unit: Unit, device: str, buffer: str = "") -> Times:
+        """A unit computed on a device that holds it in `buffer` ("": its own memory)."""
+        decode, measured = self._decode(unit, device, buffer)
+        prefill = sum(
+            count * self._step(unit, device, buffer, batch, self.workload.prompt // 2)[0]
+            for batch, count in self._batches(unit)
+        )
+        return Times(self.per_token(decode), prefill, self.per_token(measured))
+
+    def _batches(self, unit: Unit) -> tuple[tuple[int, int], ...]:
+        """Tokens and how often, as a prompt passes a unit: past the last attention only those with logits."""
+        last = unit.layer == self._layers.n_main - 1 and unit.kind in _PAST_ATTENTION
+        rows = min(self.workload.n_seq, self.workload.prompt)
+        return ((rows, 1),) if last and rows else self.batches
+
+    def _decode(self, unit: Unit, device: str, buffer: str) -> tuple[int, int]:
+        """One step; a NextN block runs once a drafted token, and the output head once more for each."""
+        depth, own = self.workload.depth, self.speculation is not None and not self.speculation.draft
+        runs = [] if own and unit.kind is Kind.NEXTN else [(self.step_tokens, 1)]
+        if own and unit.kind in (Kind.NEXTN, Kind.OUTPUT):
+            runs.append((self.workload.n_seq, self.drafted))
+        steps = [(self._step(unit, device, buffer, tokens, depth, tokens), count) for tokens, count in runs]
+        return sum(ns * count for (ns, _), count in steps), sum(known * count for (_, known), count in steps)
+
+    def per_token(self, step_ns: int) -> int:
+        """What one token takes of a decode step."""
+        return self.speculation.per_token(step_ns) if self.speculation else step_ns
+
+    @property
+    def token_ns(self) -> int:
+        """Sampling and launch, and the draft model's own time."""
+        draft = self.drafted * self.speculation.draft_ns if self.speculation else 0
+        return self.per_token(self.calibration.token_ns + draft)
+
+    def on_host(self, unit: Unit, cpu: str, through: str | None) -> Times:
+        """A unit in host memory: decoded by the CPU; prompts by the GPU `through`, if any."""
+        here = self.on(unit, cpu)
+        if through is None:
+            return here
+        batches = self._batches(unit)
+        prefill = sum(count * self._streamed(unit, cpu, through, batch) for batch, count in batches)
+        return Times(here.decode_ns, prefill, here.measured_ns)
+
+    def _streamed(self, unit: Unit, cpu: str, through: str, batch: int) -> int:
+        depth = self.workload.prompt // 2
+        if batch < OFFLOAD_BATCH:
+            return self._step(unit, cpu, "", batch, depth)[0]
+        copied = self.stream_ns(cpu, through, self.touched_bytes(unit, batch))
+        copied += (len(movable(unit)) - 1) * self.copy_ns(cpu, through, 0)  # one copy a tensor, each awaited
+        held = sum(self._cache_trip(case, cpu, through) for case in self._weightless(unit, batch, depth))
+        return copied + held + self._step(unit, through, "", batch, depth)[0]
+
+    def _cache_trip(self, case: op_time.Case, cpu: str, through: str) -> int:
+        """Keys and values of a batch to a cache in host memory, and that cache to the GPU that attends."""
+        if case.op != "FLASH_ATTN_EXT":
+            return 0
+        width = case.shape[0] * case.shape[2]
+        there = self.copy_ns(through, cpu, 4 * width * case.batch) + self._small(cpu, case.batch, width)
+        back = self.copy_ns(cpu, through, op_time.bytes_read(case) // 2)
+        return 2 * (self.calibration.split_ns + there + back)
+
+    def touched_bytes(self, unit: Unit, batch: int) -> int:
+        """Weight bytes that a batch reads: of routed experts only those it uses."""
+        if not unit.experts:
+            return unit.size_bytes
+        touched = op_time.experts_touched(unit.experts, unit.used, batch)
+        if unit.layer is not None and batch >= self.workload.n_ubatch:
+            touched = min(touched, self.distinct.get(unit.layer, touched))
+        return round(unit.size_bytes * touched / unit.experts)
+
+    def moved_bytes(self, unit: Unit) -> int:
+        """Weights of a unit that can live elsewhere than on its layer device."""
+        return sum(self.tensors[name].size_bytes for name in movable(unit))
+
+    def stream_ns(self, cpu: str, target: str, size_bytes: int) -> int:
+        """Time of one copy of weights in host memory to a device that computes with them."""
+        for link in self.profile.links:
+            if link.source == cpu and link.target == target:
+                return link.latency_ns + size_bytes * op_time.NS_PER_S // copy_rate(link, self.host_memory)
+        return self.copy_ns(cpu, target, size_bytes)
+
+    def copy_ns(self, source: str, target: str, size_bytes: int) -> int:
+        """Time of one copy between two devices; through the host where they have no link of their own."""
+        if source == target:
+            return 0
+        for link in self.profile.links:
+            if link.source == source and link.target == target:
+                return link.latency_ns + size_bytes * op_time.NS_PER_S // link.bandwidth_bytes_per_s
+        cpu = next((d.name for d in self.profile.devices if d.kind == "cpu"), "")
+        if cpu in (source, target) or not cpu:
+            return 0
+        return self.copy_ns(source, cpu, size_bytes) + self.copy_ns(cpu, target, size_bytes)
+
+    def hand_over(self, source: str, target: str, size_bytes: int) -> int:
+        """One change of device in the graph: the scheduler's overhead and the copy."""
+        if source == target:
+            return 0
+        return self.calibration.split_ns + self.copy_ns(source, target, size_bytes)
+
+    def computes(self, unit: Unit, device: str) -> bool:
+        """Whether a device has kernels for the weights of a unit, as far as the profile says."""
+        refused = {(one.op, one.type) for one in self.profile.unsupported if one.device == device}
+        if not refused:
+            return True
+        found = [self.tensors[name] for name in unit.tensors if _is_matrix(self.tensors[name])]
+        return not any((product_of(tensor), tensor.type) in refused for tensor in found)
+
+    def zero_copy(self, device: str) -> int:
+        """Bytes per second at which kernels of a device read host memory; 0 where they cannot."""
+        return max((li.zero_copy_bytes_per_s for li in self.profile.links if li.target == device), default=0)
+
+    def _step(
+        self, unit: Unit, device: str, buffer: str, batch: int, depth: int, outputs: int = 0
+    ) -> tuple[int, int]:
+        """One pass over a unit: nanoseconds, and how many of them rest on measured cases.
+
+        `outputs` tokens reach the head; 0: one a sequence.
+        """
+        total = measured = 0
+        rows = batch if unit.kind is not Kind.OUTPUT else min(batch, outputs or self.workload.n_seq)
+        for name in unit.tensors:
+            ns, known = self._tensor(unit, self.tensors[name], device, buffer, batch, rows)
+            total += ns
+            measured += ns if known else 0
+        for case in self._weightless(unit, batch, depth):
+            ns, known = self._lookup(case, device, "")
+            total += ns
+            measured += ns if known else 0
+        if unit.tied_bytes:
+            ns, known = self._tensor(unit, self.tensors["token_embd.weight"], device, buffer, batch, rows)
+            total, measured = total + ns, measured + (ns if known else 0)
+        total += _SMALL_OPS.get(unit.kind, 0) * self._small(device, batch, self._width(unit))
+        scale = self.calibration.scale_ppm.get(device, _PPM)
+        return total * scale // _PPM, measured * scale // _PPM
+
+    def _width(self, unit: Unit) -> int:
+        """Values a token that a small operator of a unit reads and writes once each."""
+        if unit.kind is Kind.FFN:  # gate and up are read, their product is written: half as many again
+            return max(self.inventory.number("feed_forward_length") * 3 // 2, 1)
+        return max(self.inventory.number("embedding_length"), 1)
+
+    def _small(self, device: str, batch: int, width: int) -> int:
+        """An operator without weights of its own: its launch for a few tokens, its bytes too for a prompt."""
+        if batch <= _FEW_TOKENS:
+            return self.profile.device(device).op_overhead_ns
+        return self._lookup(op_time.Case("RMS_NORM", "f32", (width,), batch), device, "")[0]
+
+    def _tensor(
+        self, unit: Unit, tensor: Tensor, device: str, buffer: str, batch: int, rows: int
+    ) -> tuple[int, bool]:
+        part = self._parts[tensor.name]
+        if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP):
+            return self._lookup(op_time.Case("GET_ROWS", tensor.type, tensor.shape, batch), device, buffer)
+        if part.role in _SMALL_ROLES or not _is_matrix(tensor):
+            return self._small(device, batch, self._width(unit)), False
+        if part.role is Role.EXPERTS:
+            shape = (*tensor.shape[:2], unit.experts)
+            case = op_time.Case("MUL_MAT_ID", tensor.type, shape, batch, unit.used)
+            ns, known = self._lookup(case, device, buffer)
+            alone = len(tensor.shape) < 3  # one file tensor per expert
+            return (ns // max(unit.experts, 1), False) if alone else (ns, known)
+        return self._lookup(op_time.Case("MUL_MAT", tensor.type, tensor.shape, rows), device, buffer)
+
+    def _weightless(self, unit: Unit, batch: int, depth: int) -> tuple[op_time.Case, ...]:
+        """The operators that read the cache instead of weights."""
+        layer = unit.layer
+        if layer is None or layer >= self._layers.n_main:
+            return ()
+        if unit.kind is Kind.RECURRENT:
+            return (op_time.Case(self._state.op, "f32", self._state.shape, batch),)
+        if unit.kind in (Kind.ATTENTION, Kind.LAYER) and self._layers.attention[layer]:
+            return (self._attention(layer, batch, depth),)
+        return ()
+
+    def _attention(self, layer: int, batch: int, depth: int) -> op_time.Case:
+        slides = self._slides[layer]
+        if slides and window(self.inventory):
+            depth = min(depth, window(self.inventory))
+        n_kv = max(self._heads[layer], 1)
+        head_dim = max(head_widths(self.inventory, slides)[0], 1)
+        n_head = self.inventory.per_layer("attention.head_count", layer + 1, n_kv)[layer]
+        return op_time.Case(
+            "FLASH_ATTN_EXT", self.workload.type_k, (head_dim, max(n_head, 1), n_kv), batch, 0, depth
+        )
+
+    def _lookup(self, case: op_time.Case, device: str, buffer: str) -> tuple[int, bool]:
+        if self.repack and device == "CPU" and not buffer and (case.op, case.type) in self._repacked:
+            buffer = REPACKED
+        key = (case, device, buffer)
+        if key not in self._memo:
+            time = op_time.lookup(
+                self.profile,
+                case.op,
+                case.type,
+                case.shape,
+                case.batch,
+                device,
+                buffer,
+                case.used,
+                case.depth,
+            )
+            self._memo[key] = (time.ns, time.measured)
+        return self._memo[key]
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    if len(tensor.shape) < 2 or min(tensor.shape[:2]) < 2 or not tensor.name.endswith(".weight"):
+        return False
+    return not any(word in tensor.name for word in _NOT_MULTIPLIED)
+
+
+def state_case(inventory: Inventory, batch: int) -> op_time.Case:
+    """The recurrent operator of one layer; its shape is that of the state: (state, head_dim, heads)."""
+    number, names = inventory.number, [t.name for t in inventory.tensors]
+    state, inner = number("ssm.state_size"), number("ssm.inner_size")
+    if not state or not inner:  # other mixers: the same bytes, read and written
+        width = max(number("kda.head_dim", number("wkv.head_size", 64)), 1)
+        return op_time.Case(
+            "GATED_DELTA_NET", "f32", (width, max(state_widths(inventory)[1] // width, 1), 1), batch
+        )
+    if any(".ssm_x." in name for name in names):
+        return op_time.Case("SSM_SCAN", "f32", (state, 1, inner), batch)
+    heads = max(number("ssm.time_step_rank"), 1)
+    delta = any(".ssm_ba." in name or ".ssm_beta." in name for name in names)
+    op = "GATED_DELTA_NET" if delta else "SSM_SCAN"
+    return op_time.Case(op, "f32", (state, max(inner // heads, 1), heads), batch)
+
+
+def calibration_for(profile: Profile, model: str) -> Calibration:
+    """The calibration of that model, else of the profiler's generated model, else a cautious guess."""
+    by_model = {c.model: c for c in profile.calibrations}
+    guess = Calibration(model="", split_ns=40_000, mixed_ns=500_000, token_ns=300_000)
+    return by_model.get(model) or by_model.get("") or guess

@@ -1,0 +1,41 @@
+"""Named machine descriptions that ship with the program, for planning without the machine at hand."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.errors import InputError
+from planner.machine.profile import Profile, from_text
+
+FOLDER = Path(__file__).with_name("presets")
+
+
+@dataclass(eq=False)
+class UnknownMachine(InputError):
+    """A `--machine` name that does not ship with the program."""
+
+    name: str
+    known: tuple[str, ...]
+
+    def message(self) -> str:
+        near = difflib.get_close_matches(self.name, self.known, n=3, cutoff=0.5) or self.known
+        return f"no machine named {self.name}; there are {', '.join(near)}"
+
+
+def names() -> tuple[str, ...]:
+    """Names that `load` accepts, sorted."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+
+
+def load(name: str) -> Profile:
+    """The description of a named machine: `measured` is False and `source` says where its figures come from.
+
+    Raises UnknownMachine with the nearest names.
+    """
+    known = names()
+    if name not in known:
+        raise UnknownMachine(name, known)
+    path = FOLDER / f"{name}.yaml"
+    return from_text(path.read_text(encoding="utf-8"), path.name)

@@ -1,0 +1,1 @@
+"""Bytes by formula: KV cache, recurrent state, compute buffers, reserves."""

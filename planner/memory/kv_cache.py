@@ -1,0 +1,288 @@
+"""Bytes of KV cache and recurrent state, layer by layer, by llama.cpp's own rules.
+
+Exact for every architecture in `planner.model.layers.KNOWN` that the tests hold against the engine; sizes
+follow the per-layer hyperparameters of the file, never an average layer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from planner.errors import InputError
+from planner.model.ggml_types import BY_NAME, row_bytes
+from planner.model.inventory import Inventory
+from planner.model.layers import Layers, layers_of, shared_kv, stems_by_layer
+from planner.model.sliding_window import sliding_layers, window
+from planner.workload import Workload
+
+CELL_STEP = 256  # the engine rounds contexts and sliding windows up to this many cells
+_TENSOR_STEP = 32  # and every cache tensor to the alignment of a CPU buffer
+
+# DeepSeek-V4: every 4th token is kept in a first compressed cache, every 128th in a second.
+_V4_FINE, _V4_COARSE = 4, 128
+# Architectures whose state the engine can take back by some tokens, which costs copies of it.
+_ROLLBACK = re.compile(
+    r"kimi-k3|qwen35(moe)?|qwen4exp|deepseek4|glm5-next|nemotron_h(_moe)?|lfm2(moe)?|bailingmoe3"
+)
+_INDEXED_VALUES = frozenset({"minimax-m3", "qwen4exp"})  # the indexer's cache has values of one head, unused
+_MIXERS = (
+    ("rwkv", "time_mix_receptance"),
+    ("shortconv", "shortconv.conv"),
+    ("kda", "ssm_conv1d_q"),
+    ("ssm", "ssm_conv1d"),
+)
+_UNGROUPED = frozenset({"mamba", "jamba"})  # Mamba-1: the convolution sees the inner width alone
+INDEXED = frozenset({"deepseek32", "glm-dsa", "glm5-next", "qwen4exp", "minimax-m3", "dots3note", "hy_v4"})
+
+
+@dataclass(eq=False)
+class KvTypeProblem(InputError):
+    """A cache type that llama.cpp refuses for this model."""
+
+    type_k: str
+    type_v: str
+    why: str
+
+    def message(self) -> str:
+        return f"KV cache types {self.type_k} and {self.type_v}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Cells per stream and streams of the two kinds of cache."""
+
+    full: int
+    sliding: int
+    streams: int
+
+
+def cells_of(
+    inventory: Inventory, workload: Workload, *, unified: bool = False, swa_full: bool = False
+) -> Cells:
+    """How many cells the engine makes of a workload.
+
+    `unified`: all sequences share one stream. `swa_full`: sliding layers keep the whole context.
+    """
+    n_ctx = padded(workload.n_ctx, CELL_STEP)
+    streams = 1 if unified else workload.n_seq
+    full = padded(n_ctx // streams, CELL_STEP)
+    n_batch = min(workload.n_ctx, workload.n_batch)
+    span = window(inventory) * (workload.n_seq if unified else 1) + min(n_batch, workload.n_ubatch)
+    return Cells(full, full if swa_full else padded(min(full, span), CELL_STEP), streams)
+
+
+def kv_bytes(
+    inventory: Inventory, workload: Workload, *, unified: bool = False, swa_full: bool = False
+) -> tuple[int, ...]:
+    """KV cache of each main layer in bytes; 0 for layers that keep none or read another's.
+
+    Source: llama_kv_cache and its relatives; indexer keys of sparse attention are included. Raises
+    KvTypeProblem for types the engine would refuse.
+    """
+    check_types(inventory, workload)
+    layers = layers_of(inventory)
+    cells = cells_of(inventory, workload, unified=unified, swa_full=swa_full)
+    readers = shared_kv(inventory, layers)
+    slides = sliding_layers(inventory, layers.n_main)
+    if inventory.architecture == "deepseek4":
+        return tuple(_v4_bytes(inventory, workload, cells, n) for n in range(layers.n_main))
+    return tuple(
+        _layer_kv(inventory, workload, layers, cells, layer, slides[layer])
+        if layers.attention[layer] and layer not in readers
+        else 0
+        for layer in range(layers.n_main)
+    )
+
+
+def check_types(inventory: Inventory, workload: Workload) -> None:
+    """Raise KvTypeProblem where llama.cpp would refuse the cache types of a workload."""
+    type_k, type_v = workload.type_k, workload.type_v
+    latent = is_latent(inventory) or inventory.architecture == "deepseek4"
+    if latent and type_k != type_v:
+        raise KvTypeProblem(type_k, type_v, "a latent attention (MLA) needs the same type for both")
+    if not workload.flash_attn and BY_NAME[type_v].block > 1:
+        raise KvTypeProblem(type_k, type_v, "a quantised V (type_v) needs flash attention (flash_attn: true)")
+    layers = layers_of(inventory)
+    for slides in {
+        s for s, a in zip(sliding_layers(inventory, layers.n_main), layers.attention, strict=True) if a
+    }:
+        for type_name, width in zip((type_k, type_v), head_widths(inventory, slides), strict=True):
+            if width % BY_NAME[type_name].block:
+                why = f"blocks of {BY_NAME[type_name].block} values do not divide heads of {width}"
+                raise KvTypeProblem(type_k, type_v, why)
+
+
+def nextn_kv_bytes(inventory: Inventory, workload: Workload) -> tuple[int, ...]:
+    """KV cache of each NextN block in its own context, which has the cells of the main one."""
+    layers = layers_of(inventory)
+    cells = cells_of(inventory, workload)
+    return tuple(
+        _layer_kv(inventory, workload, layers, cells, layer, False)
+        for layer in range(layers.n_main, layers.n_all)
+    )
+
+
+def state_bytes(inventory: Inventory, workload: Workload, *, rollback: int = 0) -> tuple[int, ...]:
+    """Recurrent state of each main layer in bytes: per sequence, independent of the context.
+
+    `rollback`: tokens that speculation may take back; each keeps one more copy of the state where the
+    engine can do so, elsewhere it makes no difference.
+    """
+    layers = layers_of(inventory)
+    rows = workload.n_seq * (1 + (rollback if _ROLLBACK.fullmatch(inventory.architecture) else 0))
+    if inventory.architecture == "deepseek4":
+        return tuple(_v4_state(inventory, rows, n) for n in range(layers.n_main))
+    shift, matrix = state_widths(inventory)
+    one = padded(4 * shift * rows, _TENSOR_STEP) + padded(4 * matrix * rows, _TENSOR_STEP)
+    history = padded(4 * _history_width(inventory) * rows, _TENSOR_STEP)
+    tables = stems_by_layer(inventory) if history else {}
+    return tuple(
+        (one + (history if "ple_key" in tables.get(n, ()) else 0)) if layers.recurrent[n] else 0
+        for n in range(layers.n_main)
+    )
+
+
+def state_widths(inventory: Inventory) -> tuple[int, int]:
+    """Values per recurrent layer and sequence: the convolution (or token shift) part, the matrix part.
+
+    The kind of mixer is told by its tensors; a file may state sizes of other kinds too.
+    """
+    number = inventory.number
+    width, heads = number("embedding_length"), max(inventory.per_layer("attention.head_count", 1)[0], 0)
+    kernel, inner, state = number("ssm.conv_kernel"), number("ssm.inner_size"), number("ssm.state_size")
+    match mixer_kind(inventory):
+        case "rwkv":
+            return number("token_shift_count", 2) * width, width * number("wkv.head_size")
+        case "shortconv":
+            return width * max(number("shortconv.l_cache") - 1, 0), 0
+        case "kda":
+            head = number("kda.head_dim")
+            return 3 * (kernel - 1 if kernel else 3) * heads * head, head * head * heads
+        case "lightning":
+            head = number("attention.key_length", width // max(heads, 1))
+            return 0, head * head * heads
+    groups = 0 if inventory.architecture in _UNGROUPED else number("ssm.group_count")
+    return max(kernel - 1, 0) * (inner + 2 * groups * state), state * inner
+
+
+def mixer_kind(inventory: Inventory) -> str:
+    """rwkv, shortconv, kda, lightning or ssm: what the recurrent layers are; "" when there are none."""
+    if inventory.architecture == "minimax-01":
+        return "lightning"
+    stems = frozenset[str]().union(*stems_by_layer(inventory).values())
+    for kind, stem in _MIXERS:
+        if stem in stems:
+            return kind
+    return ""
+
+
+def head_widths(inventory: Inventory, slides: bool) -> tuple[int, int]:
+    """Width of one key head and one value head."""
+    heads = inventory.per_layer("attention.head_count", 1)[0]
+    plain = inventory.number("embedding_length") // heads if heads else 0
+    key = inventory.number("attention.key_length", plain)
+    value = inventory.number("attention.value_length", plain)
+    if slides:
+        key = inventory.number("attention.key_length_swa", key)
+        value = inventory.number("attention.value_length_swa", value)
+    return key, value
+
+
+def kv_heads(inventory: Inventory, n_layers: int) -> tuple[int, ...]:
+    """Key-value heads of each layer; the query heads where the file does not say."""
+    key = "attention.head_count_kv"
+    return inventory.per_layer(key if key in inventory.hparams else "attention.head_count", n_layers)
+
+
+def is_latent(inventory: Inventory) -> bool:
+    """Whether the cache holds one compressed row per token (MLA), from which values are views."""
+    return bool(inventory.number("attention.key_length_mla")) and bool(
+        inventory.number("attention.value_length_mla")
+    )
+
+
+def padded(size: int, step: int) -> int:
+    """`size` rounded up to a multiple of `step`."""
+    return -(-size // step) * step
+
+
+def _layer_kv(
+    inventory: Inventory, workload: Workload, layers: Layers, cells: Cells, layer: int, slides: bool
+) -> int:
+    heads = kv_heads(inventory, layers.n_all)
+    key, value = head_widths(inventory, slides)
+    rows = (cells.sliding if slides else cells.full) * cells.streams
+    total = _row(workload.type_k, key * heads[layer]) * rows
+    if not is_latent(inventory):
+        # Without flash attention values are stored transposed, all layers as wide as the widest.
+        widest = value * heads[layer] if workload.flash_attn else _widest_value(inventory, layers)
+        total += _row(workload.type_v, widest) * rows
+    return total + _indexer(inventory, workload, layer) * rows
+
+
+def _widest_value(inventory: Inventory, layers: Layers) -> int:
+    heads = kv_heads(inventory, layers.n_all)
+    slides = (*sliding_layers(inventory, layers.n_main), *(False,) * layers.n_nextn)
+    return max(head_widths(inventory, slides[n])[1] * heads[n] for n in range(layers.n_all))
+
+
+def _row(type_name: str, width: int) -> int:
+    return row_bytes(type_name, width) if width else 0
+
+
+def _indexer(inventory: Inventory, workload: Workload, layer: int) -> int:
+    """Bytes per cell that a sparse attention keeps beside keys and values."""
+    width = inventory.number("attention.indexer.key_length")
+    if inventory.architecture not in INDEXED or not width or not _has_indexer(inventory, layer):
+        return 0
+    if inventory.architecture == "glm5-next" and inventory.number("attention.indexer.kpool"):
+        width *= 3  # key, gate and pooled value
+    row = _row(workload.type_k, width)
+    if inventory.architecture in _INDEXED_VALUES:
+        row += _row(workload.type_v, head_widths(inventory, False)[1])
+    return row
+
+
+def _has_indexer(inventory: Inventory, layer: int) -> bool:
+    if inventory.architecture == "minimax-m3":
+        return layer >= inventory.number("leading_dense_block_count")
+    kinds = inventory.hparams.get("attention.indexer.types")
+    return bool(kinds[layer]) if isinstance(kinds, tuple) and layer < len(kinds) else True
+
+
+def _history_width(inventory: Inventory) -> int:
+    """Values of the n-gram convolution history per sequence (Qwen4-exp)."""
+    kernel, ngram = inventory.number("ple.conv_kernel"), inventory.number("ple.ngram_size")
+    lanes = inventory.number("hyper_connection.count") * inventory.number("embedding_length")
+    return max(kernel - 1, 0) * ngram * lanes
+
+
+def _v4_ratio(inventory: Inventory, layer: int) -> int:
+    return inventory.per_layer("attention.compress_ratios", layer + 1)[layer]
+
+
+def _v4_bytes(inventory: Inventory, workload: Workload, cells: Cells, layer: int) -> int:
+    """DeepSeek-V4: keys of the sliding window, and compressed keys of the whole context."""
+    key, _ = head_widths(inventory, False)
+    row = _row(workload.type_k, key * kv_heads(inventory, layer + 1)[layer])
+    ratio = _v4_ratio(inventory, layer)
+    total = row * cells.sliding
+    if ratio in (_V4_FINE, _V4_COARSE):
+        kept = padded(max(1, -(-cells.full // ratio)), CELL_STEP)
+        total += row * kept
+        if ratio == _V4_FINE:
+            total += _row(workload.type_k, inventory.number("attention.indexer.key_length")) * kept
+    return total * workload.n_seq
+
+
+def _v4_state(inventory: Inventory, rows: int, layer: int) -> int:
+    key, _ = head_widths(inventory, False)
+    ratio = _v4_ratio(inventory, layer)
+    if ratio == _V4_COARSE:
+        values = key * _V4_COARSE
+    elif ratio == _V4_FINE:
+        values = 2 * (key + inventory.number("attention.indexer.key_length")) * 2 * _V4_FINE
+    else:
+        values = 0
+    return 2 * 4 * values * rows

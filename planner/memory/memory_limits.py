@@ -1,0 +1,54 @@
+"""What a device needs beside weights and caches as soon as it is used: the parts of its compute buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from planner.machine.profile import Device
+from planner.memory.compute_buffer import compute_bytes, host_bytes, output_bytes, staging_bytes
+from planner.model.inventory import Inventory
+from planner.model.layers import layers_of
+from planner.model.tensor_roles import Role, part_of
+from planner.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes on one device; the buffer is `base + max(staging if streaming, head if it has the head)`."""
+
+    base_bytes: int  # the layers' largest stage, masks, inputs
+    staging_bytes: int  # host weights on their way through the device while a prompt is computed
+    head_bytes: int  # what the output head's logits need beyond the base
+
+    @property
+    def shared_bytes(self) -> int:
+        """Needed by streaming and by the head alike: they do not live at the same time."""
+        return min(self.staging_bytes, self.head_bytes)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The buffer when everything is on the device."""
+        return self.base_bytes + max(self.staging_bytes, self.head_bytes)
+
+    def total(self, *, streams: bool, head: bool) -> int:
+        """The buffer of a device that streams host weights, or has the output head, or both."""
+        return self.base_bytes + max(self.staging_bytes * streams, self.head_bytes * head)
+
+
+def room_of(inventory: Inventory, workload: Workload, device: Device, op_offload: bool = True) -> Room:
+    """The compute buffer of a device by formula, without a pipeline's copies."""
+    base = compute_bytes(inventory, workload, head=False)
+    head = compute_bytes(inventory, workload) - base
+    if device.kind == "cpu":
+        return Room(base + host_bytes(inventory, workload) + output_bytes(inventory, workload), 0, head)
+    if device.kind != "gpu":
+        return Room(base, 0, head)
+    hybrid = any(layers_of(inventory).recurrent)
+    return Room(
+        base, staging_bytes(_streamed(inventory), workload, op_offload=op_offload, hybrid=hybrid), head
+    )
+
+
+def _streamed(inventory: Inventory) -> Collection[int]:
+    return [t.size_bytes for t in inventory.tensors if part_of(t).role in (Role.EXPERTS, Role.FFN)]

@@ -1,0 +1,150 @@
+"""What else takes memory: projector, NextN head, draft model, prompt cache, other users; line by line.
+
+Pure functions from inventories to `Reserve` lines, one per part and device. The solver takes them as
+`SolveOptions.reserves`; their sum per device is what the plan must leave free. What the driver takes
+for a context is a figure of the device (`Device.context_bytes`), not a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from planner.errors import OptionProblem
+from planner.memory.weights import (
+    compute_bytes,
+    kv_bytes,
+    loaded_tensors,
+    output_bytes,
+    state_bytes,
+    tied_copy_bytes,
+    weight_bytes,
+)
+from planner.model.inventory import Inventory
+from planner.model.layers import layers_of
+from planner.model.sliding_window import sliding_layers
+from planner.model.tensor_roles import Role, part_of
+from planner.plan.request import Reserve
+from planner.workload import Workload
+
+PROJECTOR = "clip"  # the architecture that every vision projector states
+GPU_STEP = 256  # alignment of tensors in GPU buffers
+_WARM_SIDE = 46  # llama.cpp sizes a projector of free resolution for 46 x 46 output tokens
+_FREE_SIZE = frozenset(
+    {"qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "pixtral", "kimivl", "kimik25"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What runs beside the model; empty by default."""
+
+    mmproj: Inventory | None = None
+    mmproj_device: str = ""  # "": the first GPU
+    draft: Inventory | None = None
+    draft_device: str = ""  # "": the first GPU
+    rollback: int = 0  # tokens a speculative step may take back (its longest draft)
+    prompt_cache_bytes: int = 0  # host memory a server keeps for old prompts
+    checkpoints: int = 0  # copies of sliding and recurrent state a server keeps per sequence
+    reserved: Mapping[str, int] = field(default_factory=dict)  # device -> bytes for other users
+
+
+def check_extras(mmproj: Inventory | None, draft: Inventory | None) -> None:
+    """OptionProblem where a file beside the model is not what its option asks for."""
+    if mmproj is not None and mmproj.architecture != PROJECTOR:
+        why = f"is a {mmproj.architecture} model; a vision projector ({PROJECTOR}) is needed"
+        raise OptionProblem("--mmproj", mmproj.name, why)
+    if draft is not None and draft.architecture == PROJECTOR:
+        raise OptionProblem("--draft", draft.name, "is a vision projector; a language model is needed")
+
+
+def reserves(
+    inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = "CPU"
+) -> tuple[Reserve, ...]:
+    """Every line that something beside the model's own weights, caches and compute takes.
+
+    `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
+    left out. Lines are named projector, projector compute, MTP compute, MTP state, draft, draft KV, draft
+    state, draft compute, draft roll-back, draft embedding, prompt cache, checkpoints, other users.
+    Raises OptionProblem for a projector that is none, and a draft that is one.
+    """
+    check_extras(extras.mmproj, extras.draft)
+    lines = (
+        *_projector(extras, extras.mmproj_device or gpu),
+        *_nextn(inventory, workload, extras.rollback, gpu),
+        *_draft(inventory, workload, extras, extras.draft_device or gpu, host),
+        Reserve("prompt cache", host, extras.prompt_cache_bytes),
+        Reserve("checkpoints", host, extras.checkpoints * checkpoint_bytes(inventory, workload)),
+        *(Reserve("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
+    )
+    return tuple(line for line in lines if line.size_bytes)
+
+
+def projector_compute_bytes(mmproj: Inventory, *, flash_attn: bool = True) -> int:
+    """Compute buffer of a vision projector for the largest image the engine reserves for.
+
+    Source: the sizes llama.cpp's clip graph keeps alive; a report of 274 MiB for an 884 MiB projector of
+    width 1152 lies 15 % below it. Without flash attention the score matrix comes on top.
+    """
+    number = mmproj.number
+    width, inner = number("vision.embedding_length"), number("vision.feed_forward_length")
+    patches = _patches(mmproj)
+    scores = 0 if flash_attn else number("vision.attention.head_count") * patches
+    return 4 * patches * (inner + 5 * width + scores)
+
+
+def checkpoint_bytes(inventory: Inventory, workload: Workload) -> int:
+    """One checkpoint of every sequence: recurrent state and sliding caches, which cannot be cut back."""
+    slides = sliding_layers(inventory, layers_of(inventory).n_main)
+    windows = sum(size for size, s in zip(kv_bytes(inventory, workload), slides, strict=True) if s)
+    return windows + sum(state_bytes(inventory, workload))
+
+
+def _patches(mmproj: Inventory) -> int:
+    number = mmproj.number
+    kind = mmproj.hparams.get("vision.projector_type") or mmproj.hparams.get("projector_type")
+    if kind in _FREE_SIZE:
+        return (_WARM_SIDE * max(number("vision.spatial_merge_size", 2), 1)) ** 2
+    patch = max(number("vision.patch_size", 14), 1)
+    return (number("vision.image_size", 336) // patch) ** 2
+
+
+def _projector(extras: Extras, device: str) -> Iterator[Reserve]:
+    if extras.mmproj is None:
+        return
+    yield Reserve("projector", device, weight_bytes(extras.mmproj.tensors, GPU_STEP))
+    yield Reserve("projector compute", device, projector_compute_bytes(extras.mmproj))
+
+
+def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str) -> Iterator[Reserve]:
+    """What the NextN head takes beside its weights and KV, which the solver places."""
+    shape = layers_of(inventory)
+    if not workload.mtp or not shape.n_nextn:
+        return
+    blocks = range(shape.n_main, shape.n_all)
+    plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=rollback)
+    yield Reserve(
+        "MTP compute", device, compute_bytes(inventory, workload, layers=blocks, outputs=workload.n_seq)
+    )
+    yield Reserve("MTP state", device, sum(kept) - sum(plain))
+
+
+def _draft(
+    inventory: Inventory, workload: Workload, extras: Extras, device: str, host: str
+) -> Iterator[Reserve]:
+    draft = extras.draft
+    if draft is None:
+        return
+    tensors = loaded_tensors(draft)
+    on_host = [t for t in tensors if part_of(t).role in (Role.EMBEDDING, Role.LOOKUP)]
+    names = {t.name for t in on_host}
+    rest = [t for t in tensors if t.name not in names]
+    kept = state_bytes(inventory, workload, rollback=extras.rollback)
+    rollback = sum(kept) - sum(state_bytes(inventory, workload))  # of the model itself
+    tied = tied_copy_bytes(draft, head_on_host=device == host)
+    yield Reserve("draft", device, weight_bytes(rest, GPU_STEP) + tied)
+    yield Reserve("draft KV", device, sum(kv_bytes(draft, workload)))
+    yield Reserve("draft state", device, sum(state_bytes(draft, workload)))
+    yield Reserve("draft compute", device, compute_bytes(draft, workload, outputs=workload.n_seq))
+    yield Reserve("draft roll-back", device, rollback)
+    yield Reserve("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))

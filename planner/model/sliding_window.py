@@ -1,0 +1,73 @@
+"""Which attention layers see only a sliding window, and how wide it is, by the engine's rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.model.inventory import Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """An architecture's pattern when the file has none: every `period`-th layer sees everything."""
+
+    period: int  # 0: every layer slides; 1: none
+    dense_first: bool = False  # the full layer is the first of each period, not the last
+    window: int = 0  # default width; 0: only slides when the file states a width
+
+
+_RULES = {
+    "afmoe": _Rule(4),
+    "cohere2": _Rule(4),
+    "cohere2moe": _Rule(4, dense_first=True),
+    "deepseek4": _Rule(0),
+    "dots3note": _Rule(1),
+    "exaone-moe": _Rule(4, window=128),
+    "exaone4": _Rule(4, window=4096),
+    "gemma2": _Rule(2, window=4096),
+    "gemma3": _Rule(6),
+    "gemma3n": _Rule(5),
+    "gemma4": _Rule(1),
+    "gpt-oss": _Rule(2),
+    "granite_swa": _Rule(1),
+    "laguna": _Rule(4, dense_first=True),
+    "lfm2": _Rule(0),
+    "llama4": _Rule(4, window=8192),
+    "maple": _Rule(1),
+    "mellum": _Rule(4),
+    "mimo2": _Rule(1),
+    "muse-glimmer": _Rule(4),
+    "olmo2": _Rule(4),
+    "plamo3": _Rule(8),
+    "smallthinker": _Rule(4, dense_first=True),
+    "spark2_5": _Rule(1),
+    "step35": _Rule(1),
+}
+
+
+def window(inventory: Inventory) -> int:
+    """Width of the sliding window in tokens; 0 when no layer slides."""
+    rule = _RULES.get(inventory.architecture)
+    if rule is None or (inventory.architecture == "exaone4" and inventory.number("block_count") != 64):
+        return 0
+    stated = inventory.number("attention.sliding_window", rule.window)
+    fixed = {"llama4": 8192, "smallthinker": 4096}.get(inventory.architecture, stated)
+    return fixed if stated else 0
+
+
+def sliding_layers(inventory: Inventory, n_main: int) -> tuple[bool, ...]:
+    """For each main layer whether its attention slides."""
+    if not window(inventory):
+        return (False,) * n_main
+    pattern = inventory.hparams.get("attention.sliding_window_pattern")
+    if isinstance(pattern, tuple):
+        return tuple(bool(v) for v in (*pattern, *(False,) * n_main))[:n_main]
+    rule = _RULES[inventory.architecture]
+    period = pattern if isinstance(pattern, int) and pattern >= 0 else rule.period
+    return tuple(_slides(layer, period, rule.dense_first) for layer in range(n_main))
+
+
+def _slides(layer: int, period: int, dense_first: bool) -> bool:
+    if period == 0:
+        return True
+    return layer % period != 0 if dense_first else layer % period < period - 1

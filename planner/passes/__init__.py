@@ -1,0 +1,1 @@
+"""The steps from a request to a recorded plan, in order."""

@@ -1,0 +1,129 @@
+"""The largest context that still fits the way the model should be placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+
+from planner.cost.build_problem import Priced, model_of, price
+from planner.machine.profile import Profile
+from planner.memory.kv_cache import CELL_STEP
+from planner.model.inventory import Inventory
+from planner.passes.refusal import Infeasible, forced, refuse
+from planner.plan.request import SolveOptions
+from planner.solver.problem import Decision, Edge, Option, Problem
+from planner.solver.solve import Limits, solve
+from planner.workload import Workload
+
+
+class Keep(Enum):
+    """What a longer context must not push off the GPUs, best first."""
+
+    ALL = "every layer whole on a GPU"
+    CACHE = "every layer's KV and state on a GPU"
+    ANY = "any placement"
+
+
+def largest_context(
+    inventory: Inventory,
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+    lowest: int,
+) -> tuple[int, Keep]:
+    """The largest context from `lowest` to the workload's under the best rule that `lowest` keeps.
+
+    Contexts are multiples of 256, the engine's own step. With `no_cpu` only the first rule counts.
+    Raises Infeasible, which names the floor, when even `lowest` does not fit.
+    """
+
+    def kept(n_ctx: int, keep: Keep) -> bool:
+        return fits(inventory, profile, budgets, workload, options, n_ctx, keep)
+
+    for keep in (Keep.ALL,) if options.no_cpu else Keep:
+        if kept(lowest, keep):
+            return bisect(partial(kept, keep=keep), lowest, workload.n_ctx), keep
+    floor = _priced(inventory, profile, budgets, _with(workload, lowest), options, Keep.ANY)
+    refusal = forced(floor, budgets, options) or refuse(floor, budgets, options)
+    raise Infeasible(refusal.needs, refusal.hints, f"not even a context of {lowest} cells fits")
+
+
+def fits(
+    inventory: Inventory,
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+    n_ctx: int,
+    keep: Keep = Keep.ANY,
+) -> bool:
+    """Whether some placement at this context fits, prompts' host weights copied to a GPU or not."""
+    work = _with(workload, n_ctx)
+    ways = (options,) if keep is Keep.ALL or options.no_cpu else (options, replace(options, op_offload=False))
+    return any(_fits(_priced(inventory, profile, budgets, work, way, keep), budgets, way) for way in ways)
+
+
+def bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest multiple of the engine's step up to `high` that fits; `low` is known to."""
+    if fits(high):
+        return high
+    good, bad = low // CELL_STEP, -(-high // CELL_STEP)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle * CELL_STEP) else (good, middle)
+    return max(good * CELL_STEP, low)
+
+
+def _with(workload: Workload, n_ctx: int) -> Workload:
+    return workload.model_copy(update={"n_ctx": n_ctx, "depth": min(workload.depth, n_ctx)})
+
+
+def _priced(
+    inventory: Inventory,
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+    keep: Keep,
+) -> Priced:
+    strict = replace(options, no_cpu=options.no_cpu or keep is Keep.ALL)
+    priced = price(model_of(inventory, workload), profile, budgets, workload, strict)
+    if keep is not Keep.CACHE:
+        return priced
+    hosts = {i for i, d in enumerate(priced.problem.devices) if d.host}
+    kept = {**priced.model.kv, **priced.model.state}
+
+    def narrowed(decision: Decision) -> Decision:
+        if not kept.get(decision.name):
+            return decision
+        return replace(decision, options=tuple(o for o in decision.options if o.entry not in hosts))
+
+    return replace(
+        priced, problem=replace(priced.problem, decisions=tuple(map(narrowed, priced.problem.decisions)))
+    )
+
+
+def _fits(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> bool:
+    if forced(priced, budgets, options) is not None:
+        return False
+    return solve(free_of_charge(priced.problem), None, Limits(2.0, 10.0)).solution is not None
+
+
+def free_of_charge(problem: Problem) -> Problem:
+    """The same limits with nothing to pay: any placement that fits is as good as another."""
+
+    def free(option: Option) -> Option:
+        return replace(option, decode_ns=0, prefill_ns=0)
+
+    zero = tuple((0,) * len(problem.devices) for _ in problem.devices)
+    return replace(
+        problem,
+        decisions=tuple(replace(d, options=tuple(map(free, d.options))) for d in problem.decisions),
+        edges=tuple(Edge(e.source, e.target, zero, zero) for e in problem.edges),
+        mixed=(),
+        decode_ns=0,
+        prefill_ns=0,
+    )

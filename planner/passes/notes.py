@@ -1,0 +1,181 @@
+"""What a plan says beside its values: assumptions, what was not recognised, what is tight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.cost.build_problem import UNFUSED, Model, Priced, unfused_ns
+from planner.cost.expert_cache import told
+from planner.machine.attention_kernels import kv_note
+from planner.machine.budgets import tight
+from planner.machine.profile import Device, Profile
+from planner.machine.unknown_types import host_types, product_of
+from planner.memory.memory_limits import room_of
+from planner.model.gguf_header import one_line
+from planner.model.units import foreign_note
+from planner.passes.engine_fit import NAME as FIT
+from planner.passes.prompt_pipeline import Pipeline
+from planner.passes.stock_rules import Candidate
+from planner.plan.plan import DeviceUse, Placement
+from planner.plan.request import SolveOptions
+from planner.site import SiteKind
+from planner.solver.evaluate import Evaluation
+from planner.workload import Workload
+
+_SHOWN = 5  # names in a note
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A chosen placement, as far as notes look at it."""
+
+    priced: Priced
+    evaluation: Evaluation
+    rule: str  # the stock rule it equals, if any
+    uses: Sequence[DeviceUse]
+    placements: Sequence[Placement]
+    stock: Sequence[Candidate]
+    pipeline: Pipeline
+
+
+def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> tuple[str, ...]:
+    """All notes of a plan, in their order."""
+    profile = subject.priced.prices.profile
+    found = []
+    if not profile.measured:
+        found.append(f"assumed, not measured: {profile.name}")
+    if subject.rule:
+        found.append(f"same as the stock rule {subject.rule}, or not told apart from it")
+    if not any(r.name.startswith("projector") for r in options.reserves):
+        found.append("no memory reserved for a vision projector (--mmproj)")
+    if options.projector is not None and options.projector.device == "CPU":
+        found.append(f"the vision projector {options.projector.name} computes on the CPU: images take longer")
+    found += _unrecognised(subject.priced.model, profile)
+    if text := kv_note(_devices(subject.priced), subject.priced.prices.workload, profile.timings):
+        found.append(text)
+    found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
+    found += _ceilings(subject.priced)
+    found += _buffers(subject, budgets)
+    found += _piped(subject)
+    found += _routing(subject, options)
+    found += _paged(subject, budgets, options)
+    found += _assumed(subject.priced)
+    found += [f"profile: {warning}" for warning in profile.warnings]
+    found += filter(None, map(_overfull, subject.stock))
+    return (*found, *told(subject.placements, options.cache))
+
+
+def _assumed(priced: Priced) -> list[str]:
+    """Figures of the cost model that the profile does not hold, where they bear on this plan."""
+    prices = priced.prices
+    devices = [prices.profile.device(d.device) for d in priced.problem.devices if not d.host]
+    if all(unfused_ns(prices, device)[1] for device in devices):
+        return []
+    return [
+        "assumed, not measured: a delta-net layer on the CPU beside a GPU turns a fused kernel off in all of "
+        f"them, for {mixed.decode_ns / 1e6:.2f} ms a token"
+        for mixed in priced.problem.mixed
+        if mixed.name == UNFUSED
+    ]
+
+
+def _overfull(candidate: Candidate) -> str:
+    """--fit goes by the engine's own count of memory; the one here is a little above it, and decides."""
+    found = candidate.evaluation
+    if candidate.name != FIT or found is None or not found.violations:
+        return ""
+    return f"{FIT} ({candidate.setting}) does not fit as memory is counted here: {found.violations[0]}"
+
+
+def _devices(priced: Priced) -> list[Device]:
+    return [priced.prices.profile.device(d.device) for d in priced.problem.devices]
+
+
+def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
+    """What this program does not know of the model, and what it did about it."""
+    if model.table.unknown:
+        names = [one_line(name) for name in model.table.unknown]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
+    if any(model.layers.attention) and not any(model.kv.values()):
+        yield "the file does not say how wide its attention is: the KV cache is not counted"
+    if foreign := foreign_note(model.units):
+        yield foreign
+    products = {(product_of(tensor), tensor.type) for tensor in model.inventory.tensors}
+    for one in profile.unsupported:
+        if (one.op, one.type) in products:
+            yield f"{one.device} cannot compute {one.op} of {one.type}: such weights are kept off it"
+    for kind in host_types(model.inventory, profile):
+        yield f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere"
+
+
+def _ceilings(priced: Priced) -> list[str]:
+    """What devices that share one memory may hold together."""
+    return [
+        f"{pool.name}: one memory, counted once; at most {pool.capacity_bytes >> 20} MiB together"
+        for pool in priced.problem.pools
+    ]
+
+
+def _piped(subject: Subject) -> Iterator[str]:
+    """What several GPUs keep to work on one prompt at the same time."""
+    pipeline = subject.pipeline
+    size = max(pipeline.copies, default=0) >> 20
+    if pipeline.refused:
+        yield (
+            f"prompts are not pipelined over the devices: the engine's copies would take up to {size} MiB on "
+            "each; an override that moves nothing turns it off"
+        )
+    elif pipeline.engaged:
+        yield f"prompts are pipelined over the GPUs: up to {size} MiB on each are counted for copies"
+
+
+def _buffers(subject: Subject, budgets: Mapping[str, int]) -> Iterator[str]:
+    """GPUs that no layer can live on, as one buffer of theirs cannot hold what a batch computes."""
+    inventory, prices = subject.priced.model.inventory, subject.priced.prices
+    for device in prices.profile.devices:
+        limit, work = device.max_alloc_bytes, prices.workload
+        needed = room_of(inventory, work, device).largest_bytes if limit else 0
+        if device.name not in budgets or needed <= limit:
+            continue
+        smaller = work.n_ubatch
+        while smaller > 1 and room_of(inventory, _batch(work, smaller), device).largest_bytes > limit:
+            smaller //= 2
+        fits = room_of(inventory, _batch(work, smaller), device).largest_bytes <= limit
+        yield (
+            f"{device.name}: takes no layer: its largest buffer has {limit >> 20} MiB, a batch of "
+            f"{work.n_ubatch} tokens computes in {needed >> 20}"
+            + (f"; --ubatch {smaller} fits" if fits else "")
+        )
+
+
+def _routing(subject: Subject, options: SolveOptions) -> Iterator[str]:
+    """What became of the routing that was given: single experts on a GPU need more than stock llama.cpp."""
+    striped = sum(p.site.kind is SiteKind.STRIPE for p in subject.placements)
+    if slotted := sum(p.site.kind is SiteKind.HYBRID for p in subject.placements):
+        layers = "1 layer" if slotted == 1 else f"{slotted} layers"
+        yield (
+            f"experts in slots in {layers}, the others computed by CPU and bus at the same time: needs this "
+            "program's device, in atsplan run, bench and serve or in stock tools (atsplan export)"
+        )
+    if striped:
+        layers = "1 layer" if striped == 1 else f"{striped} layers"
+        yield (
+            f"experts striped in {layers}: loaded by atsplan run, bench and serve; stock llama.cpp cannot "
+            "place single experts"
+        )
+    elif options.heat_digest and options.stripes:
+        yield "with this routing (--heat) hot experts on a GPU gain nothing over whole layers"
+
+
+def _batch(workload: Workload, n_ubatch: int) -> Workload:
+    return workload.model_copy(update={"n_ubatch": n_ubatch})
+
+
+def _paged(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> Iterator[str]:
+    """A warning in numbers where host weights exceed memory on request."""
+    for device, used in zip(subject.priced.problem.devices, subject.evaluation.memory, strict=True):
+        over = used - budgets[device.device]
+        if options.page and device.host and over > 0:
+            yield f"will page from disk: {over >> 20} MiB more than host memory; slower than predicted"

@@ -1,0 +1,193 @@
+"""What stock rules would do with the same memory: full placements, with the engine's exact counting.
+
+`-ngl N` offloads the last N of the layers (speculative blocks included) and counts the output head as
+the last of them; several GPUs take consecutive layers in proportion to their memory. `--n-cpu-moe N`
+keeps the experts of the first N layers on the CPU, `--n-cpu-ffn N` the N largest dense FFNs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost.build_problem import OUTPUT, Model, Priced
+from planner.model.units import Kind, Unit
+from planner.passes.engine_fit import NAME as FIT
+from planner.passes.engine_fit import readings
+from planner.passes.prompt_pipeline import pipeline_of
+from planner.plan.plan import EngineFit
+from planner.site import ON_CPU, Site
+from planner.solver.evaluate import Evaluation, evaluate
+from planner.solver.problem import Decision, Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One setting of a stock rule: a layer device per layer and the head, and units moved to the CPU."""
+
+    name: str
+    setting: str
+    layer_devices: tuple[str, ...]  # one a layer (speculative blocks included), the output head last
+    sites: Mapping[str, Site]  # unit name to site, where it is not on its layer device
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A rule's best setting under the budget, priced; `solution` is None where it cannot be expressed."""
+
+    name: str
+    setting: str
+    solution: Solution | None
+    evaluation: Evaluation | None
+    vram_bytes: int = 0  # on all devices but the CPU
+
+    @property
+    def feasible(self) -> bool:
+        return self.evaluation is not None and self.evaluation.feasible
+
+
+def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate, ...]:
+    """The best feasible setting of each stock rule, in order of simplicity.
+
+    A rule without a feasible setting appears once, infeasible. The engine's own `--fit` comes last.
+    """
+    found: list[Candidate] = []
+    for name, rules in itertools.groupby(_rules(priced.model, priced), key=lambda rule: rule.name):
+        found.append(_best(priced, name, list(rules)))
+    if fit is not None:
+        found.append(_fitted(priced, fit))
+    return tuple(found)
+
+
+def _fitted(priced: Priced, fit: EngineFit) -> Candidate:
+    read = readings(priced.model.inventory, fit, priced.prices.workload)
+    rules = [Rule(FIT, each.setting, each.layer_devices, each.sites) for each in read]
+    return _best(priced, FIT, rules) if rules else Candidate(FIT, "finds no placement", None, None)
+
+
+def _best(priced: Priced, name: str, rules: Sequence[Rule]) -> Candidate:
+    best: Candidate | None = None
+    for rule in rules:
+        solution = realise(priced, rule.layer_devices, rule.sites)
+        if solution is None:
+            continue
+        result = evaluate(priced.problem, solution)
+        pipeline = pipeline_of(priced, solution, result)
+        if pipeline.refused:  # a stock rule does not keep the engine from it
+            result = replace(result, violations=(*result.violations, "no room for a pipeline's copies"))
+        used = zip(result.memory, priced.problem.devices, pipeline.copies, strict=True)
+        vram = sum(size + extra for size, device, extra in used if not device.host)
+        found = Candidate(name, rule.setting, solution, result, vram)
+        if best is None or _rank(found) < _rank(best):
+            best = found
+    return best or Candidate(name, rules[0].setting, None, None)
+
+
+def _rank(candidate: Candidate) -> tuple[bool, int]:
+    assert candidate.evaluation is not None
+    return not candidate.feasible, candidate.evaluation.objective_ns
+
+
+def realise(priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Site]) -> Solution | None:
+    """The solution with these layer devices and sites; None when a decision has no such option."""
+    names = [d.device for d in priced.problem.devices]
+    homes = {f"blk.{n}": device for n, device in enumerate(layer_devices[:-1])}
+    homes[OUTPUT] = layer_devices[-1]
+    choices: list[int] = []
+    for decision in priced.problem.decisions:
+        home = homes.get(decision.name, "CPU")
+        if home not in names and decision.layer:
+            return None
+        owner = priced.model.owners.get(decision.name)
+        away = owner is not None and homes[owner] != home
+        index = _find(decision, home, names.index(home) if decision.layer else -1, sites, away)
+        if index is None:
+            return None
+        choices.append(index)
+    return Solution(tuple(choices))
+
+
+def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate | None:
+    """A placement of the problem `free` in another; None when that has no such option, as for a pin."""
+    if candidate.solution is None:
+        return None
+    choices = []
+    for decision, wanted in zip(
+        priced.problem.decisions, candidate.solution.chosen(free.problem), strict=True
+    ):
+        key = (wanted.entry, wanted.sites, wanted.away)
+        same = [j for j, o in enumerate(decision.options) if (o.entry, o.sites, o.away) == key]
+        if not same:
+            return None
+        choices.append(same[0])
+    solution = Solution(tuple(choices))
+    return replace(candidate, solution=solution, evaluation=evaluate(priced.problem, solution))
+
+
+def _find(decision: Decision, home: str, device: int, sites: Mapping[str, Site], away: bool) -> int | None:
+    wanted = tuple(sites.get(unit, Site.on(home)) for unit in decision.units)
+    for index, option in enumerate(decision.options):
+        if not decision.layer or ((option.entry, option.sites, option.away) == (device, wanted, away)):
+            return index
+    return None
+
+
+def _rules(model: Model, priced: Priced) -> Iterator[Rule]:
+    n_all = model.layers.n_all
+    gpus = [(d.device, d.capacity_bytes) for d in priced.problem.devices if not d.host]
+    if not any(d.host for d in priced.problem.devices):
+        yield Rule("ngl", f"-ngl {n_all + 1}", layer_devices(n_all, n_all + 1, gpus), {})
+        return
+    if not gpus:
+        yield Rule("all-cpu", "-ngl 0 --device none", layer_devices(n_all, 0, gpus), {})
+        return
+    for gpu in gpus if len(gpus) > 1 else ():
+        for n in range(n_all + 2):
+            yield Rule("one-gpu", f"--device {gpu[0]} -ngl {n}", layer_devices(n_all, n, [gpu]), {})
+    for n in range(n_all + 2):
+        yield Rule("ngl", f"-ngl {n}", layer_devices(n_all, n, gpus), {})
+    full = layer_devices(n_all, n_all + 1, gpus)
+    experts = [u for u in model.units if u.kind is Kind.EXPERTS]
+    dense = [u for u in model.units if u.kind is Kind.FFN]
+    if experts:
+        yield from _first_experts(n_all, full, experts)
+        on_host = {u.name: ON_CPU for u in experts}
+        for n in range(n_all + 1):
+            yield Rule("cpu-moe", f"-ngl {n} --cpu-moe", layer_devices(n_all, n, gpus), on_host)
+    if dense and not experts:
+        yield from _largest_dense(full, dense)
+
+
+def _first_experts(n_all: int, full: tuple[str, ...], experts: Sequence[Unit]) -> Iterator[Rule]:
+    for n in range(1, n_all + 1):
+        moved = {u.name: ON_CPU for u in experts if u.layer is not None and u.layer < n}
+        yield Rule("n-cpu-moe", f"-ngl {n_all + 1} --n-cpu-moe {n}", full, moved)
+
+
+def _largest_dense(full: tuple[str, ...], dense: Sequence[Unit]) -> Iterator[Rule]:
+    largest = sorted(dense, key=lambda u: (-u.size_bytes, u.layer))
+    for n in range(1, len(largest) + 1):
+        moved = {u.name: ON_CPU for u in largest[:n]}
+        yield Rule("n-cpu-ffn", f"-ngl {len(full)} --n-cpu-ffn {n}", full, moved)
+
+
+def layer_devices(n_all: int, ngl: int, gpus: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """The layer device of each of `n_all` layers and of the output head under `-ngl` (llama-model.cpp).
+
+    Layers before `n_all + 1 - ngl` stay on the CPU; the others are dealt to the GPUs by cumulative
+    share of their free memory.
+    """
+    first = max(n_all + 1 - ngl, 0)
+    active = min(ngl, n_all + 1)
+    sums = list(itertools.accumulate(size for _, size in gpus))
+    found = []
+    for layer in range(n_all + 1):
+        if layer < first or not gpus or not sums[-1]:
+            found.append("CPU")
+            continue
+        at = (layer - first) / active
+        index = bisect.bisect_right([s / sums[-1] for s in sums], at)
+        found.append(gpus[min(index, len(gpus) - 1)][0])
+    return tuple(found)

@@ -1,0 +1,263 @@
+"""The plan: where each unit lives, why, what it costs, and what llama.cpp must be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field, model_validator
+
+from planner.machine.engine_builds import EngineRange
+from planner.machine.host_memory import HostMemory
+from planner.records import Record, dump, load
+from planner.site import BufferField, SiteField
+from planner.workload import Workload
+
+
+class ModelRef(Record):
+    """The model a plan belongs to."""
+
+    name: str
+    architecture: str
+    table_digest: str
+    header_digest: str = ""
+    tensors: int = Field(ge=0)
+    size_bytes: int = Field(ge=0)
+
+
+class MachineRef(Record):
+    """The machine a plan was priced for."""
+
+    name: str
+    profile_digest: str
+    measured: bool  # False: assumed, not measured
+    engine: str
+    threads: int = Field(0, ge=0, le=512)  # of the CPU at decode; 0: all cores
+    measured_on: dict[str, str] | None = None  # what its timings belong to; absent: assumed, not measured
+
+
+class DeviceUse(Record):
+    """What fills a device, in bytes; the parts add up to at most the budget."""
+
+    name: str
+    kind: str
+    budget_bytes: int = Field(ge=0)
+    weights_bytes: int = Field(ge=0)
+    kv_bytes: int = Field(ge=0)
+    state_bytes: int = Field(ge=0)
+    compute_bytes: int = Field(ge=0)
+    cache_bytes: int = Field(0, ge=0)
+    reserve_bytes: int = Field(0, ge=0)  # driver context, projector, draft, other users
+    memory_from: str = "formula"  # or "engine": the dry load of llama.cpp
+
+    @property
+    def used_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.kv_bytes
+            + self.state_bytes
+            + self.compute_bytes
+            + self.cache_bytes
+            + self.reserve_bytes
+        )
+
+
+class LayerRange(Record):
+    """Consecutive layers with one layer device; the output head counts as the layer after the last."""
+
+    first: int = Field(ge=0)
+    last: int = Field(ge=0, lt=10_000)  # no model comes near; a slip must not fill the memory
+    device: str = Field(min_length=1)
+
+
+class Placement(Record):
+    """One unit and its site."""
+
+    unit: str
+    site: SiteField
+    size_bytes: int = Field(ge=0)
+    time_ns: int = Field(ge=0)
+    why: str
+
+
+class Override(Record):
+    """One entry of tensor_buft_overrides, in the engine's first-match order."""
+
+    pattern: str
+    buffer: BufferField  # buffer type name: CPU, CUDA0 …
+    tensors: int = Field(gt=0)  # how many it places
+
+
+class Prediction(Record):
+    """Predicted cost and how sure it is."""
+
+    tpot_ns: int = Field(ge=0)
+    prefill_ns: int = Field(ge=0)
+    error_ppm: int = Field(ge=0)  # relative half-width of the interval
+    splits: int = Field(ge=0)
+    objective_ns: int = Field(ge=0)
+    bound_ns: int = Field(ge=0)  # no placement under this budget, with this op_offload, has a lower objective
+    gap_ppm: int = Field(ge=0)
+    status: str  # optimal, feasible (time limit), baseline
+
+
+class Baseline(Record):
+    """What a stock rule would have done under the same budget."""
+
+    name: str  # all-cpu, ngl, n-cpu-moe, n-cpu-ffn, fit
+    setting: str  # the llama.cpp flags
+    feasible: bool
+    tpot_ns: int = Field(ge=0)  # 0 when infeasible
+    prefill_ns: int = Field(ge=0)
+    vram_bytes: int = Field(ge=0)
+
+
+class FitOverride(Record):
+    """One tensor override of --fit: tensors that match, and where they go."""
+
+    pattern: str
+    buffer: str = Field(min_length=1)
+
+
+class EngineFit(Record):
+    """What llama.cpp's own --fit chose for these devices and budgets; the baseline `fit` follows from it."""
+
+    engine: str  # library and build
+    n_ctx: int = Field(gt=0)
+    n_gpu_layers: int | None = Field(None, ge=0)  # absent: it found no placement
+    devices: tuple[str, ...] = ()
+    tensor_split: tuple[Annotated[int, Field(ge=0)], ...] = ()  # layers a device, the head counted as one
+    overrides: tuple[FitOverride, ...] = ()
+
+    @model_validator(mode="after")
+    def _layers_add_up(self) -> EngineFit:
+        if len(self.tensor_split) != len(self.devices) or sum(self.tensor_split) != (self.n_gpu_layers or 0):
+            raise ValueError("expected in tensor_split the layers of each device, n_gpu_layers in all")
+        return self
+
+
+class Projector(Record):
+    """The vision projector beside the model."""
+
+    name: str
+    device: str  # where it computes; its memory is among the reserves
+
+
+class Speculation(Record):
+    """Drafted tokens a step: one pass of the model checks them all and its own next one.
+
+    A drafted token counts as accepted with the same probability wherever it stands, once those before it are.
+    """
+
+    draft: str = ""  # name of the draft model; "": the model's own NextN/MTP block
+    table_digest: str = ""  # of the draft model
+    device: str = ""  # where the draft model computes
+    accept_ppm: int = Field(ge=0, le=1_000_000)
+    tokens: int = Field(ge=0, le=63)  # drafted a step; 0: none, the draft is not loaded
+    draft_ns: int = Field(ge=0)  # of one drafted token, beside what the model's own units take for it
+
+    @property
+    def step(self) -> tuple[int, int]:
+        """Expected tokens of a step as a fraction: 1 + a + a^2 + ... + a^tokens."""
+        powers = range(self.tokens + 1)
+        return (
+            sum(self.accept_ppm**i * 10 ** (6 * (self.tokens - i)) for i in powers),
+            10 ** (6 * self.tokens),
+        )
+
+    def per_token(self, step_ns: int) -> int:
+        """The share of one token in the time of a step."""
+        tokens, ones = self.step
+        return (2 * step_ns * ones + tokens) // (2 * tokens)
+
+
+class ExpertOrder(Record):
+    """The order in which the rewriter lays the experts of one layer: original ids, hot first."""
+
+    layer: int = Field(ge=0)
+    order: tuple[int, ...]
+
+
+class Reserved(Record):
+    """Memory on a device that the plan leaves to something else."""
+
+    name: str
+    device: str
+    size_bytes: int = Field(ge=0)
+
+
+class CachePoint(Record):
+    """One size of the engine's MoE cache: experts are kept for all cached layers together, last used last."""
+
+    share_ppm: int = Field(gt=0, le=1_000_000)  # of the cached layers' experts it holds
+    hit_ppm: int = Field(ge=0, le=1_000_000)  # of routed choices it serves
+
+
+class Constraints(Record):
+    """What the solver was asked to respect, so that a check can ask the same again."""
+
+    budgets: dict[
+        str, Annotated[int, Field(ge=0)]
+    ]  # bytes by device, the CPU included, devices left unused too
+    pins: tuple[str, ...] = ()  # PATTERN=SITE
+    contiguous: bool = False
+    no_cpu: bool = False
+    page: bool = False  # host weights may exceed memory and are paged from disk
+    reserves: tuple[Reserved, ...] = ()
+    heat_digest: str = ""  # of the heat file that expert coverage comes from
+    stripes: bool = True  # hot experts may live on the GPU, given heat
+    hybrid: bool | None = None  # experts may live in slots, the others with CPU and bus; absent: not asked
+    cache: tuple[CachePoint, ...] | None = None  # the engine has a MoE cache; sizes to choose from, concave
+
+
+_SITES = "the site of each unit says where its experts are"
+_LAYERS = "layers says the device of each layer"
+# What other tools' settings are here.
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("n_cpu_moe", "cpu_moe", "cpu_experts"), _SITES),
+    **dict.fromkeys(("n_gpu_layers", "tensor_split", "split_mode", "main_gpu"), _LAYERS),
+    "kv_device": "the KV cache follows the device of its layer",
+    "tiers": "one placement serves decoding and prompts; make a plan for each workload",
+    "engine": "engines says which builds can load the plan",
+    "host": "host_memory says how host weights are held",
+    "margin": "constraints.reserves holds what is left to others",
+}
+
+
+class Plan(Record):
+    """A decision that can be reviewed, checked without model or GPU, compiled and loaded."""
+
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+
+    schema_: int = Field(1, alias="schema", ge=1, le=1)
+    command: str
+    version: str
+    model: ModelRef
+    machine: MachineRef
+    engines: EngineRange | None = None  # builds that can load it; absent: nothing is known against any
+    workload: Workload
+    constraints: Constraints
+    devices: tuple[DeviceUse, ...]
+    layers: tuple[LayerRange, ...]
+    op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
+    repack: bool | None = None  # False: the CPU's weights keep the file's layout; absent: the engine's choice
+    projector: Projector | None = None
+    host_memory: HostMemory = HostMemory.MAPPED  # of weights that the CPU computes beside a GPU
+    speculation: Speculation | None = None  # times of a token are then those of an accepted one
+    predicted: Prediction
+    baselines: tuple[Baseline, ...]
+    fit: EngineFit | None = None  # asked of an engine with solve --fit
+    notes: tuple[str, ...] = ()
+    units: tuple[Placement, ...]
+    overrides: tuple[Override, ...]
+    experts: tuple[ExpertOrder, ...] = ()
+
+
+def to_text(plan: Plan) -> str:
+    """Canonical YAML of a plan."""
+    return dump(plan)
+
+
+def from_text(text: str, path: str) -> Plan:
+    """Plan from YAML text; FieldProblem names the line of what is wrong."""
+    return load(text, Plan, path)

@@ -1,0 +1,1 @@
+"""Expert usage counts, routing traces, coverage, and expert caches replayed on them."""

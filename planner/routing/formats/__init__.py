@@ -1,0 +1,1 @@
+"""Expert usage counts and traces in other tools' formats."""

@@ -1,0 +1,317 @@
+"""Exact search along the chain of decisions: Pareto labels of cost and memory, pruned by a Lagrangian bound.
+
+Layers of a model are alike, so thousands of placements cost the same and a branching solver cannot
+close the last per mille of its gap. Labels merge what is alike: after each decision only placements
+survive that no other beats in cost and in every memory. A label dies when its cost and the Lagrangian
+relaxation of the rest cannot beat the best placement known; what is left is a proof.
+
+Costs paid once (shares, mixed graphs) are enumerated outside, as scenarios; the bound discards most of
+them unseen. Everything is integer except the multipliers, whose rounding only weakens the bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.solver.labels import NEVER, Ints, Labels, joined, pareto
+from planner.solver.limits import Bools, Floats, binding, grain_of, share_memory, share_sets, with_modes
+from planner.solver.problem import Problem, Solution
+from planner.solver.stages import FORBIDDEN, stage_cost, stage_of, stage_over
+
+BEAM = 2_000  # labels of the first, unproven pass
+MOST = 100_000  # labels of the proving pass; beyond that the proof is given up
+WORK = 40_000_000  # labels made in all, some seconds; then the proof is given up
+# The same with several memories, where the pass only looks for a placement that attains a known bound.
+MOST_MANY, WORK_MANY = 20_000, 3_000_000
+_STEPS = 150  # of the subgradient, with several memories
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best placement and a lower bound on all placements; equal when proven."""
+
+    solution: Solution | None
+    objective_ns: int
+    bound_ns: int
+    proven: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Which options are allowed when these shares are paid and each mixed cost is paid or avoided."""
+
+    allowed: tuple[Bools, ...]
+    fixed_ns: int
+    capacity: Ints  # what is left of each memory
+
+
+@dataclass(frozen=True, slots=True)
+class Focus:
+    """The one scenario to look at: shares that may be paid; of mixed costs 2 is paid, 0 and 1 avoided."""
+
+    paid: frozenset[int]
+    modes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A Lagrangian relaxation: suffix costs by decision and device before it, at given multipliers."""
+
+    multipliers: Floats
+    suffix: Floats  # (decisions + 1, ports)
+    value: float
+
+
+def applies(problem: Problem) -> bool:
+    """Whether the edges are exactly the chain and no rule looks at more than neighbours."""
+    chain = [(i, i + 1) for i in range(len(problem.decisions) - 1)]
+    return [(e.source, e.target) for e in problem.edges] == chain and not problem.contiguous
+
+
+def simple(problem: Problem) -> bool:
+    """Whether at most one memory limits the placement: the proof is then quick."""
+    return len(binding(problem)) < 2
+
+
+def search(
+    problem: Problem,
+    incumbent: Solution | None,
+    incumbent_ns: int,
+    bound_ns: int = 0,
+    focus: Focus | None = None,
+) -> Found:
+    """The optimum, or the best found and a bound when there are too many labels.
+
+    `incumbent` is a feasible placement and its objective, None and any number without one. A known
+    lower bound ends the search when it is attained; a search with a `focus` proves nothing itself.
+    """
+    assert applies(problem)
+    start = incumbent_ns if incumbent else NEVER
+    found = _Search(problem, incumbent, start, bound_ns, focus, limit_runs=False).run()
+    if found.solution is None or not problem.max_runs or _turns(problem, found.solution) < problem.max_runs:
+        return found
+    return _Search(problem, incumbent, start, bound_ns, focus, limit_runs=True).run()
+
+
+def _turns(problem: Problem, solution: Solution) -> int:
+    """Changes of the layer device along the chain."""
+    pairs = zip(problem.decisions, solution.chosen(problem), strict=True)
+    entries = [option.entry for decision, option in pairs if decision.layer]
+    return sum(a != b for a, b in itertools.pairwise(entries))
+
+
+class _Search:
+    """The state of one search: arrays, the best placement so far, the smallest bound seen."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        incumbent: Solution | None,
+        incumbent_ns: int,
+        bound_ns: int,
+        focus: Focus | None,
+        *,
+        limit_runs: bool,
+    ) -> None:
+        self.problem, self.bound_ns, self.focus = problem, bound_ns, focus
+        self.memories = binding(problem)
+        self.turns = (problem.max_runs - 1,) if limit_runs else ()
+        self.ports = sorted({(o.entry, o.exit) for _, _, o in problem.each_option()})
+        self.stages = [
+            stage_of(problem, i, self.memories, self.ports, limit_turns=limit_runs)
+            for i in range(len(problem.decisions))
+        ]
+        self.best, self.best_ns = incumbent, incumbent_ns
+        self.grain = grain_of(problem)
+        self.work, self.most = (WORK, MOST) if len(self.memories) < 2 else (WORK_MANY, MOST_MANY)
+
+    def run(self) -> Found:
+        scenarios = list(self._scenarios())
+        quick = [(self._bound(s, np.zeros(len(s.capacity))).value, n, s) for n, s in enumerate(scenarios)]
+        rough = self._multipliers(scenarios[-1]) if scenarios else np.zeros(0)
+        ranked = sorted((max(v, self._bound(s, rough).value), n, s) for v, n, s in quick if v < NEVER)
+        bound, proven = NEVER, self.focus is None
+        for value, _, scenario in ranked:
+            if self._beaten(value) or self.best_ns <= self.bound_ns:
+                break
+            low, done = self._scenario(scenario)
+            bound, proven = min(bound, low), proven and done
+        bound = self.bound_ns if self.focus else min(bound, self.best_ns)
+        return Found(self.best, self.best_ns if self.best else 0, bound if self.best else 0, proven)
+
+    def _beaten(self, value: float) -> bool:
+        """Whether a bound says that nothing better than the best lies there."""
+        return self._up(value) >= self.best_ns
+
+    def _up(self, value: float) -> int:
+        """The least multiple of the grain not below a bound, rounding errors of floats allowed for."""
+        if value >= NEVER:
+            return NEVER
+        return math.ceil((value - 1e-9 * abs(value) - 1e-3) / self.grain) * self.grain
+
+    def _scenario(self, scenario: Scenario) -> tuple[int, bool]:
+        """Search one scenario; its lower bound and whether it is closed."""
+        best = self._bound(scenario, self._multipliers(scenario))
+        if self._beaten(best.value):
+            return self._up(best.value), True
+        bounds = [best, *(self._bound(scenario, best.multipliers * f) for f in (0.7, 1.4))]
+        self._labels(scenario, bounds, BEAM)
+        if self._beaten(best.value):
+            return self._up(best.value), True
+        if self._labels(scenario, bounds, self.most):
+            return self.best_ns, True
+        return self._up(best.value), False
+
+    def _scenarios(self) -> Iterator[Scenario]:
+        problem = self.problem
+        focus = self.focus
+        for paid in [focus.paid] if focus else share_sets(problem, self.memories):
+            sizes = share_memory(problem, self.memories, paid)
+            capacity = np.array([m.capacity for m in self.memories], dtype=np.int64) - sizes
+            if (capacity < 0).any():
+                continue
+            capacity = np.concatenate([capacity, np.array(self.turns, dtype=np.int64)])
+            within = [np.array([set(o.shares) <= paid for o in d.options]) for d in problem.decisions]
+            every = itertools.product((0, 1, 2), repeat=len(problem.mixed))
+            for modes in [focus.modes] if focus else every:
+                allowed, fixed = with_modes(problem, within, modes)
+                if all(a.any() for a in allowed):
+                    yield Scenario(tuple(allowed), fixed, capacity)
+
+    def _bound(self, scenario: Scenario, multipliers: Floats) -> Bound:
+        """Relax every memory into the cost and solve the chain backwards."""
+        n, devices = len(self.stages), len(self.problem.devices)
+        suffix = np.zeros((n + 1, len(self.ports)))
+        for i in range(n - 1, -1, -1):
+            stage = self.stages[i]
+            reduced = np.where(scenario.allowed[i], stage_cost(stage, multipliers), np.inf)
+            reduced = reduced + suffix[i + 1][stage.port]
+            by_entry = np.full(devices, np.inf)
+            np.minimum.at(by_entry, stage.entry, reduced)
+            suffix[i] = (stage_over(stage, multipliers) + by_entry[None, :]).min(axis=1)
+        rest = sum(float(m * c) for m, c in zip(multipliers, scenario.capacity, strict=True))
+        value = float(suffix[0].min()) + scenario.fixed_ns - rest
+        return Bound(multipliers, suffix, value if math.isfinite(value) else NEVER)
+
+    def _walk(self, scenario: Scenario, bound: Bound) -> Ints:
+        """Memory of the placement that attains a relaxation."""
+        at = int(bound.suffix[0].argmin())
+        used = np.zeros(len(scenario.capacity), dtype=np.int64)
+        for i, stage in enumerate(self.stages):
+            reduced = np.where(scenario.allowed[i], stage_cost(stage, bound.multipliers), np.inf)
+            over = stage_over(stage, bound.multipliers)[at][stage.entry]
+            choice = int((reduced + bound.suffix[i + 1][stage.port] + over).argmin())
+            used += stage.memory[:, choice] + stage.turns[:, at, stage.entry[choice]]
+            at = int(stage.port[choice])
+        return used
+
+    def _multipliers(self, scenario: Scenario) -> Floats:
+        """Near-optimal multipliers: by bisection of the slope for one memory, else by subgradients."""
+        if not len(scenario.capacity):
+            return np.zeros(0)
+        if len(scenario.capacity) == 1:
+            return self._one_multiplier(scenario)
+        return self._many_multipliers(scenario)
+
+    def _one_multiplier(self, scenario: Scenario) -> Floats:
+        low, high = 0.0, 1e-9
+        capacity = int(scenario.capacity[0])
+        while self._walk(scenario, self._bound(scenario, np.array([high])))[0] > capacity and high < 1e9:
+            low, high = high, high * 8
+        if low == 0.0 and self._walk(scenario, self._bound(scenario, np.array([0.0])))[0] <= capacity:
+            return np.zeros(1)
+        for _ in range(50):
+            middle = (low + high) / 2
+            if self._walk(scenario, self._bound(scenario, np.array([middle])))[0] > capacity:
+                low = middle
+            else:
+                high = middle
+        return np.array([high])
+
+    def _many_multipliers(self, scenario: Scenario) -> Floats:
+        now = best = np.zeros(len(scenario.capacity))
+        value, size = self._bound(scenario, best).value, 1.0
+        target = float(self.bound_ns or self.best_ns) if self.best else abs(value) * 1.5 + 1.0
+        for _ in range(_STEPS):
+            over = (self._walk(scenario, self._bound(scenario, now)) - scenario.capacity).astype(float)
+            norm = float((over * over).sum())
+            if norm == 0.0:
+                break
+            at = self._bound(scenario, now).value
+            now = np.maximum(now + size * max(target - at, abs(target) * 1e-6) / norm * over, 0.0)
+            reached = self._bound(scenario, now).value
+            if reached > value:
+                value, best = reached, now
+            else:
+                size *= 0.93
+        return best
+
+    def _labels(self, scenario: Scenario, bounds: list[Bound], most: int) -> bool:
+        """One pass over the chain; improves the best. True when no label was dropped for their number."""
+        start = np.zeros(1, dtype=np.int64)
+        empty = np.zeros((len(scenario.capacity), 1), dtype=np.int64)
+        front = Labels(start + scenario.fixed_ns, empty, start, start, start)
+        history: list[Labels] = []
+        complete = True
+        for i, stage in enumerate(self.stages):
+            self.work -= front.size * len(stage.cost)
+            if self.work < 0 and most > BEAM:
+                return False
+            made = self._expand(scenario, bounds, i, front)
+            parts = [pareto(made.take(made.port == port)) for port in range(len(self.ports))]
+            front = joined(parts)
+            if not front.size:
+                return complete
+            if front.size > most:
+                complete = False
+                keep = np.argsort(self._estimate(scenario, bounds[:1], i + 1, front), kind="stable")[:most]
+                front = front.take(np.sort(keep))
+            history.append(front)
+        self._finish(history)
+        return complete
+
+    def _expand(self, scenario: Scenario, bounds: list[Bound], i: int, front: Labels) -> Labels:
+        stage, parts = self.stages[i], []
+        for j in np.flatnonzero(scenario.allowed[i]):
+            entry = stage.entry[j]
+            cost = front.cost + stage.before[front.port, entry] + stage.cost[j]
+            memory = front.memory + stage.memory[:, j : j + 1] + stage.turns[:, front.port, entry]
+            n = len(cost)
+            made = Labels(
+                cost,
+                memory,
+                np.full(n, stage.port[j]),
+                np.arange(n, dtype=np.int64),
+                np.full(n, j, dtype=np.int64),
+            )
+            fits = (memory <= scenario.capacity[:, None]).all(axis=0)
+            limit = self.best_ns - self.grain + 1e-9 * abs(self.best_ns) + 1e-3
+            parts.append(made.take(fits & (self._estimate(scenario, bounds, i + 1, made) <= limit)))
+        return joined(parts)
+
+    def _estimate(self, scenario: Scenario, bounds: list[Bound], i: int, labels: Labels) -> Floats:
+        """A lower bound on every completion of each label."""
+        best = np.full(labels.size, -np.inf)
+        for bound in bounds:
+            value = labels.cost + bound.suffix[i][labels.port]
+            for m, multiplier in enumerate(bound.multipliers):
+                value = value + multiplier * (labels.memory[m] - scenario.capacity[m])
+            best = np.maximum(best, value)
+        return best
+
+    def _finish(self, history: list[Labels]) -> None:
+        last = history[-1]
+        at = int(last.cost.argmin())
+        if int(last.cost[at]) >= min(self.best_ns, FORBIDDEN):
+            return
+        self.best_ns = int(last.cost[at])
+        choices = []
+        for front in reversed(history):
+            choices.append(int(front.choice[at]))
+            at = int(front.parent[at])
+        self.best = Solution(tuple(reversed(choices)))

@@ -1,0 +1,263 @@
+"""The cheapest placement under all limits, with a proven bound.
+
+Three ways, quick ones first, each handing its best placement and bound to the next: the frontier search
+along the chain, the counting relaxation, and CP-SAT on the whole problem. One worker, a fixed seed and
+deterministic limits make the answer the same on every machine.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from planner.solver import counts, frontier
+from planner.solver.cp_sat import ExactModel
+from planner.solver.prefixes import Part, parts
+from planner.solver.problem import Problem, Solution
+
+_SHARES = {"count": 0.3, "arrange": 0.2, "exact": 0.5}  # of the time, for each use of CP-SAT
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When to stop; deterministic seconds count work, not time, and the wall is only a safety net."""
+
+    deterministic_s: float = 20.0
+    wall_s: float = 60.0
+    seed: int = 1
+
+    def part(self, use: str) -> Limits:
+        """The share of one of the ways."""
+        return Limits(self.deterministic_s * _SHARES[use], self.wall_s * _SHARES[use], self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The answer of the solver; `solution` is None when there is none or none was found."""
+
+    status: str  # optimal, feasible, infeasible, unknown
+    solution: Solution | None
+    objective_ns: int
+    bound_ns: int
+
+
+def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None = None) -> Solved:
+    """The cheapest placement that keeps every limit; `hint` is a placement that keeps them."""
+    limits = limits or Limits()
+    best = Solved("unknown", hint, price_of(problem, hint) if hint else 0, 0)
+    if frontier.applies(problem) and frontier.simple(problem):
+        best = _frontier(problem, best)
+    if best.status == "unknown" and counts.applies(problem):
+        best = _counted(problem, best, limits)
+    return solve_cp(problem, best, limits) if best.status == "unknown" else best
+
+
+def _frontier(problem: Problem, best: Solved) -> Solved:
+    found = frontier.search(problem, best.solution, best.objective_ns)
+    if found.solution is None:
+        return Solved("infeasible", None, 0, 0) if found.proven else best
+    return _judged(Solved("unknown", found.solution, found.objective_ns, found.bound_ns))
+
+
+def _judged(solved: Solved) -> Solved:
+    """Optimal when the bound is reached."""
+    closed = solved.solution is not None and solved.bound_ns >= solved.objective_ns
+    return Solved("optimal", solved.solution, solved.objective_ns, solved.objective_ns) if closed else solved
+
+
+def _counted(problem: Problem, best: Solved, limits: Limits) -> Solved:
+    """Bound every part of the problem by the counting relaxation, then look for orders that attain it.
+
+    Parts whose bound is not below the best placement are done with; what is left open bounds the answer.
+    """
+    from ortools.sat.python import cp_model
+
+    clock = Clock(limits.part("count").deterministic_s)
+    whole = _relaxed(cp_model, problem, None, clock, limits)
+    if whole is None:
+        return Solved("infeasible", None, 0, 0)
+    best = _judged(Solved(best.status, best.solution, best.objective_ns, max(best.bound_ns, whole.bound_ns)))
+    if best.status == "optimal" or whole.focus is None:
+        return best
+    best = _focused(problem, best, whole)
+    if best.status == "optimal":
+        return best
+    return _by_parts(cp_model, problem, best, clock, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """A solved counting relaxation; without a focus when it was not solved to its optimum."""
+
+    bound_ns: int
+    focus: frontier.Focus | None
+    counts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # members of a kind, and how many take each
+
+
+@dataclass
+class Clock:
+    """Deterministic seconds left to a use of CP-SAT."""
+
+    left_s: float
+
+
+def _relaxed(cp: Any, problem: Problem, below_ns: int | None, clock: Clock, limits: Limits) -> Relaxed | None:
+    """The relaxation's optimum; None when nothing below `below_ns` exists."""
+    relaxed = counts.CountModel(cp, problem)
+    if below_ns is not None:
+        relaxed.model.add(relaxed.objective < below_ns)
+    solver = _solver(cp, Limits(max(clock.left_s, 0.1), limits.wall_s, limits.seed))
+    status = _searched(solver, relaxed.model)
+    clock.left_s -= solver.response_proto.deterministic_time
+    if status == cp.INFEASIBLE:
+        return None
+    bound = int(solver.best_objective_bound)
+    if status != cp.OPTIMAL:
+        return Relaxed(bound, None, ())
+    found = tuple(
+        (alike.members, tuple(int(solver.value(v)) for v in row))
+        for alike, row in zip(relaxed.classes, relaxed.counts, strict=True)
+    )
+    return Relaxed(bound, _focus(relaxed, solver), found)
+
+
+def _focused(problem: Problem, best: Solved, relaxed: Relaxed) -> Solved:
+    """The frontier search where the relaxation's optimum lies."""
+    if not frontier.applies(problem) or relaxed.focus is None:
+        return best
+    found = frontier.search(problem, best.solution, best.objective_ns, relaxed.bound_ns, relaxed.focus)
+    return _judged(Solved(best.status, found.solution, found.objective_ns, best.bound_ns))
+
+
+def _by_parts(cp: Any, problem: Problem, best: Solved, clock: Clock, limits: Limits) -> Solved:
+    """Close part after part, the lowest bound first; what is not closed when time is up bounds the rest."""
+    open_parts: list[tuple[int, int, Part, Relaxed]] = []
+    for part in parts(problem):
+        below = best.objective_ns if best.solution else None
+        unknown = Relaxed(best.bound_ns, None, ())
+        found = _relaxed(cp, part.problem, below, clock, limits) if clock.left_s > 0 else unknown
+        if found is not None:
+            open_parts.append((max(found.bound_ns, best.bound_ns), part.count, part, found))
+    work = Clock(limits.part("arrange").deterministic_s)
+    left: list[int] = []
+    for bound, _, part, found in sorted(open_parts, key=lambda each: each[:2]):
+        if best.solution is not None and bound >= best.objective_ns:
+            break
+        best, closed = _closed(cp, part, found, best, bound, work, limits)
+        if not closed:
+            left.append(bound)
+    lowest = min(left, default=best.objective_ns)
+    return _judged(Solved(best.status, best.solution, best.objective_ns, max(best.bound_ns, lowest)))
+
+
+def _closed(
+    cp: Any, part: Part, relaxed: Relaxed, best: Solved, bound: int, clock: Clock, limits: Limits
+) -> tuple[Solved, bool]:
+    """Search one part for something better than the best; whether nothing better is left in it."""
+    for narrowed in (True, False):
+        if clock.left_s <= 0 or (narrowed and not relaxed.counts):
+            continue
+        exact = ExactModel(cp, part.problem)
+        if narrowed:
+            for members, row in relaxed.counts:
+                for j, count in enumerate(row):
+                    exact.model.add(sum(exact.choose[i][j] for i in members) == count)
+        if best.solution is not None:
+            exact.model.add(exact.objective < best.objective_ns)
+        exact.model.add(exact.objective >= bound)
+        solver = _solver(cp, Limits(clock.left_s / 2, limits.wall_s, limits.seed))
+        status = _searched(solver, exact.model)
+        clock.left_s -= solver.response_proto.deterministic_time
+        if status in (cp.OPTIMAL, cp.FEASIBLE):
+            chosen = Solution(tuple(_index(solver, row) for row in exact.choose))
+            best = Solved(best.status, part.whole(chosen), round(solver.objective_value), best.bound_ns)
+        done = status in (cp.OPTIMAL, cp.INFEASIBLE) and not narrowed
+        if done or (best.solution is not None and bound >= best.objective_ns):
+            return best, True
+    return best, False
+
+
+def _focus(relaxed: counts.CountModel, solver: Any) -> frontier.Focus:
+    """Where the relaxation's optimum lies: the shares it pays, the mixed costs it pays or avoids."""
+    paid = frozenset(
+        i
+        for i, (share, var) in enumerate(zip(relaxed.problem.shares, relaxed.used, strict=True))
+        if not share.size_bytes or solver.boolean_value(var)
+    )
+    sides = [tuple(solver.boolean_value(v) for v in pair) for pair in relaxed.sides]
+    return frontier.Focus(paid, tuple(2 if host and other else 1 if host else 0 for host, other in sides))
+
+
+def solve_cp(problem: Problem, best: Solved | None = None, limits: Limits | None = None) -> Solved:
+    """CP-SAT on the whole problem, from the best placement and bound known."""
+    from ortools.sat.python import cp_model
+
+    best = best or Solved("unknown", None, 0, 0)
+    exact = ExactModel(cp_model, problem)
+    if best.solution is not None:
+        exact.hint(best.solution)
+    found = _run(cp_model, exact, best, (limits or Limits()).part("exact"))
+    if found.status == "unknown" and found.solution is not None:
+        return Solved("feasible", found.solution, found.objective_ns, found.bound_ns)
+    return found
+
+
+def _run(cp: Any, exact: ExactModel, best: Solved, limits: Limits) -> Solved:
+    """Solve a model from what is known."""
+    if best.solution is not None:
+        exact.model.add(exact.objective <= best.objective_ns)
+    exact.model.add(exact.objective >= best.bound_ns)
+    solver = _solver(cp, limits)
+    status = _searched(solver, exact.model)
+    if status == cp.INFEASIBLE and best.solution is None:
+        return Solved("infeasible", None, 0, 0)
+    if status not in (cp.OPTIMAL, cp.FEASIBLE):
+        return best
+    chosen = Solution(tuple(_index(solver, row) for row in exact.choose))
+    objective = round(solver.objective_value)
+    bound = objective if status == cp.OPTIMAL else max(int(solver.best_objective_bound), best.bound_ns)
+    return _judged(Solved("unknown", chosen, objective, bound))
+
+
+def _solver(cp: Any, limits: Limits) -> Any:
+    solver = cp.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C ends the program, not only the search
+    solver.parameters.random_seed = limits.seed
+    solver.parameters.max_deterministic_time = limits.deterministic_s
+    solver.parameters.max_time_in_seconds = limits.wall_s
+    solver.parameters.linearization_level = 2
+    return solver
+
+
+def _searched(solver: Any, model: Any) -> Any:
+    """The status of a search that Ctrl-C ends at once: the library would not come back before its end."""
+    with ThreadPoolExecutor(1) as pool:
+        search = pool.submit(solver.solve, model)
+        try:
+            return search.result()
+        except BaseException:
+            solver.stop_search()
+            raise
+
+
+def _index(solver: Any, row: list[Any]) -> int:
+    return next(j for j, var in enumerate(row) if solver.boolean_value(var))
+
+
+def price_of(problem: Problem, solution: Solution) -> int:
+    """The objective of a placement."""
+    chosen = solution.chosen(problem)
+    total = problem.price(problem.decode_ns, problem.prefill_ns)
+    total += sum(problem.price(o.decode_ns, o.prefill_ns) for o in chosen)
+    for edge in problem.edges:
+        p, q = chosen[edge.source].exit, chosen[edge.target].entry
+        total += problem.price(edge.decode_ns[p][q], edge.prefill_ns[p][q])
+    for mixed in problem.mixed:
+        options = [chosen[i] for i in mixed.decisions]
+        if any(problem.on_host(mixed, o) for o in options) and any(
+            problem.off_host(mixed, o) for o in options
+        ):
+            total += problem.price(mixed.decode_ns, mixed.prefill_ns)
+    return total

@@ -1,0 +1,1 @@
+"""Single operators timed on every device."""

@@ -1,0 +1,1 @@
+"""Valid GGUF files of random weights, for every architecture that is planned for."""

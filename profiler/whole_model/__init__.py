@@ -1,0 +1,1 @@
+"""Runs of whole models that fit what operators alone do not show."""

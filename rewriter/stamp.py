@@ -1,0 +1,116 @@
+"""What a rewritten file says about itself: its source, its plan, and how to go back.
+
+The engine ignores metadata keys it does not know, so the record travels inside the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.errors import FileProblem, InputError
+from planner.model.gguf_file import ModelFile
+from planner.model.gguf_header import printable
+from planner.plan.plan import Plan, to_text
+from planner.records import digest
+
+PREFIX = "atsplan."
+PLAN_DIGEST = "atsplan.plan_digest"
+SOURCE_HEADER = "atsplan.source.header_digest"
+SOURCE_TABLE = "atsplan.source.table_digest"
+SOURCE_ORDER = "atsplan.source.order"
+SOURCE_ALIGNMENT = "atsplan.source.alignment"
+SOURCE_SIZE = "atsplan.source.size"
+EXPERTS = "atsplan.experts."  # + layer
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Where a rewritten file comes from."""
+
+    plan_digest: str
+    source_header: str  # header digest of the first source
+    source_table: str  # its table digest
+    source_order: tuple[int, ...]  # for each tensor of this file, its place among the source's
+    source_alignment: int  # general.alignment as the source stated it, 0 when it did not
+    source_size: int  # bytes of the source when it was one file, else 0
+    experts: Mapping[int, tuple[int, ...]]  # layer -> original expert id at each position
+
+
+@dataclass(eq=False)
+class PlanMismatch(InputError):
+    """A plan that was made for another model."""
+
+    path: str
+    model: str
+    plan_model: str
+    what: str
+    expected: str
+    found: str
+
+    def message(self) -> str:
+        names = printable(f"{self.plan_model}, not {self.model}")
+        digests = f"{self.what} {self.expected[:19]} in the plan, {self.found[:19]} here"
+        return f"{self.path}: the plan is for another model: {names} ({digests})"
+
+
+def plan_digest(plan: Plan) -> str:
+    """Digest of the canonical text of a plan."""
+    return digest(to_text(plan))
+
+
+def read_stamp(model: ModelFile) -> Stamp | None:
+    """The stamp of a rewritten file, None for any other; FileProblem when it is damaged."""
+    header = model.headers[0].header
+    if not header.text(SOURCE_HEADER):
+        return None
+    order = _permutation(model, SOURCE_ORDER)
+    if len(order) != len(model.inventory.tensors):
+        raise _damaged(model, f"{SOURCE_ORDER} has {len(order)} entries")
+    experts: dict[int, tuple[int, ...]] = {}
+    for kv in header.kvs:
+        if kv.key.startswith(EXPERTS):
+            layer = kv.key[len(EXPERTS) :]
+            if not (layer.isascii() and layer.isdecimal()):
+                raise _damaged(model, kv.key)
+            experts[int(layer)] = _permutation(model, kv.key)
+    return Stamp(
+        header.text(PLAN_DIGEST),
+        header.text(SOURCE_HEADER),
+        header.text(SOURCE_TABLE),
+        order,
+        header.number(SOURCE_ALIGNMENT) or 0,
+        header.number(SOURCE_SIZE) or 0,
+        experts,
+    )
+
+
+def check_plan(model: ModelFile, plan: Plan, path: str) -> None:
+    """PlanMismatch unless the plan was made for this model, or for the source it was rewritten from.
+
+    `path` names the plan in the message.
+    """
+    found = model.inventory.table_digest()
+    if plan.model.table_digest != found:
+        raise _mismatch(model, plan, path, "tensor table", plan.model.table_digest, found)
+    stamp = read_stamp(model)
+    headers = {model.inventory.header_digest, *((stamp.source_header,) if stamp else ())}
+    if plan.model.header_digest and plan.model.header_digest not in headers:
+        expected = plan.model.header_digest
+        raise _mismatch(model, plan, path, "header", expected, model.inventory.header_digest)
+
+
+def _mismatch(model: ModelFile, plan: Plan, path: str, what: str, expected: str, found: str) -> PlanMismatch:
+    return PlanMismatch(path, model.inventory.name, plan.model.name, what, expected, found)
+
+
+def _permutation(model: ModelFile, key: str) -> tuple[int, ...]:
+    kv = model.get(key)
+    values = kv.value if kv else None
+    if not isinstance(values, tuple) or sorted(values, key=repr) != sorted(range(len(values)), key=repr):
+        raise _damaged(model, f"{key} is not a permutation")
+    return tuple(int(value) for value in values)
+
+
+def _damaged(model: ModelFile, what: str) -> FileProblem:
+    return FileProblem(str(model.paths[0]), f"damaged record of an earlier rewrite: {what}")

@@ -1,0 +1,1 @@
+"""A plan raced against stock rules at equal measured memory."""

@@ -1,0 +1,179 @@
+"""A/B measurement of contenders: separate processes, one after the other, order alternated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from planner.errors import MachineError
+from runtime.bench.intervals import Interval, interval, ratio
+from runtime.bench.memory_settled import Settling, reader
+from runtime.bench.prompts import text
+from runtime.bench.rivals import Arm
+from runtime.child import Died
+from runtime.engine.gpu_usage import Watch
+from runtime.load.dry_run import Breakdown
+from runtime.session.session import Timings
+from runtime.worker import Ask, Checks, Outcome, work
+
+_WARM_UP = 8  # tokens generated before anything counts
+VERDICT_ROUNDS = 3  # fewer samples have no spread to judge by
+_TIE = 1.01  # loads of one placement differ by more than this
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is measured."""
+
+    engine: str | None
+    llama_h: Path | None
+    model: Path
+    prompts: tuple[int, ...]  # tokens
+    tokens: int  # generated after each prompt
+    rounds: int
+    seed: int = 1
+    timeout_s: float = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A contender that did not finish a round."""
+
+    at: str  # ISO time
+    why: str
+    lines: tuple[str, ...] = ()  # the last ones of its log
+    loaded: bool = False  # it died while it computed, not while it was loaded
+
+
+@dataclass(slots=True)
+class Result:
+    """All samples of one contender."""
+
+    arm: Arm
+    decode: dict[int, list[float]] = field(default_factory=dict)  # prompt tokens -> ns per token
+    prefill: dict[int, list[float]] = field(default_factory=dict)  # prompt tokens -> ns per prompt
+    load_ns: list[int] = field(default_factory=list)
+    memory: Mapping[str, Breakdown] = field(default_factory=dict)
+    tokens: int = 0  # generated in all
+    guessed: int = 0  # by a draft
+    accepted: int = 0  # of those
+    utilisation: list[float] = field(default_factory=list)  # percent, one a round
+    peak_bytes: list[int] = field(default_factory=list)  # of NVIDIA GPUs, as the driver counts, one a round
+    notes: tuple[str, ...] = ()
+    failures: list[Failure] = field(default_factory=list)
+    unsettled: list[str] = field(default_factory=list)  # memory that was not free again after a round
+
+    @property
+    def tpot(self) -> list[float]:
+        """Decode samples of all prompts together, ns per token."""
+        return [sample for samples in self.decode.values() for sample in samples]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The plan against one rival at one prompt length; below 1 the plan is faster."""
+
+    rival: str
+    prompt: int
+    decode: Interval
+    prefill: Interval
+
+
+def run(
+    terms: Terms,
+    arms: Sequence[Arm],
+    checks: Mapping[str, Checks],
+    on_step: Callable[[str], None] = lambda text: None,
+) -> list[Result]:
+    """Measure every contender in every round; one that dies is recorded and the others go on."""
+    results = {arm.name: Result(arm) for arm in arms}
+    devices = [name for arm in arms for name in arm.device_bytes]
+    settling = Settling(reader(terms.engine, terms.llama_h, devices))
+    for number, arm in schedule(arms, terms.rounds):
+        on_step(f"round {number + 1} of {terms.rounds}: {arm.name}")
+        _measure(terms, results[arm.name], checks.get(arm.name))
+        if held := settling.wait():
+            on_step(held)
+            results[arm.name].unsettled.append(held)
+    return list(results.values())
+
+
+def schedule(arms: Sequence[Arm], rounds: int) -> Iterator[tuple[int, Arm]]:
+    """Every contender once a round, forwards and backwards in turn: drift hits all alike."""
+    for number in range(rounds):
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            yield number, arm
+
+
+def compare(plan: Result, rival: Result, seed: int = 1) -> list[Comparison]:
+    """Ratios of the plan to a rival for each prompt length both have samples of."""
+    return [
+        Comparison(
+            rival.arm.name,
+            prompt,
+            ratio(plan.decode[prompt], rival.decode[prompt], seed),
+            ratio(plan.prefill[prompt], rival.prefill[prompt], seed),
+        )
+        for prompt in sorted(plan.decode.keys() & rival.decode.keys())
+    ]
+
+
+def slower(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Those where the plan decodes slower by more than a tie, whole interval, of enough rounds."""
+    return [c for c in comparisons if c.decode.low > _TIE and c.decode.samples >= VERDICT_ROUNDS]
+
+
+def summary(samples: Sequence[float], seed: int = 1) -> Interval | None:
+    """Median and interval; None without samples."""
+    return interval(samples, seed) if samples else None
+
+
+def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
+    asks = [Ask(text(64, terms.seed), _WARM_UP, ignore_end=True, silent=True, cut=32)]
+    asks += [
+        Ask(text(n, terms.seed + n), terms.tokens, ignore_end=True, silent=True, cut=n) for n in terms.prompts
+    ]
+    loaded = False
+
+    def begin() -> None:
+        nonlocal loaded
+        loaded = True
+        watch.begin()
+
+    with Watch(result.arm.device_bytes) as watch:
+        try:
+            outcome = work(
+                terms.engine,
+                terms.llama_h,
+                terms.model,
+                result.arm.spec,
+                asks,
+                checks,
+                on_loaded=begin,
+                timeout_s=terms.timeout_s,
+                draft=result.arm.draft,
+            )
+        except MachineError as problem:
+            lines = problem.lines if isinstance(problem, Died) else ()
+            at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            result.failures.append(Failure(at, str(problem), lines, loaded))
+            return
+    _keep(result, outcome, outcome.timings[1:])
+    if watch.percent is not None:
+        result.utilisation.append(watch.percent)
+    if watch.peak_bytes is not None:
+        result.peak_bytes.append(watch.peak_bytes)
+
+
+def _keep(result: Result, outcome: Outcome, timings: Sequence[Timings]) -> None:
+    for one in timings:
+        result.decode.setdefault(one.prompt_tokens, []).append(float(one.tpot_ns))
+        result.prefill.setdefault(one.prompt_tokens, []).append(float(one.prefill_ns))
+        result.tokens += len(one.tokens)
+        result.guessed += one.guessed
+        result.accepted += one.accepted
+    result.load_ns.append(outcome.loaded.load_ns)
+    result.memory = outcome.loaded.memory
+    result.notes = outcome.loaded.notes

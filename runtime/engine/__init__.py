@@ -1,0 +1,1 @@
+"""The engine's libraries: found, declared, probed, and listened to."""

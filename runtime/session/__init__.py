@@ -1,0 +1,1 @@
+"""A model loaded by its plan that generates text."""

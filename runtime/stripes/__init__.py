@@ -1,0 +1,1 @@
+"""Experts split between VRAM and pinned host memory inside one tensor."""

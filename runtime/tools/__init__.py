@@ -1,0 +1,1 @@
+"""Plans as command lines and settings of stock tools."""

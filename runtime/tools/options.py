@@ -1,0 +1,224 @@
+"""The nearest placement that stock llama.cpp tools can be told, and their options for it.
+
+The tools list no CPU among devices, split a device list of at most 15 entries, and know no stripes. What
+they cannot express is said in `Stock.notes` and replaced by the nearest legal form: layers of the CPU
+between device layers keep their weights there by overrides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from planner.errors import InputError
+from planner.plan.engine_rules import spec_layer_devices
+from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.overrides import numbers
+from planner.site import Site
+
+MAX_SPLIT = 15  # the option parser refuses llama_max_devices() entries
+_RPC = re.compile(r"(RPC\d*)\[(.+)\]")
+
+
+@dataclass(eq=False)
+class Inexpressible(InputError):
+    """A pattern the option parser of a tool would break."""
+
+    pattern: str
+
+    def message(self) -> str:
+        return (
+            f"override {self.pattern}: a comma or an equals sign in a pattern breaks --override-tensor: "
+            "give --inventory to have it spelt anew"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """A placement in the terms of the stock tools."""
+
+    spec: LoadSpec
+    rpc: tuple[str, ...]  # servers to register, in order
+    notes: tuple[str, ...]  # what could not be said, and what stands there instead
+    exact: bool
+    mmproj: str = ""  # path of a vision projector to load beside the model
+    mmproj_on_cpu: bool = False
+    draft: str = ""  # path of a draft model
+    draft_device: str = ""  # where it computes; "": the tool's choice
+    draft_tokens: int = 0  # drafted a step; 0: the tool's choice
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Device names as the tools print them."""
+        return tuple(_short(device) for device in self.spec.devices)
+
+
+def stock(spec: LoadSpec, n_blocks: int) -> Stock:
+    """The nearest placement the tools can be told; `n_blocks` counts NextN blocks. Raises Inexpressible."""
+    notes = list(spec.notes)
+    for pattern, _ in spec.overrides:
+        if cut_by_parsers(pattern):
+            raise Inexpressible(pattern)
+    legal = _without_stripes(spec, notes)
+    legal = _with_gpu_layers(legal, n_blocks, notes)
+    rpc = dict.fromkeys(m[2] for device in legal.devices if (m := _RPC.fullmatch(device)))
+    return Stock(legal, tuple(rpc), tuple(notes), len(notes) == 0)
+
+
+def cut_by_parsers(pattern: str) -> bool:
+    """Whether the option parsers of the tools would cut a pattern."""
+    return bool(set(pattern) & set(",="))
+
+
+def options(plan: Stock, model: str) -> list[tuple[str, str]]:
+    """Long options and their values that llama-server and llama-cli share, in a fixed order."""
+    spec, work = plan.spec, plan.spec.workload
+    found = [("--rpc", ",".join(plan.rpc))] if plan.rpc else []
+    found += [
+        ("--model", model),
+        ("--device", ",".join(plan.devices) or "none"),
+        ("--n-gpu-layers", str(spec.n_gpu_layers)),
+    ]
+    if len(spec.devices) > 1 and any(spec.tensor_split):
+        found.append(("--tensor-split", ",".join(map(str, spec.tensor_split))))
+    if spec.overrides:
+        found.append(("--override-tensor", ",".join(f"{p}={b}" for p, b in spec.overrides)))
+    found += [
+        # Left on, it would change whatever is not set here.
+        ("--fit", "off"),
+        ("--ctx-size", str(work.n_ctx)),
+        ("--parallel", str(work.n_seq)),
+        ("--batch-size", str(max(work.n_batch, work.n_ubatch))),
+        ("--ubatch-size", str(work.n_ubatch)),
+        ("--flash-attn", "on" if work.flash_attn else "off"),
+        ("--cache-type-k", work.type_k),
+        ("--cache-type-v", work.type_v),
+        ("--load-mode", "mmap" if spec.use_mmap else "none"),
+    ]
+    if plan.mmproj:
+        found.append(("--mmproj", plan.mmproj))
+        if plan.mmproj_on_cpu:
+            found.append(("--no-mmproj-offload", ""))
+    if plan.draft:
+        # Without the type the draft model is loaded and never asked (b10434). A draft with other KV types
+        # than the model's is refused or slow.
+        found += [
+            ("--spec-type", "draft-simple"),
+            ("--model-draft", plan.draft),
+            ("--cache-type-k-draft", work.type_k),
+            ("--cache-type-v-draft", work.type_v),
+        ]
+        if plan.draft_device:
+            device = "none" if plan.draft_device == CPU else _short(plan.draft_device)
+            found += [("--spec-draft-device", device), ("--spec-draft-ngl", "all")]
+    elif work.mtp:
+        found.append(("--spec-type", "draft-mtp"))
+    if plan.draft_tokens:
+        found.append(("--spec-draft-n-max", str(plan.draft_tokens)))
+    if spec.threads:
+        found.append(("--threads", str(spec.threads)))
+    if spec.cache_bytes:
+        found.append(("--moe-cache-mib", str(spec.cache_bytes // 2**20)))  # b11548 and later
+    if not spec.use_extra_bufts:
+        found.append(("--no-repack", ""))
+    if not spec.op_offload:
+        found.append(("--no-op-offload", ""))
+    if spec.swa_full:
+        found.append(("--swa-full", ""))
+    return found
+
+
+# Option to the environment variable the tools read instead.
+ENVIRONMENT: Mapping[str, str] = {
+    "--rpc": "LLAMA_ARG_RPC",
+    "--model": "LLAMA_ARG_MODEL",
+    "--device": "LLAMA_ARG_DEVICE",
+    "--n-gpu-layers": "LLAMA_ARG_N_GPU_LAYERS",
+    "--tensor-split": "LLAMA_ARG_TENSOR_SPLIT",
+    "--override-tensor": "LLAMA_ARG_OVERRIDE_TENSOR",
+    "--fit": "LLAMA_ARG_FIT",
+    "--ctx-size": "LLAMA_ARG_CTX_SIZE",
+    "--parallel": "LLAMA_ARG_N_PARALLEL",
+    "--batch-size": "LLAMA_ARG_BATCH",
+    "--ubatch-size": "LLAMA_ARG_UBATCH",
+    "--flash-attn": "LLAMA_ARG_FLASH_ATTN",
+    "--cache-type-k": "LLAMA_ARG_CACHE_TYPE_K",
+    "--cache-type-v": "LLAMA_ARG_CACHE_TYPE_V",
+    "--load-mode": "LLAMA_ARG_LOAD_MODE",
+    "--mmproj": "LLAMA_ARG_MMPROJ",
+    "--no-mmproj-offload": "LLAMA_ARG_NO_MMPROJ_OFFLOAD",
+    "--model-draft": "LLAMA_ARG_SPEC_DRAFT_MODEL",
+    "--cache-type-k-draft": "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",
+    "--cache-type-v-draft": "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",
+    "--spec-draft-n-max": "LLAMA_ARG_SPEC_DRAFT_N_MAX",
+    "--spec-draft-ngl": "LLAMA_ARG_N_GPU_LAYERS_DRAFT",
+    "--spec-type": "LLAMA_ARG_SPEC_TYPE",
+    "--threads": "LLAMA_ARG_THREADS",
+    "--moe-cache-mib": "LLAMA_ARG_MOE_CACHE_MIB",
+    "--no-repack": "LLAMA_ARG_NO_REPACK",
+    "--swa-full": "LLAMA_ARG_SWA_FULL",
+}
+
+
+def _without_stripes(spec: LoadSpec, notes: list[str]) -> LoadSpec:
+    striped = sum(Site.of_buffer(buffer).divided for _, buffer in spec.overrides)
+    if striped:
+        notes.append(f"the tools know no stripes: {striped} striped tensors stay on the CPU whole")
+    overrides = tuple((p, CPU if Site.of_buffer(b).divided else b) for p, b in spec.overrides)
+    return replace(spec, overrides=overrides)
+
+
+def _with_gpu_layers(spec: LoadSpec, n_blocks: int, notes: list[str]) -> LoadSpec:
+    """CPU layers behind the first device layer become device layers with their weights kept on the CPU."""
+    layers = list(spec_layer_devices(spec, n_blocks))
+    if CPU not in spec.devices and len(spec.devices) <= MAX_SPLIT:
+        return spec
+    first = next((n for n, device in enumerate(layers) if device != CPU), len(layers))
+    moved = [n for n in range(first, len(layers)) if layers[n] == CPU]
+    for n in moved:
+        layers[n] = layers[n - 1]
+    runs = [(device, len(list(group))) for device, group in groupby(layers[first:])]
+    if len(runs) > MAX_SPLIT:
+        runs, dropped = runs[-MAX_SPLIT:], sum(count for _, count in runs[:-MAX_SPLIT])
+        runs[0] = (runs[0][0], runs[0][1] + dropped)
+        notes.append(f"the tools split over {MAX_SPLIT} entries: {dropped} layers follow later ones")
+    if moved:
+        notes.append(_why_moved(moved, n_blocks))
+    return replace(
+        spec,
+        devices=tuple(device for device, _ in runs),
+        tensor_split=tuple(count for _, count in runs),
+        n_gpu_layers=len(layers) - first,
+        # Behind the plan's own patterns: the first match wins.
+        overrides=(*spec.overrides, *_kept_on_cpu(moved, n_blocks)),
+    )
+
+
+def _kept_on_cpu(layers: list[int], n_blocks: int) -> list[tuple[str, str]]:
+    blocks = [n for n in layers if n < n_blocks]
+    found = [(rf"^blk\.(?:{numbers(blocks)})\..*$", CPU)] if blocks else []
+    if n_blocks in layers:
+        # A head without a tensor of its own is token_embd, which the device would get a copy of.
+        found.append((r"^(?:output|output_norm|token_embd)\.weight$", CPU))
+    return found
+
+
+def _why_moved(layers: list[int], n_blocks: int) -> str:
+    why = "the tools list no CPU among devices: "
+    blocks = [n for n in layers if n < n_blocks]
+    if not blocks:
+        return (
+            why + "the output head counts as a layer of the neighbouring device, its weights stay on the CPU"
+        )
+    named = ", ".join(map(str, blocks))
+    return (
+        f"{why}KV cache and state of layer{'s' * (len(blocks) > 1)} {named} move to the neighbouring "
+        "device, the weights stay on the CPU"
+    )
+
+
+def _short(device: str) -> str:
+    found = _RPC.fullmatch(device)
+    return found[1] if found else device
