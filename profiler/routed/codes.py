@@ -12,7 +12,6 @@ an expert is set so that the expert is chosen as often as the static coverage as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ CODE = 64  # elements: 1 constant, 15 of the topic, 16 of the passage, 32 of the
 TOPIC, PASSAGE, OWN = slice(1, 16), slice(16, 32), slice(32, 64)
 STEP = 1 / 64  # codes are whole multiples of it, so that q8_0 holds them exactly
 LENGTH = 3.0  # of the dense parts of a code; the constant and the topic have length 1
-ROUNDS = 12  # of setting the biases
+ROUNDS, ENOUGH = 12, 0.02  # of setting the biases: at most, and the error at which to stop
 
 
 @dataclass(eq=False)
@@ -168,6 +167,8 @@ def _biases(habits: Habits, logits: Floats, wanted: NDArray[np.float64]) -> NDAr
         error = float(np.abs(found - wanted).sum())
         if error < least:
             best, least = bias, error
+        if least < ENOUGH * habits.n_used:
+            break
         bias = bias + 0.8 * deviation * (goal - _quantiles(found))
     return best - best.mean()
 
@@ -202,8 +203,3 @@ def chosen_by_code(habits: Habits, layers: int) -> Ints:
 
     table = codes(habits)
     return np.stack([top(table @ router(habits, table, il).T, habits.n_used) for il in range(layers)])
-
-
-def as_mapping(points: tuple[tuple[int, float], ...]) -> Mapping[int, float]:
-    """Pairs as a mapping."""
-    return dict(points)

@@ -99,7 +99,9 @@ def distinct(chosen: Ints, n_expert: int, batch: int = BATCH) -> float:
     import numpy as np
 
     whole = chosen.shape[1] // batch
-    used = [np.count_nonzero(counts(part, n_expert)) for part in np.split(chosen[:, : whole * batch], whole, 1)]
+    used = [
+        np.count_nonzero(counts(part, n_expert)) for part in np.split(chosen[:, : whole * batch], whole, 1)
+    ]
     return float(np.mean(used)) / len(chosen) / n_expert
 
 

@@ -8,7 +8,9 @@ all experts share; routers read nothing else. The rest of the network is as live
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from profiler.synth import write as write_synth
 from profiler.synth_build import SynthSpec, TensorPlan
 from profiler.synth_bytes import BLOCKS, POOL_BYTES, Source, fitting_type, plain_bytes, size_bytes
 from profiler.synth_vocab import vocabulary
+from runtime.load import usable_cores
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("gpt-oss", "llama", "qwen3moe", "qwen3next", "qwen35moe")  # tried with the engine
 CLOSING = ("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp", "ssm_out")
+ROUTER = "ffn_gate_inp.weight"
 SILENT = ("ffn_gate_inp.bias", "exp_probs_b.bias")  # would change what the router says
 KEY = "atsplan.routing"
 ROOM = 1024  # bytes kept for the habits in the file, so that they can be replaced in place
@@ -42,8 +46,8 @@ def write(path: Path, spec: SynthSpec, habits: Habits) -> Path:
     Raises UnfitRouting for an architecture that was not tried, or a size that has no room for the codes.
     """
     spec = complete(spec, habits)
-    writer = _Weights(habits)
-    return write_synth(path, spec, metadata=metadata(spec, habits), payload=writer.payload)
+    with _weights(habits, spec.n_layers + spec.n_nextn) as weights:
+        return write_synth(path, spec, metadata=metadata(spec, habits), payload=weights.payload)
 
 
 def complete(spec: SynthSpec, habits: Habits) -> SynthSpec:
@@ -110,20 +114,34 @@ def reroute(path: Path, habits: Habits) -> None:
     reader = GGUFReader(path, "r+")
     field = reader.fields[KEY]
     field.parts[field.data[0]][:] = list(to_text(habits).encode())
-    weights = _Weights(habits)
-    for tensor in reader.tensors:
-        if tensor.name == "token_embd.weight":
-            weights.stamp(tensor.data)
-        elif tensor.name.endswith("ffn_gate_inp.weight"):
+    routers = [tensor for tensor in reader.tensors if tensor.name.endswith(ROUTER)]
+    with _weights(habits, 1 + max(_layer(tensor.name) for tensor in routers)) as weights:
+        for tensor in reader.tensors:
+            if tensor.name == "token_embd.weight":
+                weights.stamp(tensor.data)
+        for tensor in routers:
             tensor.data[:] = weights.router(tensor.name, tensor.data.shape[1])
     reader.data.flush()
+
+
+@contextmanager
+def _weights(habits: Habits, n_layers: int) -> Iterator[_Weights]:
+    """What is written, while threads find the routers; those not needed are dropped."""
+    table = codes(habits)
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        routers = [pool.submit(router, habits, table, layer) for layer in range(n_layers)]
+        try:
+            yield _Weights(habits, table, routers)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Weights:
     """Tensor data that differ from a plain generated model's."""
 
-    def __init__(self, habits: Habits) -> None:
-        self.habits, self.codes = habits, codes(habits)
+    def __init__(self, habits: Habits, table: Any, routers: Sequence[Future[Any]]) -> None:
+        self.habits, self.codes = habits, table
+        self._routers = routers
         self._rows: dict[tuple[str, float, int], Bytes] = {}
 
     def payload(
@@ -137,7 +155,7 @@ class _Weights:
             rows = next(plain).reshape(-1, row)
             self.stamp(rows)
             yield rows.reshape(-1)
-        elif name.endswith("ffn_gate_inp.weight"):
+        elif name.endswith(ROUTER):
             yield plain_bytes(self.router(name, tensor.shape[0]), "f32")
         elif name.endswith(SILENT):
             yield plain_bytes(_zeros(tensor.shape), "f32")
@@ -164,7 +182,7 @@ class _Weights:
     def router(self, name: str, n_embd: int) -> NDArray[np.float32]:
         """A router's weights (n_expert, n_embd)."""
         weights = _zeros((n_embd, self.habits.n_expert))
-        weights[:, :CODE] = router(self.habits, self.codes, int(name.split(".")[1]))
+        weights[:, :CODE] = self._routers[_layer(name)].result()
         return weights
 
     def _closing(self, source: Source, spec: SynthSpec, tensor: TensorPlan) -> Iterator[Bytes]:
@@ -195,6 +213,10 @@ class _Weights:
         return self._rows[key]
 
 
+def _layer(name: str) -> int:
+    return int(name.split(".")[1])
+
+
 def _depth(tensor: TensorPlan) -> int:
     return tensor.shape[2] if len(tensor.shape) > 2 else 1
 
@@ -209,4 +231,3 @@ def _zeros(shape: tuple[int, ...]) -> Any:
     import numpy as np
 
     return np.zeros(shape[::-1], np.float32)
-

@@ -28,11 +28,15 @@ def trace(model: Path, ids: Ints, n_expert: int, engine: str | None = None, n_th
     """
     pieces = [ids[at : at + PROMPT] for at in range(0, len(ids), PROMPT)]
     prompts = [heat_trace.Prompt(str(index), text_of(piece)) for index, piece in enumerate(pieces)]
-    work = Workload(n_ctx=PROMPT + 64, n_batch=PROMPT, n_ubatch=PROMPT)
-    spec = LoadSpec((), (), 0, (), work, threads=n_threads)
     options = heat_trace.Options(gen=1, cost=False)
-    found, _ = heat_trace.trace(engine, model, spec, prompts, n_expert, options)
+    found, _ = heat_trace.trace(engine, model, load_spec(n_threads), prompts, n_expert, options)
     return chosen_of(found)
+
+
+def load_spec(n_threads: int) -> LoadSpec:
+    """A load on the CPU, with room for one piece of a stream."""
+    work = Workload(n_ctx=PROMPT + 64, n_batch=PROMPT, n_ubatch=PROMPT)
+    return LoadSpec((), (), 0, (), work, threads=n_threads)
 
 
 def chosen_of(trace: Trace) -> Ints:
