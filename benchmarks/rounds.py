@@ -113,14 +113,20 @@ class Journal:
             try:
                 record = json.loads(line) if line.strip() else None
             except json.JSONDecodeError:
-                if line.startswith('{"visit":'):
-                    continue  # cut off by an interruption
+                if _cut_off(line):
+                    continue
                 raise BadJournal(self.path, number) from None
             if record is not None:
                 if not isinstance(record, dict) or "kind" not in record:
                     raise BadJournal(self.path, number)
                 found.append(record)
         return found
+
+
+def _cut_off(line: str) -> bool:
+    """Whether a line is the beginning of a record, as an interruption leaves it."""
+    head = '{"visit":'
+    return (line.startswith(head) or head.startswith(line)) and not line.endswith("}")
 
 
 @dataclass(slots=True)
@@ -164,7 +170,7 @@ class Bench:
     def _one(
         self, cell: Cell, one: Contender, index: int, attempt: str, alive: Mapping[str, Session | str]
     ) -> None:
-        record = {"cell": cell.name, "factors": dict(cell.factors), "contender": one.name}
+        record: Json = {"cell": cell.name, "factors": dict(cell.factors), "contender": one.name}
         record |= {"round": index, "attempt": attempt}
         with ExitStack() as stack:
             session = alive[one.name] if self.together else self._opened(stack, one, cell)

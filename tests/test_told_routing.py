@@ -9,7 +9,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +80,7 @@ def figure(name: str, layers: Layers, topics: list[int], n_expert: int) -> float
     if kind == "other_topic":
         return mean(between_topics(tokens, topics, slots) for tokens in layers)
     if kind == "consecutive":
-        pairs = ((a, b) for tokens in layers for a, b in zip(tokens, tokens[1:], strict=False))
+        pairs = ((a, b) for tokens in layers for a, b in pairwise(tokens))
         return mean(len({*a} & {*b}) / len(b) for a, b in pairs)
     batches = (tokens[at : at + 512] for tokens in layers for at in range(0, len(tokens) - 511, 512))
     return mean(len({e for ids in batch for e in ids}) / n_expert for batch in batches)
@@ -111,7 +113,12 @@ def test_the_engine_routes_by_the_token_alone(architecture: str, experts: str, t
 def test_wide_blocks_leave_the_code_as_it_is_too(type_: str, tmp_path: Path) -> None:
     """Types of 256-element blocks need rows of that width."""
     preset = PRESETS["gpt-oss"]
-    wide = {"n_embd": 256, "n_ff_exp": 256, "n_layers": 3, "types": {"experts": type_, "attention": type_}}
+    wide: dict[str, Any] = {
+        "n_embd": 256,
+        "n_ff_exp": 256,
+        "n_layers": 3,
+        "types": {"experts": type_, "attention": type_},
+    }
     spec = replace(preset.spec("small"), arch="qwen3moe", **wide)
     path = model.write(tmp_path / "m.gguf", spec, preset.habits)
     ids = ids_of(preset.habits, 300, SEED)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float32]
+    Doubles = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
 CODE = 64  # elements: 1 constant, 15 of the topic, 16 of the passage, 32 of the token itself
@@ -70,22 +71,23 @@ class Habits:
         """Topics of codes."""
         return codes // (self.n_passages * self.n_tokens)
 
-    def weights(self) -> NDArray[np.float64]:
+    def weights(self) -> Doubles:
         """Long-run share of each code in a stream."""
         import numpy as np
 
         one = self.token_weights()
-        return np.tile(one, self.n_topics * self.n_passages) / (self.n_topics * self.n_passages)
+        groups = self.n_topics * self.n_passages
+        return np.concatenate([one / groups] * groups)
 
-    def token_weights(self) -> NDArray[np.float64]:
+    def token_weights(self) -> Doubles:
         """Shares of the tokens of a passage."""
         import numpy as np
 
         raw = (np.arange(self.n_tokens) + 1.0) ** -self.zipf
-        return raw / raw.sum()
+        return np.asarray(raw / raw.sum(), np.float64)
 
 
-def frequencies(habits: Habits) -> NDArray[np.float64]:
+def frequencies(habits: Habits) -> Doubles:
     """How often each expert is chosen by a token, hottest first: sums to n_used.
 
     Between two asked points of the static coverage all experts are alike. Raises UnfitRouting when hotter
@@ -104,7 +106,7 @@ def frequencies(habits: Habits) -> NDArray[np.float64]:
     if density[0] * used > 0.98:
         raise UnfitRouting(f"static coverage {dict(habits.static)}", "more than every token's choice")
     per_rank = np.interp(np.arange(n + 1), slots, shares)
-    return np.diff(per_rank) * used
+    return np.asarray(np.diff(per_rank) * used, np.float64)
 
 
 def codes(habits: Habits) -> Floats:
@@ -124,11 +126,11 @@ def codes(habits: Habits) -> Floats:
     return (np.clip(np.round(table / STEP), -127, 127) * STEP).astype(np.float32)
 
 
-def _directions(draw: np.random.Generator, count: int, size: int) -> NDArray[np.float64]:
+def _directions(draw: np.random.Generator, count: int, size: int) -> Doubles:
     import numpy as np
 
     raw = draw.standard_normal((count, size))
-    return raw / np.linalg.norm(raw, axis=1, keepdims=True)
+    return np.asarray(raw / np.linalg.norm(raw, axis=1, keepdims=True), np.float64)
 
 
 def router(habits: Habits, table: Floats, layer: int) -> Floats:
@@ -153,7 +155,7 @@ def router(habits: Habits, table: Floats, layer: int) -> Floats:
 OWN_LENGTH = 32**0.5
 
 
-def _biases(habits: Habits, logits: Floats, wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+def _biases(habits: Habits, logits: Floats, wanted: Doubles) -> Doubles:
     """Constant logits at which each expert is chosen as often as wanted, found step by step."""
     import numpy as np
 
@@ -170,18 +172,18 @@ def _biases(habits: Habits, logits: Floats, wanted: NDArray[np.float64]) -> NDAr
         if least < ENOUGH * habits.n_used:
             break
         bias = bias + 0.8 * deviation * (goal - _quantiles(found))
-    return best - best.mean()
+    return np.asarray(best - best.mean(), np.float64)
 
 
-def _chosen_share(logits: Floats, n_used: int, share: NDArray[np.float64]) -> NDArray[np.float64]:
+def _chosen_share(logits: Floats, n_used: int, share: Doubles) -> Doubles:
     import numpy as np
 
     chosen = top(logits, n_used)
     weight = np.repeat(share, n_used)
-    return np.bincount(chosen.ravel(), weight, minlength=logits.shape[1])
+    return np.asarray(np.bincount(chosen.ravel(), weight, minlength=logits.shape[1]), np.float64)
 
 
-def _quantiles(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+def _quantiles(shares: Doubles) -> Doubles:
     import numpy as np
 
     normal = NormalDist()

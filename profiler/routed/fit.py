@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import exp, log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from profiler.routed.codes import Habits, UnfitRouting, chosen_by_code
 from profiler.routed.figures import Figures, measure
@@ -54,7 +54,8 @@ def fit(start: Habits, asked: Figures, free: tuple[str, ...], evaluations: int =
         start = replace(start, static=tuple(sorted(asked.static.items())))
 
     def habits_at(point: Point) -> Habits:
-        return replace(start, **{name: _value(name, x) for name, x in zip(free, point, strict=True)})
+        changed: dict[str, Any] = {name: _value(name, x) for name, x in zip(free, point, strict=True)}
+        return replace(start, **changed)
 
     def loss(point: Point) -> float:
         found = simulate(habits_at(point), asked).flat()

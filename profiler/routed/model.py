@@ -61,7 +61,12 @@ def complete(spec: SynthSpec, habits: Habits) -> SynthSpec:
     if spec.tied:
         raise UnfitRouting("a tied output", "the codes would be its logits")
     types = {**spec.types, "embedding": "q8_0"}
-    chosen = {"n_expert": habits.n_expert, "n_used": habits.n_used, "skew": 0.0, "coverage": 0.0}
+    chosen: dict[str, Any] = {
+        "n_expert": habits.n_expert,
+        "n_used": habits.n_used,
+        "skew": 0.0,
+        "coverage": 0.0,
+    }
     return settled(replace(spec, types=types, **chosen))
 
 
@@ -179,7 +184,7 @@ class _Weights:
         flat = blocks.reshape(self.habits.n_codes, -1)
         rows[:, : flat.shape[1]] = flat[(np.arange(len(rows)) - FIRST_ID) % self.habits.n_codes]
 
-    def router(self, name: str, n_embd: int) -> NDArray[np.float32]:
+    def router(self, name: str, n_embd: int) -> Any:
         """A router's weights (n_expert, n_embd)."""
         weights = _zeros((n_embd, self.habits.n_expert))
         weights[:, :CODE] = self._routers[_layer(name)].result()
