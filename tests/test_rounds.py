@@ -245,3 +245,32 @@ def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps([1]) + "\n")
     with pytest.raises(BadJournal, match="line 1"):
         Journal(path).records()
+
+
+def test_loaded_models_take_turns_over_the_same_stream(tmp_path: Path) -> None:
+    """The real engine in two processes, which read the same tokens and find the same logits."""
+    from benchmarks import visit
+    from benchmarks.live import Live, Work
+    from planner.loading import LoadSpec
+    from planner.workload import Workload
+    from profiler.routed import model
+    from profiler.routed.presets import PRESETS
+
+    preset = PRESETS["gpt-oss"]
+    path = model.write(tmp_path / "m.gguf", preset.spec("small"), preset.habits)
+    spec = LoadSpec((), (), 0, (), Workload(n_ctx=256, n_batch=64, n_ubatch=64), threads=1)
+    work = Work(prompts=(100,), depth=20, gen=6)
+    made = [Contender(name, lambda cell: Live("", path, spec, work)) for name in ("ours", "theirs")]
+    made.append(Contender("broken", lambda cell: Live("", tmp_path / "none.gguf", spec, work)))
+    mine = Journal(tmp_path / "runs.jsonl")
+    mine.begin(visit.facts("", "host"))
+    assert Bench(mine, made, rounds=2).run([BASE])
+    records = mine.records()
+    machine = records[0]["machine"]
+    assert machine["cpu_gb_s"] > 0 and machine["link_gb_s"] > 0 and machine["engine"].startswith("llama ")
+    runs = [r for r in records if r["kind"] == "run"]
+    assert len(runs) == 4 and len({r["digest"] for r in runs}) == 1
+    assert all(r["decode_ns"] > 0 and r["prefill100_ns"] > 0 and r["vram_bytes"] == 0 for r in runs)
+    assert "none.gguf" in next(r["why"] for r in records if r["kind"] == "failed")
+    found = compare(records, "base", "ours", "theirs", "prefill100_ns")
+    assert found is not None and found.rounds == 2 and found.low < found.mean < found.high
