@@ -22,7 +22,6 @@ from profiler.synth import write as write_synth
 from profiler.synth_build import SynthSpec, TensorPlan
 from profiler.synth_bytes import BLOCKS, POOL_BYTES, Source, fitting_type, plain_bytes, size_bytes
 from profiler.synth_vocab import vocabulary
-from runtime.load import usable_cores
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,7 +132,7 @@ def reroute(path: Path, habits: Habits) -> None:
 def _weights(habits: Habits, n_layers: int) -> Iterator[_Weights]:
     """What is written, while threads find the routers; those not needed are dropped."""
     table = codes(habits)
-    with ThreadPoolExecutor(usable_cores()) as pool:
+    with ThreadPoolExecutor() as pool:
         routers = [pool.submit(router, habits, table, layer) for layer in range(n_layers)]
         try:
             yield _Weights(habits, table, routers)
