@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_tiny_moe --out tests/data/tiny-moe.gguf --steps 1500
     python -m benchmarks.train_tiny_moe --out tests/data/tiny-moe-64.gguf --experts 64 --used 8 --ff 32 \
-        --steps 700
+        --steps 450
 
 The first has 16 experts, 4 for a token; the second is trained in the same way with 64, of which a token
 uses 8.

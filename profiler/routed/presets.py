@@ -97,7 +97,7 @@ PRESETS: Mapping[str, Preset] = {
         replace(_LARGE, name="qwen3moe-64x8-48l", n_layers=48, n_head=16, n_head_kv=16, n_ff_exp=1024),
     ),
     "qwen3-30b": Preset(
-        Figures(static={51: 0.726}, lru={51: 0.82}, consecutive=0.45, distinct=0.97, other_topic={51: 0.676}),
+        Figures(static={51: 0.726}, lru={51: 0.82}, consecutive=0.45, distinct=0.99, other_topic={51: 0.676}),
         Habits(
             128, 8, ((51, 0.726),),
             **{**_STREAM, "topic": 0.146, "passage": 2.11, "passage_tokens": 5.82},
