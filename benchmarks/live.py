@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ class Live(rounds.Session):
             child.end(self._process)
             for stream in (self._process.stdin, self._process.stdout):
                 if stream is not None:
-                    stream.close()
+                    with suppress(BrokenPipeError):  # a child that died before it read
+                        stream.close()
             self._process = None
 
     def measure(self, round_: int) -> Json:
@@ -202,21 +204,31 @@ def _serve(send: Any) -> None:
     request = json.loads(sys.stdin.readline())
     engine, spec = Engine.find(request["engine"] or None), dryrun.from_json(request["spec"])
     free = _free_bytes(spec)
-    before, start = free(), time.perf_counter()
+    before, start = free() if free else 0, time.perf_counter()
     model = Path(request["model"])
     with session_for(engine, model, spec) as session:
         run = _Run(engine, session.context, session.n_vocab, model)
         run.prefill(run.tokens(DIGEST_TOKENS, 1))  # buffers that only a first run takes
         load_s = round(time.perf_counter() - start, 2)
-        send({"load_s": load_s, "vram_bytes": before - free()})
+        vram = before - free() if free else _accounted(engine, session.context, spec)
+        send({"load_s": load_s, "vram_bytes": vram, "vram_by": "driver" if free else "engine"})
         for line in sys.stdin:
             send(measured(run, json.loads(line)))
 
 
+def _accounted(engine: Engine, context: Any, spec: LoadSpec) -> int:
+    """Bytes on the spec's devices by the engine's own account, where no driver tells."""
+    if not spec.devices:
+        return 0
+    found = dryrun.by_device(engine, dryrun.breakdown(engine, context))
+    sizes = [sizes for name, sizes in found.items() if name in spec.devices]
+    return sum(one.model + one.context + one.compute for one in sizes)
+
+
 def _free_bytes(spec: LoadSpec) -> Any:
-    """A function that tells the free memory of the spec's first GPU; 0 always where none is used."""
+    """A function that tells the free memory of the first CUDA device; None for a spec without one."""
     if not any(name.startswith("CUDA") for name in spec.devices):
-        return lambda: 0
+        return None
     from runtime.cuda import Driver
 
     driver = Driver()

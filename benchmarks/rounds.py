@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,10 @@ class Bench:
     ends: float = math.inf
     together: bool = True  # keep all contenders of a cell loaded; False: load for each run
     tell: Callable[[str], None] = field(default=lambda text: None)
+    # Around all of a cell, such as fewer cores: what it yields is written into each record of the cell.
+    within: Callable[[Cell], AbstractContextManager[Mapping[str, Any]]] = field(
+        default=lambda cell: nullcontext(dict[str, Any]())
+    )
 
     def run(self, cells: Iterable[Cell]) -> bool:
         """Measure what the journal lacks; whether all of it is there now."""
@@ -150,6 +154,7 @@ class Bench:
         if done >= self.rounds or time.monotonic() > self.ends:
             return done >= self.rounds
         with ExitStack() as stack:
+            given = stack.enter_context(self.within(cell))
             alive = (
                 {one.name: self._opened(stack, one, cell) for one in self.contenders} if self.together else {}
             )
@@ -158,7 +163,7 @@ class Bench:
                     return False
                 attempt = f"{index}.{time.time_ns()}"
                 for one in turned(self.contenders, index):
-                    self._one(cell, one, index, attempt, alive)
+                    self._one(cell, one, {"round": index, "attempt": attempt, **given}, alive)
         return True
 
     def _opened(self, stack: ExitStack, one: Contender, cell: Cell) -> Session | str:
@@ -168,17 +173,17 @@ class Bench:
             return str(problem)
 
     def _one(
-        self, cell: Cell, one: Contender, index: int, attempt: str, alive: Mapping[str, Session | str]
+        self, cell: Cell, one: Contender, about: Mapping[str, Any], alive: Mapping[str, Session | str]
     ) -> None:
         record: Json = {"cell": cell.name, "factors": dict(cell.factors), "contender": one.name}
-        record |= {"round": index, "attempt": attempt}
+        record |= about
         with ExitStack() as stack:
             session = alive[one.name] if self.together else self._opened(stack, one, cell)
             try:
                 if isinstance(session, str):
                     record |= {"kind": "failed", "why": session}
                 else:
-                    record |= {"kind": "run", **session.measure(index)}
+                    record |= {"kind": "run", **session.measure(record["round"])}
             except AtsplanError as problem:
                 record |= {"kind": "failed", "why": str(problem)}
         self.journal.append(record)

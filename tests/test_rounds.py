@@ -11,7 +11,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -184,6 +185,22 @@ def test_rounds_of_two_machines_are_never_paired(tmp_path: Path) -> None:
     mine.begin({"cpu": "elsewhere"})
     Bench(mine, contenders([], theirs=9.0), rounds=5).run([BASE])
     assert compare(mine.records(), "base", "ours", "theirs", "decode_ns") is None
+
+
+def test_what_holds_for_a_cell_is_written_into_its_records(tmp_path: Path) -> None:
+    inside: list[str] = []
+
+    @contextmanager
+    def within(cell: Cell) -> Iterator[dict[str, Any]]:
+        inside.append(f"in {cell.name}")
+        yield {"cores": cell.factors["cores"]}
+        inside.append(f"out {cell.name}")
+
+    mine = journal(tmp_path)
+    both = cells({"cores": 16}, cores=[4])
+    assert Bench(mine, contenders([], a=1.0), rounds=1, within=within).run(both)
+    assert [(r["cell"], r["cores"]) for r in mine.records()[1:]] == [("base", 16), ("cores=4", 4)]
+    assert inside == ["in base", "out base", "in cores=4", "out cores=4"]
 
 
 def test_time_that_is_over_ends_between_runs(tmp_path: Path) -> None:

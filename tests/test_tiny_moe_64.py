@@ -1,10 +1,11 @@
-"""The trained model of 64 experts: PyTorch's choices in the engine, and routing that is local on real text."""
+"""The trained model of 64 experts: PyTorch's choices in the engine, routing that is local on real text."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def static(tokens: Sequence[Sequence[int]], slots: int) -> float:
 
 def test_neighbours_share_experts_more_than_chance(layers: list[list[list[int]]]) -> None:
     for tokens in layers:
-        pairs = zip(tokens, tokens[1:], strict=False)
+        pairs = pairwise(tokens)
         share = sum(len({*a} & {*b}) for a, b in pairs) / (len(tokens) - 1) / USED
         assert share > 1.5 * USED / EXPERTS
 
