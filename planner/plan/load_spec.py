@@ -45,6 +45,7 @@ class LoadSpec:
     rollback: int = 0  # tokens that speculation may take back: as many more copies of a recurrent state
     notes: tuple[str, ...] = ()  # where the engine cannot be told the plan exactly
     residents: Residents = ()  # experts in slots, by original id
+    guests: int = HYBRID_GUESTS  # slots of each of these layers for experts of one step
     mapped: tuple[tuple[str, str], ...] = ()  # (the plan's device, the one here in its place)
 
 

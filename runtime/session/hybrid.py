@@ -8,7 +8,7 @@ from pathlib import Path
 
 from planner.errors import MachineError
 from planner.model.gguf_file import read_model
-from planner.plan.load_spec import CPU, HYBRID_GUESTS, LoadSpec, Residents
+from planner.plan.load_spec import CPU, LoadSpec, Residents
 from planner.site import Site, SiteKind
 from runtime.hybrid.config import Config, Resident
 from runtime.hybrid.device import HybridDevice, Report
@@ -117,7 +117,7 @@ def settings(spec: LoadSpec, device: str, residents: Residents, name: str) -> Co
         device=device,
         name=name,
         residents={layer: Resident(n, experts) for layer, n, experts in residents},
-        guests=HYBRID_GUESTS,
+        guests=spec.guests,
         memory="mapped" if spec.use_mmap else "pinned",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner.model.inventory import Inventory, Tensor, by_name
-from planner.plan.load_spec import HYBRID_GUESTS, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.plan.override_match import placed
 from planner.site import Site, SiteKind
 from runtime.stripes.mapped_range import rounded
@@ -27,7 +27,7 @@ def slot_bytes(inventory: Inventory, spec: LoadSpec) -> Mapping[str, tuple[int, 
         if site.kind is SiteKind.HYBRID:
             each = tensors[name].size_bytes // tensors[name].shape[-1]
             slots, whole = found.get(site.device, (0, 0))
-            here = (site.amount + HYBRID_GUESTS) * each
+            here = (site.amount + spec.guests) * each
             found[site.device] = (slots + here, whole + tensors[name].size_bytes)
     return found
 
