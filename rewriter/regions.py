@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.errors import FileProblem
-from planner.model.gguf_header import one_line
 from planner.model.inventory import Inventory
 from planner.model.units import Unit
 from planner.plan.plan import Plan
+from planner.quoting import short
 
 HOST = "host"
 UNPLACED = "unplaced"
@@ -32,7 +32,7 @@ def regions(inventory: Inventory, plan: Plan, units: tuple[Unit, ...], path: str
     sites = {placement.unit: placement.site for placement in plan.units}
     unknown = sorted(sites.keys() - {unit.name for unit in units})
     if unknown:
-        raise FileProblem(path, f"unit {one_line(unknown[0])} is not in the model")
+        raise FileProblem(path, f"unit {short(unknown[0])} is not in the model")
     devices = tuple(device.name for device in plan.devices)
     grouped: dict[str, list[str]] = {name: [] for name in _names(devices)}
     for unit in units:
@@ -58,7 +58,5 @@ def _region(site: str | None, devices: tuple[str, ...], unit: str, path: str) ->
     kind, _, rest = site.partition(":")
     device = rest.rpartition(":")[0] if kind == "stripe" else rest
     if kind not in ("gpu", "stripe", "cache") or device not in devices:
-        raise FileProblem(
-            path, f"unit {one_line(unit)}: site {one_line(site)} is not of a device of the plan"
-        )
+        raise FileProblem(path, f"unit {short(unit)}: site {short(site)} is not of a device of the plan")
     return device if kind == "gpu" else f"{kind}:{device}"

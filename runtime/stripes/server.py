@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import AtsplanError, EngineProblem
+from planner.quoting import terminal
 from runtime.engine.libllama import Engine, load_library
 from runtime.stripes.buffer_type import Stripes
 from runtime.stripes.server_hook import striped_weights
@@ -65,7 +66,8 @@ def _main(engine: Engine) -> Any:
 def _tell(stripes: Stripes) -> None:
     for held in stripes.held():
         sizes = f"{held.device_bytes >> 20} MiB there, {held.host_bytes >> 20} MiB pinned on the host"
-        print(f"stripes on {held.device}: {held.tensors} tensors, {sizes}", file=sys.stderr, flush=True)
+        line = terminal(f"stripes on {held.device}: {held.tensors} tensors, {sizes}")
+        print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
