@@ -189,7 +189,8 @@ def sarif(text: str) -> str:
 def uri(path: str) -> str:
     """A path as a relative or absolute URI reference, never one of another host."""
     path = path.replace(os.sep, "/")
-    shown = quote(path.encode("utf-8", "surrogateescape"), safe="/")
+    raw = path.encode("utf-8", "surrogateescape") if _has_bytes(path) else utf8(path).encode()
+    shown = quote(raw, safe="/")
     return "/" + shown.lstrip("/") if shown.startswith("//") else shown
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from engines import ENVIRONMENT, python
+from hostile_texts import CRAFTED
 from sample_plan import sample_plan
 from test_run import plan_for
 from test_stock import server_plan
@@ -97,6 +98,25 @@ def test_the_real_server_reads_every_option_of_a_preset(server_engine: Path, tmp
     for option, value in wanted:
         at = given.index(SHOWN_AS.get(option, option))
         assert not value or given[at + 1] == value, option
+
+
+def test_the_real_server_takes_hostile_names_for_what_they_are(server_engine: Path, tmp_path: Path) -> None:
+    """One model a section, each with the one path: no name begins another section or option."""
+    preset, wanted = tmp_path / "preset.ini", {}
+    for index, name in enumerate(CRAFTED):
+        text = export(
+            named(name), stock(LoadSpec((), (), 0, (), Workload()), 4), f"/m/{index}.gguf", "preset"
+        )
+        (section,) = re.findall(r"^\[(.*)\]$", text, re.MULTILINE)
+        if section in wanted:  # names that differ only in what a section cannot hold
+            continue
+        wanted[section] = f"/m/{index}.gguf"
+        with preset.open("ab") as file:
+            file.write(text.encode())
+    found = [m for m in listed(server_engine / "llama-server", preset, tmp_path) if m["source"] == "preset"]
+    given = {m["id"]: m["status"]["args"] for m in found}
+    assert {name: args[args.index("--model") + 1] for name, args in given.items()} == wanted
+    assert len(wanted) > 30
 
 
 SHOWN_AS = {"--spec-draft-device": "--device-draft", "--spec-draft-ngl": "--n-gpu-layers-draft"}

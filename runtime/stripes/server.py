@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes as c
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ def serve(engine: Engine, widths: Mapping[str, Mapping[str, int]], arguments: Se
     Raises EngineProblem when the build has no server library, StripesRefused without stripes.
     """
     main = _main(engine)
-    words = [b"llama-server", *(argument.encode() for argument in arguments)]
+    words = [b"llama-server", *(os.fsencode(argument) for argument in arguments)]
     argv = (c.c_char_p * (len(words) + 1))(*words, None)
     with Stripes(engine.ggml) as stripes, ExitStack() as stack:
         for device, hot in widths.items():
