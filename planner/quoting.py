@@ -150,6 +150,11 @@ def yaml(text: str) -> str:
     return '"' + "".join(map(_yaml_letter, text)) + '"'
 
 
+def needs_escapes(text: str) -> bool:
+    """Whether a text, to be safe to look at, must stand in double quotes."""
+    return not text.isprintable()
+
+
 def yaml_escapes(text: str) -> str:
     """YAML in which only double-quoted scalars hold what is not printable: that spelt out."""
     if text.replace("\n", "").isprintable():

@@ -62,7 +62,7 @@ class _Dumper(_DUMPER_BASE):  # type: ignore[misc]
 
 def _text_node(dumper: Any, text: str) -> yaml.Node:
     text = quoting.utf8(text)
-    style = None if text.isprintable() else '"'
+    style = '"' if quoting.needs_escapes(text) else None
     node: yaml.Node = dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
     return node
 
