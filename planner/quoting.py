@@ -19,7 +19,7 @@ from urllib.parse import quote
 NAME_LETTERS = 100  # of a name within a sentence
 LINE_LETTERS = 8192  # of one message
 FILE_NAME_BYTES = 255  # what file systems allow
-_FORBIDDEN = frozenset('<>:"/\\|?*')  # in file names, somewhere
+_FORBIDDEN = frozenset('<>:"/\\|?*;#')  # in file names somewhere, or in a preset
 _DEVICES = frozenset(
     ["CON", "PRN", "AUX", "NUL", *(f"{port}{n}" for port in ("COM", "LPT") for n in "0123456789¹²³")]
 )  # file names that Windows keeps for itself, whatever their suffix

@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 def out(text: str) -> None:
     """One line of a result."""
-    click.echo(quoting.terminal(text))
+    click.echo(quoting.message(text))
 
 
 def out_text(text: str) -> None:
