@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from planner.errors import FileProblem, InputError
 from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import printable
 from planner.plan.plan import Plan, to_text
 from planner.records import digest
 
@@ -49,7 +48,7 @@ class PlanMismatch(InputError):
     found: str
 
     def message(self) -> str:
-        names = printable(f"{self.plan_model}, not {self.model}")
+        names = f"{self.plan_model}, not {self.model}"
         digests = f"{self.what} {self.expected[:19]} in the plan, {self.found[:19]} here"
         return f"{self.path}: the plan is for another model: {names} ({digests})"
 

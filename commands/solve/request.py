@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from commands.shared.models import load_inventory, load_profile
 from commands.solve.extras import beside, drafting_of, extras_of, first_gpu
 from commands.solve.options import Asked
 from planner.errors import AnswerIsNo, OptionProblem
-from planner.texts import utf8
+from planner.quoting import shell
 from planner.workload import Workload, usual
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ def _options(
         stripes=asked.stripes,
         hybrid=asked.hybrid,
         time_limit_s=asked.time_limit,
-        command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
+        command=shell(["atsplan", *sys.argv[1:]]),
         **beside,
         **_host_memory(asked),
         **_heat(asked, inventory, workload),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import type_name
-from planner.model.gguf_header import OWN_PREFIX, Header, printable
+from planner.model.gguf_header import OWN_PREFIX, Header
 
 _NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _WEIGHT = re.compile(r"blk\.(?P<layer>[0-9]+)\.(?P<role>.+\.weight)")
@@ -36,7 +36,7 @@ class ShardProblems(InputError):
     problems: tuple[str, ...]
 
     def message(self) -> str:
-        return printable(f"{self.path}: {'; '.join(self.problems)}")
+        return f"{self.path}: {'; '.join(self.problems)}"
 
 
 def shard_file(prefix: str, number: int, count: int) -> str:
