@@ -241,6 +241,7 @@ QUOTERS: dict[str, dict[str, str]] = {
         "profiler/answers.py": "a pipe between our processes",
         "profiler/runner.py": "a pipe between our processes",
         "profiler/journal.py": "our own journal",
+        "profiler/routed/model.py": "metadata of files that we generate",
         "profiler/routing_trace.py": "a pipe between our processes",
     },
     "yaml.dump": {"planner/records.py": "the canonical text of records"},
