@@ -199,7 +199,9 @@ def _used(chosen: Chosen) -> list[str]:
 
 def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bool:
     """Whether a token needs the CPU for more than looking up its row."""
-    return "CPU" in devices or any(p.site == ON_CPU and p.time_ns for p in placements)
+    return "CPU" in devices or any(
+        p.time_ns and (p.site == ON_CPU or p.site.kind is SiteKind.HYBRID) for p in placements
+    )
 
 
 def error_ppm(prices: Prices) -> int:
@@ -326,4 +328,12 @@ def _orders(
     placed: Mapping[str, Site], units: Sequence[Unit], options: SolveOptions
 ) -> tuple[ExpertOrder, ...]:
     striped = {u.layer for u in units if placed[u.name].kind in (SiteKind.STRIPE, SiteKind.HYBRID)}
-    return tuple(order for order in options.orders if order.layer in striped)
+    known = {order.layer: order for order in options.orders}
+    slotted = {u.layer: u.experts for u in units if placed[u.name].kind is SiteKind.HYBRID}
+    found = []
+    for layer in sorted(layer for layer in striped if layer is not None):
+        if layer in known:
+            found.append(known[layer])
+        elif layer in slotted:  # of routing that nobody looked at, any experts are as good as others
+            found.append(ExpertOrder(layer=layer, order=tuple(range(slotted[layer]))))
+    return tuple(found)
