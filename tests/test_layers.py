@@ -247,6 +247,7 @@ QUOTERS: dict[str, dict[str, str]] = {
     "yaml.dump": {"planner/records.py": "the canonical text of records"},
     "xml.etree": {"planner/check/findings.py": "ElementTree, on texts that went through xml()"},
     "repr": {
+        "rewriter/journal.py": "in a message, through terminal()",
         "planner/model/inventory.py": "a digest",
         "planner/model/gguf_magic.py": "bytes, in a message",
         "runtime/session/draft_model.py": "bytes, in a message",
@@ -257,6 +258,7 @@ QUOTERS: dict[str, dict[str, str]] = {
         "commands/shared/console.py": "the one place that prints",
         "planner/plan/schema.py": "our own schema",
         "profiler/answers.py": "a pipe between our processes; errors show themselves",
+        "profiler/routed/presets.py": "a developer's own figures",
         "runtime/stripes/server.py": "errors show themselves; device names through terminal()",
     },
     "click.echo": {

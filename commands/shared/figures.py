@@ -38,7 +38,7 @@ def pyplot() -> Any:
 def save(figure: Any, path: Path) -> None:
     """Write a figure whole or not at all, without dates and versions, and close it."""
     check_target(path, PICTURE)
-    with replacing(path) as file, warnings.catch_warnings():
+    with replacing(path, PICTURE) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box stands for it
         figure.savefig(file, format=path.suffix[1:], dpi=130, metadata=_DATED[path.suffix])
     pyplot().close(figure)

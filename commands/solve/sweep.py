@@ -104,14 +104,17 @@ def _points(inputs: Inputs, device: str, sizes: Sequence[int]) -> list[Point]:
     from dataclasses import replace
 
     from planner.errors import AnswerIsNo
+    from planner.passes.refusal import OutOfTime
 
     found = []
     with progress() as bar:
         task = bar.add_task("budgets", total=len(sizes), rate="")
-        for size in sizes:
+        for n, size in enumerate(sizes):
             budgets = {**inputs.budgets, device: size * MIB}
             try:
-                plan = replace(inputs, budgets=budgets).plan()
+                plan = replace(inputs.within(1 / (len(sizes) - n)), budgets=budgets).plan()
+            except OutOfTime:  # nothing is known of this budget
+                raise
             except AnswerIsNo:
                 plan = None
             found.append(Point(size * MIB, plan))
