@@ -16,8 +16,10 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
+from planner import yaml_reader
 from planner.errors import FieldProblem
 from planner.texts import mistaken
+from planner.yaml_reader import Lines, spell
 
 
 class Record(BaseModel):
@@ -42,20 +44,14 @@ Shape = Annotated[
     PlainSerializer(lambda sizes: "x".join(map(str, sizes)), return_type=str),
 ]
 _WORDS = {"extra_forbidden": "unknown key", "missing": "is missing"}
-_SHAPE = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")
+_SHAPE = re.compile(r"[0-9]{1,18}(x[0-9]{1,18}){0,15}")
 
 R = TypeVar("R", bound=Record)
-Location = tuple[str | int, ...]
 
 try:  # libyaml is some twenty times faster and writes the same text
-    _LOADER: Any = yaml.CSafeLoader
     _DUMPER: Any = yaml.CSafeDumper
 except AttributeError:  # pragma: no cover - PyYAML without libyaml
-    _LOADER = yaml.SafeLoader
     _DUMPER = yaml.SafeDumper
-
-# PyYAML reads YAML 1.1, where `012` is ten and `12:30` seven hundred and fifty: other spellings are refused.
-_PLAIN_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 
 
 def dump(record: Record, header: str = "") -> str:
@@ -78,38 +74,27 @@ def load(text: str, kind: type[R], path: str) -> R:
         raise FieldProblem(path, 0, "", "empty file")
     if why := mistaken(text, kind.__name__.lower()):
         raise FieldProblem(path, 1, "", why)
-    node = _compose(text, path)
-    _refuse_ambiguous(node, path, (), set())
+    data = yaml_reader.read(text, path)
     try:
-        data = yaml.load(text, Loader=_LOADER)
-        return kind.model_validate_json(_as_json(data), strict=True)
+        # Strict validation from JSON accepts lists for tuples and strings for enums, and nothing else.
+        return kind.model_validate_json(json.dumps(data, allow_nan=False), strict=True)
     except ValidationError as problem:
-        first = problem.errors(include_url=False)[0]
-        where = tuple(first["loc"])
-        if where == ("schema",) and first["type"] == "less_than_equal":
-            why = (
-                f"{first['input']} was written by a newer atsplan; this one reads up to {first['ctx']['le']}"
-            )
-            raise FieldProblem(path, _line_of(node, where), "schema", why) from None
-        why = _WORDS.get(first["type"]) or first["msg"].lower()
-        if first["type"] == "extra_forbidden" and where[-1] in kind.instead:
-            why += f": {kind.instead[str(where[-1])]}"
-        raise FieldProblem(path, _line_of(node, where), _spell(where), why) from None
-    except yaml.MarkedYAMLError as problem:
-        raise _not_yaml(problem, text, path) from None
+        raise _not_of_kind(problem, text, kind, path) from None
     except (TypeError, ValueError) as problem:
         raise FieldProblem(path, 0, "", str(problem)) from None
 
 
-class Lines:
-    """Line numbers of the values in one YAML text."""
-
-    def __init__(self, text: str, path: str) -> None:
-        self._root = _compose(text, path)
-
-    def of(self, *where: str | int) -> int:
-        """Line (from 1) of the value at that path; of the nearest parent when it is not there."""
-        return _line_of(self._root, where)
+def _not_of_kind(problem: ValidationError, text: str, kind: type[Record], path: str) -> FieldProblem:
+    first = problem.errors(include_url=False)[0]
+    where = tuple(first["loc"])
+    line = Lines(text).of(*where)
+    if where == ("schema",) and first["type"] == "less_than_equal":
+        why = f"{first['input']} was written by a newer atsplan; this one reads up to {first['ctx']['le']}"
+        return FieldProblem(path, line, "schema", why)
+    why = _WORDS.get(first["type"]) or first["msg"].lower()
+    if first["type"] == "extra_forbidden" and where[-1] in kind.instead:
+        why += f": {kind.instead[str(where[-1])]}"
+    return FieldProblem(path, line, spell(where), why)
 
 
 def digest(*parts: str) -> str:
@@ -119,78 +104,3 @@ def digest(*parts: str) -> str:
         state.update(part.encode())
         state.update(b"\0")
     return "sha256:" + state.hexdigest()
-
-
-def _as_json(data: Any) -> str:
-    # Strict validation from JSON accepts lists for tuples and strings for enums, and nothing else.
-    return json.dumps(data, allow_nan=False, default=str)
-
-
-def _compose(text: str, path: str) -> yaml.Node:
-    try:
-        node = yaml.compose(text, Loader=_LOADER)
-    except yaml.MarkedYAMLError as problem:
-        raise _not_yaml(problem, text, path) from None
-    except (yaml.YAMLError, RecursionError) as problem:
-        raise FieldProblem(path, 0, "", f"not YAML: {' '.join(str(problem).split())}") from None
-    if not isinstance(node, yaml.MappingNode):
-        raise FieldProblem(path, 1, "", "expected a mapping of keys at the top level")
-    return node
-
-
-def _not_yaml(problem: yaml.MarkedYAMLError, text: str, path: str) -> FieldProblem:
-    line = problem.problem_mark.line + 1 if problem.problem_mark else 0
-    lines = text.splitlines()
-    tab = 0 < line <= len(lines) and "\t" in lines[line - 1]
-    why = "a tab: YAML is indented with spaces" if tab else f"not YAML: {problem.problem}"
-    return FieldProblem(path, line, "", why)
-
-
-def _refuse_ambiguous(node: yaml.Node, path: str, where: Location, seen: set[int]) -> None:
-    """Refuse aliases, repeated or compound keys, and integers that YAML 1.1 reads otherwise."""
-
-    def refuse(at: yaml.Node, why: str, place: Location = where) -> None:
-        raise FieldProblem(path, at.start_mark.line + 1, _spell(place), why)
-
-    if id(node) in seen:
-        refuse(node, "YAML aliases are not used here")
-    seen.add(id(node))
-    if isinstance(node, yaml.MappingNode):
-        names: set[str] = set()
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                refuse(key, "a key must be a word")
-            if key.value in names:
-                refuse(key, "key appears twice", (*where, key.value))
-            names.add(key.value)
-            _refuse_ambiguous(value, path, (*where, key.value), seen)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            _refuse_ambiguous(value, path, (*where, index), seen)
-    elif node.tag == "tag:yaml.org,2002:int" and not _PLAIN_INTEGER.fullmatch(node.value):
-        refuse(node, f"write {node.value} as a plain decimal integer")
-
-
-def _line_of(node: yaml.Node, where: Location) -> int:
-    line: int = node.start_mark.line + 1
-    for step in where:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                if key.value == str(step):
-                    line, node = key.start_mark.line + 1, value
-                    break
-            else:
-                return line
-        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
-            node = node.value[step]
-            line = node.start_mark.line + 1
-        else:
-            return line
-    return line
-
-
-def _spell(where: Location) -> str:
-    text = ""
-    for step in where:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
-    return text

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from planner.errors import FieldProblem
-from planner.records import Lines, Record, Shape, digest, dump, load
+from planner.records import Record, Shape, digest, dump, load
+from planner.yaml_reader import Lines
 
 Scalar = bool | int | float | str
 Hparam = Scalar | tuple[Scalar, ...]
@@ -107,10 +108,10 @@ def from_text(text: str, path: str) -> Inventory:
         if _COUNT.fullmatch(key) and not _is_count(
             value, _MAX_LAYERS if key == "block_count" else _MAX_COUNT
         ):
-            line = Lines(text, path).of("hparams", key)
+            line = Lines(text).of("hparams", key)
             raise FieldProblem(path, line, f"hparams.{key}", "expected a count, or one for each layer")
     if why := too_many_used(inventory.hparams):
-        line = Lines(text, path).of("hparams", "expert_used_count")
+        line = Lines(text).of("hparams", "expert_used_count")
         raise FieldProblem(path, line, "hparams.expert_used_count", why)
     return inventory
 
