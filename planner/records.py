@@ -14,7 +14,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    ValidationError,
+)
+from pydantic_core import CoreSchema
 
 from planner import yaml_reader
 from planner.errors import FieldProblem
@@ -43,6 +52,28 @@ Shape = Annotated[
     BeforeValidator(_shape, json_schema_input_type=str),
     PlainSerializer(lambda sizes: "x".join(map(str, sizes)), return_type=str),
 ]
+
+
+class _FirstOnly:
+    """Ends a list at its first wrong entry: a million of them are one message, not a million."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return {**handler(source), "fail_fast": True}
+
+
+T = TypeVar("T")
+Many = Annotated[tuple[T, ...], _FirstOnly()]
+
+# Every number of a file has an upper bound: far above anything real, far below what the solver's sums
+# (64 bits) and the engine's counts (32 bits) hold.
+MAX_BYTES = 1 << 50  # a pebibyte
+MAX_NS = 1 << 53  # 104 days; the largest whole number that every JSON reader holds
+Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+Nanoseconds = Annotated[int, Field(ge=0, le=MAX_NS)]
+Rate = Annotated[int, Field(ge=0, le=1 << 60)]  # bytes or operations a second
+Ppm = Annotated[int, Field(ge=0, le=10**9)]  # a share or a factor in millionths, up to a thousandfold
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]  # what the engine counts in
+
 _WORDS = {"extra_forbidden": "unknown key", "missing": "is missing"}
 _SHAPE = re.compile(r"[0-9]{1,18}(x[0-9]{1,18}){0,15}")
 

@@ -6,21 +6,21 @@ from pathlib import Path
 
 from pydantic import Field
 
-from planner.records import Record, dump, load
+from planner.records import Bytes, Many, Record, dump, load
 
 
 class ManifestFile(Record):
     """One output file."""
 
     file: str
-    size_bytes: int = Field(ge=0)
+    size_bytes: Bytes
 
 
 class ManifestTensor(Record):
     """A tensor: SHA-256 of its payload with its experts in original order."""
 
     name: str
-    size_bytes: int = Field(ge=0)
+    size_bytes: Bytes
     sha256: str
 
 
@@ -31,9 +31,9 @@ class Manifest(Record):
     model: str
     source_header: str
     plan_digest: str
-    claims: tuple[str, ...]
-    files: tuple[ManifestFile, ...]
-    tensors: tuple[ManifestTensor, ...]
+    claims: Many[str]
+    files: Many[ManifestFile]
+    tensors: Many[ManifestTensor]
 
 
 def manifest_path(out: Path) -> Path:

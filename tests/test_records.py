@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from yaml._yaml import CParser
 
 from planner import yaml_reader
 from planner.errors import FieldProblem
-from planner.machine.profile import Calibration
+from planner.machine.profile import Calibration, Profile
 from planner.model.inventory import Inventory, Shard, Tensor, from_text, to_text
-from planner.records import digest, dump, load
+from planner.plan.plan import Plan
+from planner.records import Record, digest, dump, load
 from planner.yaml_reader import Lines, read
+from rewriter.manifest import Manifest
 
 TINY = Inventory(
     name="tiny",
@@ -106,8 +109,8 @@ def test_texts_that_are_no_record_are_refused(text: str) -> None:
 
 LETTERS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 WORDS = st.sampled_from(
-    ["", "~", "null", "yes", "Off", "=", "<<", "1", "-0", "012", "0x1F", "1_0", "12:30", "1e3", "1.0e+3"]
-    + [".5", "2026-11-30", "2026-11-30 at noon", "- a", "a: b", "#", "a #b", "!x", "&a", "*a", ".nan", "0b1"]
+    ("", "~", "null", "yes", "Off", "=", "<<", "1", "-0", "012", "0x1F", "1_0", "12:30", "1e3", "1.0e+3")
+    + (".5", "2026-11-30", "2026-11-30 at noon", "- a", "a: b", "#", "a #b", "!x", "&a", "*a", ".nan", "0b1")
 )
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 LEAVES = SCALARS | LETTERS | WORDS
@@ -179,3 +182,20 @@ def test_table_digest_ignores_file_order_and_nothing_else() -> None:
 def test_defaults_and_maps_survive_the_round_trip() -> None:
     record = Calibration(model="", split_ns=50_000, mixed_ns=0, token_ns=1, scale_ppm={"CPU": 1_000_000})
     assert load(dump(record), Calibration, "x") == record
+
+
+def unbounded(schema: Any, where: str = "") -> Iterator[str]:
+    """Places of a JSON Schema that take whole numbers without end."""
+    if isinstance(schema, list):
+        for index, each in enumerate(schema):
+            yield from unbounded(each, f"{where}[{index}]")
+    elif isinstance(schema, dict):
+        if schema.get("type") == "integer" and not {"maximum", "exclusiveMaximum"} & schema.keys():
+            yield where
+        for key, each in schema.items():
+            yield from unbounded(each, f"{where}.{key}")
+
+
+@pytest.mark.parametrize("kind", [Plan, Profile, Inventory, Manifest])
+def test_every_number_has_an_upper_bound(kind: type[Record]) -> None:
+    assert list(unbounded(kind.model_json_schema())) == []
