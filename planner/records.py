@@ -122,7 +122,9 @@ def _not_of_kind(problem: ValidationError, text: str, kind: type[Record], path: 
     if where == ("schema",) and first["type"] == "less_than_equal":
         why = f"{first['input']} was written by a newer atsplan; this one reads up to {first['ctx']['le']}"
         return FieldProblem(path, line, "schema", why)
-    why = _WORDS.get(first["type"]) or first["msg"].lower()
+    # A validator's own words are a sentence already, and may quote names.
+    said = first["msg"].removeprefix("Value error, ")
+    why = _WORDS.get(first["type"]) or (said if first["type"] == "value_error" else said.lower())
     if first["type"] == "extra_forbidden" and where[-1] in kind.instead:
         why += f": {kind.instead[str(where[-1])]}"
     return FieldProblem(path, line, spell(where), why)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from planner.cost.expert_cache import cache_shares
 from planner.cost.layer_options import Chooser
-from planner.cost.pins import agrees, pinned
+from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
 from planner.cost.shared_kv import Sharing
 from planner.cost.unit_time import Prices, state_case
@@ -21,6 +21,7 @@ from planner.model.inventory import Inventory
 from planner.model.layers import Layers, layers_of, shared_kv
 from planner.model.units import Kind, Unit, UnitTable, units_of
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU, sites
 from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
 from planner.workload import Workload
 
@@ -121,7 +122,7 @@ def price(
     shares += cache_shares(model.inventory, model.units, devices, options.cache)
     chooser = Chooser(prices, devices, options, rooms)
     units = [u for _, g in model.groups for u in g]
-    wanted = host_bound(model.inventory, units, profile)
+    wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
     idle = [u for u in model.units if u.name not in loaded]
     wanted |= pinned(options.pins, units, [d.name for d in devices], idle)
@@ -203,7 +204,7 @@ def _decision(
     name: str,
     units: tuple[Unit, ...],
     options: SolveOptions,
-    wanted: Mapping[str, str],
+    wanted: Mapping[str, Wanted],
 ) -> Decision:
     if name == INPUT:
         found = chooser.on_host(units)
@@ -220,7 +221,7 @@ def _allowed(
     name: str,
     units: tuple[Unit, ...],
     options: SolveOptions,
-    wanted: Mapping[str, str],
+    wanted: Mapping[str, Wanted],
 ) -> bool:
     if name != INPUT:
         if options.contiguous and not option.whole:
@@ -228,8 +229,8 @@ def _allowed(
         if options.no_cpu and chooser.uses_host(option):
             return False
     return all(
-        agrees(site, wanted[unit.name])
-        for unit, site in zip(units, option.sites, strict=True)
+        wanted[unit.name].admits(site)
+        for unit, site in zip(units, sites(option.sites), strict=True)
         if unit.name in wanted
     )
 

@@ -78,6 +78,8 @@ class Prices:
     def __post_init__(self) -> None:
         self.tensors = by_name(self.inventory)
         self._parts = {name: part_of(tensor) for name, tensor in self.tensors.items()}
+        self._steps: dict[object, tuple[int, int]] = {}
+        self._likenesses: dict[str, tuple[object, ...]] = {}
         self._layers = layers_of(self.inventory)
         self._slides = sliding_layers(self.inventory, self._layers.n_main)
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
@@ -206,8 +208,31 @@ class Prices:
     ) -> tuple[int, int]:
         """One pass over a unit: nanoseconds, and how many of them rest on measured cases.
 
-        `outputs` tokens reach the head; 0: one a sequence.
+        `outputs` tokens reach the head; 0: one a sequence. Layers are mostly alike: each kind is priced once.
         """
+        key = (self._likeness(unit), device, buffer, batch, depth, outputs)
+        if key not in self._steps:
+            self._steps[key] = self._priced_step(unit, device, buffer, batch, depth, outputs)
+        return self._steps[key]
+
+    def _likeness(self, unit: Unit) -> tuple[object, ...]:
+        """All that the time of a step depends on but the name: units with the same take the same."""
+        if unit.name not in self._likenesses:
+            tensors = [self.tensors[name] for name in unit.tensors]
+            self._likenesses[unit.name] = (
+                unit.kind,
+                unit.experts,
+                unit.used,
+                unit.tied_bytes,
+                tuple((self._parts[t.name].role, t.type, t.shape, _is_matrix(t)) for t in tensors),
+                self._weightless(unit, 1, 0),
+                unit.layer is not None and unit.layer < self._layers.n_main and self._slides[unit.layer],
+            )
+        return self._likenesses[unit.name]
+
+    def _priced_step(
+        self, unit: Unit, device: str, buffer: str, batch: int, depth: int, outputs: int
+    ) -> tuple[int, int]:
         total = measured = 0
         rows = batch if unit.kind is not Kind.OUTPUT else min(batch, outputs or self.workload.n_seq)
         for name in unit.tensors:

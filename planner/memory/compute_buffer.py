@@ -19,6 +19,7 @@ from planner.model.ggml_types import row_bytes
 from planner.model.inventory import Inventory, Tensor, by_name
 from planner.model.layers import Layers, layers_of
 from planner.model.sliding_window import sliding_layers
+from planner.remember import remembered
 from planner.workload import Workload
 
 PIPELINE_COPIES = 4  # buffers of each split input when several GPUs work in a pipeline
@@ -229,6 +230,7 @@ def _stages(
         yield _recurrent_bytes(inventory, workload, tensors), "recurrent"
 
 
+@remembered
 def _layer_tensors(inventory: Inventory) -> Mapping[int, Mapping[str, Tensor]]:
     found: dict[int, dict[str, Tensor]] = {}
     for tensor in inventory.tensors:

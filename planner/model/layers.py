@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from planner.model.inventory import Inventory
 from planner.model.sliding_window import sliding_layers
+from planner.remember import remembered
 
 # Decoders whose tensors and memory this program knows; others are planned by whole layers.
 _KNOWN = """
@@ -50,6 +51,7 @@ class Layers:
         return self.n_main + self.n_nextn
 
 
+@remembered
 def layers_of(inventory: Inventory) -> Layers:
     """Count and classify layers.
 

@@ -14,6 +14,7 @@ from planner.model.gguf_header import one_line
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import KNOWN, Layers, layers_of, shared_kv
 from planner.model.tensor_roles import Part, Role, part_of
+from planner.remember import remembered
 
 
 class Kind(StrEnum):
@@ -110,6 +111,7 @@ _BY_EXPERT = re.compile(r"\.(ffn_gate_inp\.(weight|bias)|exp_probs_b(\.(weight|b
 _IN_ROUTER = frozenset({Role.ROUTER, Role.SHARED, Role.EXPERT_SMALL})
 
 
+@remembered
 def units_of(inventory: Inventory) -> UnitTable:
     """Group the tensors of a model into units, in the order the graph runs them.
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from planner.machine.engine_builds import EngineRange
 from planner.machine.host_memory import HostMemory
 from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Record, dump, load
+from planner.site import BufferField, SiteField
 from planner.workload import Workload
 
 # The longest pattern this program writes, of every layer and part of a model with 512 layers, has some 2,000.
@@ -73,10 +74,10 @@ class LayerRange(Record):
 
 
 class Placement(Record):
-    """One unit and its site: gpu:DEVICE, cpu, cache:DEVICE:PPM, stripe:DEVICE:K."""
+    """One unit and its site."""
 
     unit: str
-    site: str
+    site: SiteField
     size_bytes: Bytes
     time_ns: Nanoseconds
     why: str
@@ -86,7 +87,7 @@ class Override(Record):
     """One entry of tensor_buft_overrides, in the engine's first-match order."""
 
     pattern: str = Field(max_length=MAX_PATTERN)
-    buffer: str = Field(min_length=1)  # buffer type name: CPU, CUDA0 …
+    buffer: BufferField  # buffer type name: CPU, CUDA0 …
     tensors: int = Field(gt=0, le=2**31 - 1)  # how many it places
 
 
