@@ -67,9 +67,7 @@ def compute_items(
     tokens = batch_tokens(workload)
     shape = layers_of(inventory)
     chosen = range(shape.n_main) if layers is None else sorted(layers)
-    tensors = _layer_tensors(inventory)
-    stages = [s for n in chosen for s in _stages(inventory, workload, shape, n, tensors, swa_full)]
-    stage_bytes, stage = max(stages, default=(0, "none"))
+    stage_bytes, stage = _widest_stage(inventory, workload, tuple(chosen), swa_full)
     width = inventory.number("embedding_length") * _streams(inventory)
     return Compute(
         logits=_logits(inventory, min(outputs or tokens, tokens)) if head else 0,
@@ -81,6 +79,15 @@ def compute_items(
         inputs=copies * tokens * _INPUT_BYTES + (copies - 1) * _piped(inventory, shape, tokens, width),
         head=4 * tokens * width * _head_copies(inventory, shape, workload) if head else 0,
     )
+
+
+@remembered
+def _widest_stage(
+    inventory: Inventory, workload: Workload, layers: tuple[int, ...], swa_full: bool
+) -> tuple[int, str]:
+    shape, tensors = layers_of(inventory), _layer_tensors(inventory)
+    stages = [s for n in layers for s in _stages(inventory, workload, shape, n, tensors, swa_full)]
+    return max(stages, default=(0, "none"))
 
 
 def _piped(inventory: Inventory, shape: Layers, tokens: int, width: int) -> int:

@@ -13,7 +13,7 @@ from planner.errors import InputError
 from planner.model.gguf_header import one_line
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import KNOWN, Layers, layers_of, shared_kv
-from planner.model.tensor_roles import Part, Role, part_of
+from planner.model.tensor_roles import Part, Role, parts_of
 from planner.remember import remembered
 
 
@@ -120,7 +120,8 @@ def units_of(inventory: Inventory) -> UnitTable:
     """
     layers = layers_of(inventory)
     known = inventory.architecture in KNOWN
-    parts = tuple((t, part_of(t)) for t in inventory.tensors)
+    roles = parts_of(inventory)
+    parts = tuple((t, roles[t.name]) for t in inventory.tensors)
     experts = _experts_by_layer(inventory, parts)
     bound = {n: _bound_kind(layers, n) for n in range(layers.n_main)}
     groups: dict[Group, list[tuple[Tensor, Part]]] = defaultdict(list)
