@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from planner.errors import FileProblem, InputError
 from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import printable
+from planner.model.gguf_header import MAX_ALIGNMENT, printable
 from planner.plan.plan import Plan, to_text
-from planner.records import digest
+from planner.records import MAX_BYTES, digest
 
 PREFIX = "atsplan."
 PLAN_DIGEST = "atsplan.plan_digest"
@@ -71,16 +71,22 @@ def read_stamp(model: ModelFile) -> Stamp | None:
     for kv in header.kvs:
         if kv.key.startswith(EXPERTS):
             layer = kv.key[len(EXPERTS) :]
-            if not (layer.isascii() and layer.isdecimal()):
+            if not (layer.isascii() and layer.isdecimal() and len(layer) < 6):
                 raise _damaged(model, kv.key)
             experts[int(layer)] = _permutation(model, kv.key)
+    alignment = header.number(SOURCE_ALIGNMENT) or 0
+    if not 0 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise _damaged(model, f"{SOURCE_ALIGNMENT} {alignment} is not a power of two up to 2^30")
+    size = header.number(SOURCE_SIZE) or 0
+    if not 0 <= size <= MAX_BYTES:
+        raise _damaged(model, f"{SOURCE_SIZE} {size}")
     return Stamp(
         header.text(PLAN_DIGEST),
         header.text(SOURCE_HEADER),
         header.text(SOURCE_TABLE),
         order,
-        header.number(SOURCE_ALIGNMENT) or 0,
-        header.number(SOURCE_SIZE) or 0,
+        alignment,
+        size,
         experts,
     )
 

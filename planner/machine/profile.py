@@ -95,12 +95,12 @@ class Profile(Record):
     source: str  # the command, or where assumed figures come from
     created: str  # ISO date; "" for assumed machines
     fingerprint: Fingerprint
-    devices: Many[Device]
-    links: Many[Link]
-    timings: Many[OpTiming] = ()
-    unsupported: Many[Unsupported] = ()
-    calibrations: Many[Calibration] = ()
-    warnings: Many[str] = ()
+    devices: Many[Device] = Field(max_length=64)
+    links: Many[Link] = Field(max_length=4096)
+    timings: Many[OpTiming] = Field((), max_length=65_536)
+    unsupported: Many[Unsupported] = Field((), max_length=65_536)
+    calibrations: Many[Calibration] = Field((), max_length=1024)
+    warnings: Many[str] = Field((), max_length=1024)
 
     def device(self, name: str) -> Device:
         """The device of that name; KeyError when there is none."""

@@ -243,7 +243,7 @@ def _layer_tensors(inventory: Inventory) -> Mapping[int, Mapping[str, Tensor]]:
     for tensor in inventory.tensors:
         head, _, rest = tensor.name.partition(".")
         number, _, stem = rest.partition(".")
-        if head == "blk" and stem.endswith("weight"):
+        if head == "blk" and number.isascii() and number.isdecimal() and stem.endswith("weight"):
             found.setdefault(int(number), {})[stem.removesuffix(".weight")] = tensor
     return found
 

@@ -20,7 +20,7 @@ from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
 from planner.model.gguf_header import Header, KeyValue, TensorInfo, one_line, pad, parse_header
 from planner.model.gguf_magic import MAGIC, part_advice
-from planner.model.gguf_sanity import check_counts, check_layers
+from planner.model.gguf_sanity import check_counts, check_layers, wrong_types
 from planner.model.gguf_shards import ShardProblems, check_set, find_first, parse_name, shard_paths
 from planner.model.inventory import Hparam, Inventory, Shard, Tensor
 from planner.texts import utf8
@@ -86,6 +86,7 @@ def read_model(path: Path) -> ModelFile:
     ]
     if len(paths) > 1 and first != paths[0]:
         notes.append(f"{first.name} is not the first shard: starting from {paths[0].name}")
+    notes += _wrong_types(shards)
     notes += _unknown_types(shards)
     notes += _holes(shards)
     return ModelFile(_inventory(shards), paths, shards, tuple(notes))
@@ -227,6 +228,14 @@ def _refuse_joined(header: Header, data: mmap.mmap | bytes, end: int, path: str)
     if header.infos and (header.number("split.count") or 0) > 1 and data[end : end + 4] == MAGIC:
         why = "shards joined with cat: another GGUF starts behind the first; use llama-gguf-split --merge"
         raise FileProblem(path, why)
+
+
+def _wrong_types(shards: tuple[ShardHeader, ...]) -> list[str]:
+    found = dict.fromkeys(key for shard in shards for key in wrong_types(shard.header))
+    if not found:
+        return []
+    shown = ", ".join(list(found)[:3]) + (" …" if len(found) > 3 else "")
+    return [f"{shown}: of a number type that stock llama.cpp does not read there, it will not load the file"]
 
 
 def _unknown_types(shards: tuple[ShardHeader, ...]) -> list[str]:

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 
 from planner.errors import FileProblem
 from planner.model.gguf_header import Header, one_line
-from planner.model.inventory import MAX_LAYERS, Hparam, too_many_used, wrong_counts
+from planner.model.inventory import MAX_LAYERS, Hparam, is_count, too_many_used, wrong_counts
 
+_U16, _U32 = 2, 4  # GGUF's numbers of value types
+_INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 7, 10, 11})
+_SPLIT = {"split.count": _U16, "split.no": _U16}
 _BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
 
 
@@ -18,6 +21,15 @@ def check_counts(hparams: Mapping[str, Hparam], path: str) -> None:
         raise FileProblem(path, f"damaged: {key} is {one_line(str(value))}")
     if why := too_many_used(hparams):
         raise FileProblem(path, f"damaged: {why}")
+
+
+def wrong_types(header: Header) -> tuple[str, ...]:
+    """Keys of a type that stock llama.cpp refuses: it reads counts as u32 only, numbers of shards as u16."""
+    prefix = header.text("general.architecture") + "."
+    keys = [kv for kv in header.kvs if kv.key.startswith(prefix) and kv.type in _INTEGERS]
+    wrong = [kv for kv in keys if is_count(kv.key[len(prefix) :]) and kv.type != _U32]
+    wrong += [kv for key, kind in _SPLIT.items() if (kv := header.get(key)) and kv.type != kind]
+    return tuple(one_line(kv.key) for kv in wrong)
 
 
 def check_layers(header: Header, path: str) -> None:

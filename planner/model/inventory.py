@@ -57,8 +57,8 @@ class Inventory(Record):
     architecture: str
     header_digest: str  # over the header bytes of all shards; "" when made from a bare table
     hparams: dict[str, _Held | Many[_Held]]  # keys without the architecture prefix: block_count …
-    shards: Many[Shard]
-    tensors: Many[Tensor]
+    shards: Many[Shard] = Field(max_length=1 << 16)
+    tensors: Many[Tensor] = Field(max_length=1 << 16)  # MAX_TENSORS of a file's header
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name; KeyError when there is none."""
@@ -129,10 +129,15 @@ def _least(tensor: Tensor) -> int:
     return least_bytes(int(number), tensor.shape) if known else 1
 
 
+def is_count(key: str) -> bool:
+    """Whether a hyperparameter is a count or a size, by its name."""
+    return _COUNT.fullmatch(key) is not None
+
+
 def wrong_counts(hparams: Mapping[str, Hparam]) -> Iterator[tuple[str, Scalar]]:
     """Hyperparameters that are counts by their names but not by what they hold, with the wrong value."""
     for key, value in hparams.items():
-        if _COUNT.fullmatch(key):
+        if is_count(key):
             limit = MAX_LAYERS if key == "block_count" else _MAX_COUNT
             for number in value if isinstance(value, tuple) else (value,):
                 if not isinstance(number, int) or not 0 <= number <= limit:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from planner.model.inventory import Inventory, Tensor
 from planner.plan.plan import Override
 
-_LAYER = re.compile(r"blk\.(\d+)\.")
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
 # What Python's re and ECMAScript read alike; backslash only before punctuation.
 _COMMON = re.compile(r"(?:[\w.^$|()\[\]*+?:=!-]|\\[^\w\s])*")
 _OPTIONAL_TAIL = re.compile(r"[*?]$|\*\)$|\{0,")
@@ -100,7 +100,7 @@ def _loose(pattern: str, mine: Sequence[Tensor]) -> str:
     """Why an unanchored pattern is a risk, with the layers it bleeds into when it does."""
     if _OPTIONAL_TAIL.search(pattern):
         return "its tail may match nothing: it reaches further than it reads"
-    named = {int(n) for n in re.findall(r"blk(?:\\\.|\.)(\d+)(?![\d\]*+?|-])", pattern)}
+    named = {int(n) for n in re.findall(r"blk(?:\\\.|\.)([0-9]{1,9})(?![\d\]*+?|-])", pattern)}
     reached = {int(m[1]) for t in mine if (m := _LAYER.match(t.name))}
     beyond = sorted(n for n in reached - named if any(str(n).startswith(str(k)) for k in named))
     if named and beyond:

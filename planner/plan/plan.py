@@ -15,6 +15,11 @@ from planner.workload import Workload
 
 # The longest pattern this program writes, of every layer and part of a model with 512 layers, has some 2,000.
 MAX_PATTERN = 8192
+MAX_DEVICES = 64  # the engine takes 16
+MAX_RANGES = 1024  # the engine takes 512 layers
+MAX_UNITS = 16_384  # a model of 512 layers has some 3,000 units, and as many striped tensors
+MAX_EXPERTS = 4096  # of a layer; models have up to some 900
+MAX_NOTES = 1024
 
 
 class ModelRef(Record):
@@ -128,9 +133,9 @@ class EngineFit(Record):
     engine: str  # library and build
     n_ctx: int = Field(gt=0, le=2**31 - 1)
     n_gpu_layers: Count | None = None  # absent: it found no placement
-    devices: Many[str] = ()
-    tensor_split: Many[Count] = ()  # layers a device, the head counted as one
-    overrides: Many[FitOverride] = ()
+    devices: Many[str] = Field((), max_length=MAX_DEVICES)
+    tensor_split: Many[Count] = Field((), max_length=MAX_DEVICES)  # layers a device, the head counted as one
+    overrides: Many[FitOverride] = Field((), max_length=MAX_UNITS)
 
     @model_validator(mode="after")
     def _layers_add_up(self) -> EngineFit:
@@ -178,7 +183,7 @@ class ExpertOrder(Record):
     """The order in which the rewriter lays the experts of one layer: original ids, hot first."""
 
     layer: Count
-    order: Many[Annotated[int, Field(ge=0, lt=1 << 16)]]
+    order: Many[Annotated[int, Field(ge=0, lt=MAX_EXPERTS)]] = Field(max_length=MAX_EXPERTS)
 
 
 class Reserved(Record):
@@ -200,14 +205,15 @@ class Constraints(Record):
     """What the solver was asked to respect, so that a check can ask the same again."""
 
     budgets: dict[str, Bytes]  # by device, the CPU included, devices left unused too
-    pins: Many[str] = ()  # PATTERN=SITE
+    pins: Many[str] = Field((), max_length=MAX_NOTES)  # PATTERN=SITE
     contiguous: bool = False
     no_cpu: bool = False
     page: bool = False  # host weights may exceed memory and are paged from disk
-    reserves: Many[Reserved] = ()
+    reserves: Many[Reserved] = Field((), max_length=MAX_NOTES)
     heat_digest: str = ""  # of the heat file that expert coverage comes from
     stripes: bool = True  # hot experts may live on the GPU, given heat
-    cache: Many[CachePoint] | None = None  # the engine has a MoE cache; sizes to choose from, concave
+    # The engine has a MoE cache: sizes to choose from, concave.
+    cache: Annotated[Many[CachePoint], Field(max_length=MAX_NOTES)] | None = None
 
 
 _SITES = "the site of each unit says where its experts are"
@@ -237,20 +243,20 @@ class Plan(Record):
     engines: EngineRange | None = None  # builds that can load it; absent: nothing is known against any
     workload: Workload
     constraints: Constraints
-    devices: Many[DeviceUse]
-    layers: Many[LayerRange]
+    devices: Many[DeviceUse] = Field(max_length=MAX_DEVICES)
+    layers: Many[LayerRange] = Field(max_length=MAX_RANGES)
     op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
     repack: bool | None = None  # False: the CPU's weights keep the file's layout; absent: the engine's choice
     projector: Projector | None = None
     host_memory: HostMemory = HostMemory.MAPPED  # of weights that the CPU computes beside a GPU
     speculation: Speculation | None = None  # times of a token are then those of an accepted one
     predicted: Prediction
-    baselines: Many[Baseline]
+    baselines: Many[Baseline] = Field(max_length=MAX_DEVICES)
     fit: EngineFit | None = None  # asked of an engine with solve --fit
-    notes: Many[str] = ()
-    units: Many[Placement]
-    overrides: Many[Override]
-    experts: Many[ExpertOrder] = ()
+    notes: Many[str] = Field((), max_length=MAX_NOTES)
+    units: Many[Placement] = Field(max_length=MAX_UNITS)
+    overrides: Many[Override] = Field(max_length=MAX_UNITS)
+    experts: Many[ExpertOrder] = Field((), max_length=MAX_RANGES)
 
 
 def to_text(plan: Plan) -> str:

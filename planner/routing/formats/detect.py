@@ -22,8 +22,6 @@ from planner.routing.formats import text as texts
 from planner.routing.found import Found, StepCost
 from planner.routing.trace import Trace
 
-MAX_LAYERS = 1 << 16
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imported:
@@ -137,7 +135,7 @@ def _check_ids(found: Found, path: str, shape: MoeShape | None) -> None:
         if found.trace
         else {la for p in found.parts for la, row in p.counts.items() if any(row.values())}
     )
-    if max(named, default=0) > MAX_LAYERS:
+    if max(named, default=0) >= heats.MAX_LAYERS:
         raise FileProblem(path, f"broken routing profile: layer {max(named)}")
     if shape is None or found.ordinal:
         return
@@ -149,6 +147,7 @@ def _check_ids(found: Found, path: str, shape: MoeShape | None) -> None:
 
 
 def _heat(found: Found, n_expert: int) -> Heat:
+    heats.check_size(sum(len(p.counts) for p in found.parts), n_expert)
     parts = [
         Part(
             p.source,
