@@ -7,7 +7,6 @@ the file against the plan in loops of its own.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from planner.model.gguf_header import printable
 from planner.model.inventory import Tensor
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of
+from planner.plan.patterns import hits, searcher
 from planner.plan.plan import Plan
 from rewriter.manifest import ManifestTensor
 from rewriter.payloads import Payload, digests
@@ -182,18 +182,14 @@ def _original_places(source: ModelFile, theirs: list[Seen]) -> tuple[int, ...]:
 
 def _patterns(theirs: list[Seen], plan: Plan) -> Iterator[str]:
     """Each override of the plan still finds as many tensors as it announces, first match first."""
-    try:
-        patterns = [re.compile(override.pattern) for override in plan.overrides]
-    except re.error as problem:
-        yield f"override {problem.pattern!r} is no pattern: {problem}"
-        return
-    found = [0] * len(patterns)
-    for name in (name for seen in theirs for name in seen.weights):
-        first = next((n for n, pattern in enumerate(patterns) if pattern.search(name)), None)
-        if first is not None:
-            found[first] += 1
-    for override, count in zip(plan.overrides, found, strict=True):
-        if count != override.tensors:
+    left = {name for seen in theirs for name in seen.weights}
+    for override in plan.overrides:
+        if searcher(override.pattern) is None:
+            yield f"override {override.pattern!r} is no pattern"
+            return
+        found = set(hits(override.pattern, left))
+        left -= found
+        if (count := len(found)) != override.tensors:
             yield f"override {override.pattern} matches {count} tensors, the plan says {override.tensors}"
 
 

@@ -205,7 +205,7 @@ class Constraints(Record):
     """What the solver was asked to respect, so that a check can ask the same again."""
 
     budgets: dict[str, Bytes]  # by device, the CPU included, devices left unused too
-    pins: Many[str] = Field((), max_length=MAX_NOTES)  # PATTERN=SITE
+    pins: Many[Annotated[str, Field(max_length=1024)]] = Field((), max_length=MAX_NOTES)  # PATTERN=SITE
     contiguous: bool = False
     no_cpu: bool = False
     page: bool = False  # host weights may exceed memory and are paged from disk
