@@ -64,6 +64,7 @@ def asked(plan: Plan, known: SolveOptions) -> SolveOptions:
         reserves=tuple(Reserve(r.name, r.device, r.size_bytes) for r in constraints.reserves),
         heat_digest=constraints.heat_digest,
         stripes=constraints.stripes,
+        hybrid=constraints.hybrid is True,
         projector=plan.projector,
         host_memory=plan.host_memory,
         speculation=plan.speculation,

@@ -120,6 +120,7 @@ def price(
     rooms = {d.name: room_of(model.inventory, workload, d, options.op_offload) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
     shares += cache_shares(model.inventory, model.units, devices, options.cache)
+    shares += _stages(model, devices) if options.hybrid else ()
     chooser = Chooser(prices, devices, options, rooms)
     units = [u for _, g in model.groups for u in g]
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
@@ -233,6 +234,12 @@ def _allowed(
         for unit, site in zip(units, sites(option.sites), strict=True)
         if unit.name in wanted
     )
+
+
+def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Share, ...]:
+    """Where prompts bring experts without a slot: room for those of the largest layer, once a device."""
+    largest = max((u.size_bytes for u in model.units if u.kind is Kind.EXPERTS), default=0)
+    return tuple(Share(f"{d.name} stages experts", i, largest) for i, d in enumerate(devices))
 
 
 def _edges(prices: Prices, devices: tuple[Device, ...], n: int) -> tuple[Edge, ...]:

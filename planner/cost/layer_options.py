@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from planner.cost import hybrid_slots
 from planner.cost.stripe_widths import Stripe, stripe_widths
 from planner.cost.unit_time import Prices, Times
 from planner.machine.attention_kernels import attends
@@ -19,6 +20,7 @@ from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.problem import Option
 
 PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
+GUESTS = 2  # slots of a layer for experts that the bus brings for one step
 _CACHED_BATCH = 32  # tokens a step up to which the engine uses its MoE cache
 _PPM = 10**6
 
@@ -120,6 +122,7 @@ class Chooser:
             yield Spot(ON_CPU, tuple(memory), times, True, shares)
         if able and unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
             yield from self._stripes(unit, d, here)
+            yield from self._hybrid(unit, d, here)
             yield from self._cached(unit, d, here)
 
     def _host_times(self, unit: Unit, through: int) -> Times:
@@ -147,6 +150,39 @@ class Chooser:
             memory[d], memory[self.cpu] = stripe.device_bytes, stripe.host_bytes
             times = _blend(here, cold, stripe)
             yield Spot(Site(SiteKind.STRIPE, device.name, stripe.k), tuple(memory), times)
+
+    def _hybrid(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
+        """Some experts in slots, the others computed by the CPU or brought by the bus meanwhile."""
+        device, host = self.devices[d], self.devices[self.cpu]
+        if not self.options.hybrid or (device.memory_pool and device.memory_pool == host.memory_pool):
+            return
+        tokens, moved = self.prices.step_tokens, self.prices.moved_bytes(unit)
+        each = moved // unit.experts
+        curve = self.options.curves.get(unit.layer or 0) or hybrid_slots.flat(unit.experts)
+        alone = self.prices.on(unit, host.name)
+        step = (self.prices.on(unit, device.name).decode_ns, alone.decode_ns)
+        lanes = hybrid_slots.Lanes(
+            gpu_ns=step[0],
+            pair_ns=step[1] // max(min(unit.experts, unit.used * tokens), 1),
+            upload_ns=self.prices.stream_ns(host.name, device.name, each),
+            guests=GUESTS,
+        )
+        streamed = self._host_times(unit, d).prefill_ns
+        work = self.workload.n_ubatch
+        for slots in hybrid_slots.widths(
+            unit.experts, unit.used, tokens, work, curve, lanes, self.options.stripe_steps
+        ):
+            memory = [0] * len(self.devices)
+            memory[d] = unit.size_bytes - moved + (slots.k + GUESTS) * each
+            memory[self.cpu] = moved
+            prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // _PPM
+            times = Times(slots.step_ns, prefill, 0)
+            share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)
+            yield Spot(Site(SiteKind.HYBRID, device.name, slots.k), tuple(memory), times, shares=share)
+
+    def _n_cache(self) -> int:
+        """How many shares the engine's MoE cache has."""
+        return len(self.devices) * len(self.options.cache) + 1 if self.options.cache else 0
 
     def _cached(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
         """Experts on the host behind the engine's cache: decoded on the GPU, prompts like host weights."""

@@ -113,6 +113,7 @@ def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constra
         ),
         heat_digest=options.heat_digest,
         stripes=options.stripes,
+        hybrid=True if options.hybrid else None,
         cache=options.cache or None,
     )
 
@@ -313,5 +314,5 @@ def _placement(chosen: Chosen, unit: Unit, site: Site) -> Placement:
 def _orders(
     placed: Mapping[str, Site], units: Sequence[Unit], options: SolveOptions
 ) -> tuple[ExpertOrder, ...]:
-    striped = {u.layer for u in units if placed[u.name].kind is SiteKind.STRIPE}
+    striped = {u.layer for u in units if placed[u.name].kind in (SiteKind.STRIPE, SiteKind.HYBRID)}
     return tuple(order for order in options.orders if order.layer in striped)

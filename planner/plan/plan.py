@@ -212,6 +212,7 @@ class Constraints(Record):
     reserves: Many[Reserved] = Field((), max_length=MAX_NOTES)
     heat_digest: str = ""  # of the heat file that expert coverage comes from
     stripes: bool = True  # hot experts may live on the GPU, given heat
+    hybrid: bool | None = None  # experts may live in slots, the others with CPU and bus; absent: not asked
     # The engine has a MoE cache: sizes to choose from, concave.
     cache: Annotated[Many[CachePoint], Field(max_length=MAX_NOTES)] | None = None
 
