@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import AnswerIsNo
+from planner.errors import AnswerIsNo, FileProblem
 from planner.model.gguf_file import ModelFile
 from planner.model.gguf_header import printable
 from planner.model.inventory import Tensor
@@ -216,7 +216,11 @@ def _plan_order(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[s
 
 def _orders(first: Seen) -> Orders:
     keys = [key for key in first.entries if key.startswith(EXPERTS)]
-    return {int(key[len(EXPERTS) :]): first.numbers(key) for key in keys}
+    layers = {key: key[len(EXPERTS) :] for key in keys}
+    for key, layer in layers.items():
+        if not (layer.isascii() and layer.isdecimal() and len(layer) < 6):
+            raise FileProblem(str(first.path), f"damaged record of an earlier rewrite: {key}")
+    return {int(layer): first.numbers(key) for key, layer in layers.items()}
 
 
 def _compare(

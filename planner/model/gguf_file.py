@@ -22,7 +22,7 @@ from planner.model.gguf_header import Header, KeyValue, TensorInfo, one_line, pa
 from planner.model.gguf_magic import MAGIC, part_advice
 from planner.model.gguf_sanity import check_counts, check_layers, wrong_types
 from planner.model.gguf_shards import ShardProblems, check_set, find_first, parse_name, shard_paths
-from planner.model.inventory import Hparam, Inventory, Shard, Tensor
+from planner.model.inventory import Hparam, Inventory, Shard, Tensor, is_count
 from planner.texts import utf8
 
 SIZE_KEY = "atsplan.size."  # + tensor name: exact bytes of an opaque tensor, written by the rewriter
@@ -332,8 +332,9 @@ def _hparams(header: Header, architecture: str) -> Mapping[str, Hparam]:
     prefix = architecture + "."
     found: dict[str, Hparam] = {}
     for kv in header.kvs:
-        if kv.key.startswith(prefix) and kv.value is not None and _finite(kv.value):
-            found[kv.key[len(prefix) :]] = kv.value
+        name = kv.key[len(prefix) :]
+        if kv.key.startswith(prefix) and kv.value is not None and (_finite(kv.value) or is_count(name)):
+            found[name] = kv.value
     tokens = header.get("tokenizer.ggml.tokens")
     if tokens is not None and tokens.length:
         found["vocab_size"] = tokens.length
