@@ -14,13 +14,13 @@ from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device
 from planner.memory.memory_limits import Room
 from planner.model.units import BOUND, Kind, Unit
+from planner.plan.load_spec import HYBRID_GUESTS
 from planner.plan.plan import CachePoint
 from planner.plan.request import SolveOptions
 from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.problem import Option
 
 PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
-GUESTS = 2  # slots of a layer for experts that the bus brings for one step
 _CACHED_BATCH = 32  # tokens a step up to which the engine uses its MoE cache
 _PPM = 10**6
 
@@ -165,7 +165,7 @@ class Chooser:
             gpu_ns=step[0],
             pair_ns=step[1] // max(min(unit.experts, unit.used * tokens), 1),
             upload_ns=self.prices.stream_ns(host.name, device.name, each),
-            guests=GUESTS,
+            guests=HYBRID_GUESTS,
         )
         streamed = self._host_times(unit, d).prefill_ns
         work = self.workload.n_ubatch
@@ -173,7 +173,7 @@ class Chooser:
             unit.experts, unit.used, tokens, work, curve, lanes, self.options.stripe_steps
         ):
             memory = [0] * len(self.devices)
-            memory[d] = unit.size_bytes - moved + (slots.k + GUESTS) * each
+            memory[d] = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
             memory[self.cpu] = moved
             prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // _PPM
             times = Times(slots.step_ns, prefill, 0)

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 
 from planner.errors import FileProblem
-from planner.model.gguf_header import Header, one_line
+from planner.model.gguf_header import Header
 from planner.model.inventory import MAX_LAYERS, Hparam, is_count, too_many_used, wrong_counts
+from planner.quoting import short
 
 _U16, _U32 = 2, 4  # GGUF's numbers of value types
 _INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 7, 10, 11})
@@ -18,7 +19,7 @@ _BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
 def check_counts(hparams: Mapping[str, Hparam], path: str) -> None:
     """FileProblem for a count that is no number, negative, or larger than anything could hold."""
     for key, value in wrong_counts(hparams):
-        raise FileProblem(path, f"damaged: {key} is {one_line(str(value))}")
+        raise FileProblem(path, f"damaged: {key} is {short(str(value))}")
     if why := too_many_used(hparams):
         raise FileProblem(path, f"damaged: {why}")
 
@@ -29,7 +30,7 @@ def wrong_types(header: Header) -> tuple[str, ...]:
     keys = [kv for kv in header.kvs if kv.key.startswith(prefix) and kv.type in _INTEGERS]
     wrong = [kv for kv in keys if is_count(kv.key[len(prefix) :]) and kv.type != _U32]
     wrong += [kv for key, kind in _SPLIT.items() if (kv := header.get(key)) and kv.type != kind]
-    return tuple(one_line(kv.key) for kv in wrong)
+    return tuple(short(kv.key) for kv in wrong)
 
 
 def check_layers(header: Header, path: str) -> None:
@@ -37,4 +38,4 @@ def check_layers(header: Header, path: str) -> None:
     for info in header.infos:
         block = _BLOCK.match(info.name)
         if block and (len(block[1]) > 9 or int(block[1]) >= MAX_LAYERS):
-            raise FileProblem(path, f"damaged: tensor {one_line(info.name)} belongs to no possible layer")
+            raise FileProblem(path, f"damaged: tensor {short(info.name)} belongs to no possible layer")
