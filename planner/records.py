@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
@@ -74,6 +75,7 @@ Rate = Annotated[int, Field(ge=0, le=1 << 60)]  # bytes or operations a second
 Ppm = Annotated[int, Field(ge=0, le=10**9)]  # a share or a factor in millionths, up to a thousandfold
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]  # what the engine counts in
 
+_STRING = "tag:yaml.org,2002:str"
 _WORDS = {"extra_forbidden": "unknown key", "missing": "is missing"}
 _SHAPE = re.compile(r"[0-9]{1,18}(x[0-9]{1,18}){0,15}")
 
@@ -88,12 +90,32 @@ except AttributeError:  # pragma: no cover - PyYAML without libyaml
 class _Dumper(_DUMPER_BASE):  # type: ignore[misc]
     """Texts with letters that are not printable stand in double quotes, where they can be spelt out."""
 
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        """The tag a reader would give a value; most values of a file recur."""
+        if kind is not yaml.ScalarNode:
+            return super().resolve(kind, value, implicit)  # type: ignore[no-any-return]
+        key = (value, implicit)
+        if key not in self._tags:
+            if len(self._tags) > 1 << 14:
+                self._tags.clear()
+            self._tags[key] = super().resolve(kind, value, implicit)
+        return self._tags[key]
+
+    _tags: ClassVar[dict[Any, str]] = {}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Nothing of a record is one object with another part."""
+        return True
+
 
 def _text_node(dumper: Any, text: str) -> yaml.Node:
+    return yaml.ScalarNode(_STRING, *_spelt(text))
+
+
+@lru_cache(maxsize=1 << 14)
+def _spelt(text: str) -> tuple[str, None, None, str | None]:
     text = quoting.utf8(text)
-    style = '"' if quoting.needs_escapes(text) else None
-    node: yaml.Node = dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-    return node
+    return text, None, None, '"' if quoting.needs_escapes(text) else None
 
 
 _Dumper.add_representer(str, _text_node)
