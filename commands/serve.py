@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,13 +46,14 @@ def command(
 
     Striped experts are served by the engine's own server library, loaded beside the stripes.
     """
+    from runtime.child.environment import python_program
     from runtime.tools.llama_server import free_port, serving
 
     free_port(host, port)  # before anything is asked of the engine
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
     program, words = _command(job, engine, _beside(job, mmproj, draft))
     if not no_check:
-        build = None if program == Path(sys.executable) else str(program.parent)
+        build = None if program == python_program() else str(program.parent)
         review(job, engine or build, llama_h)
     with serving(program, [*words, *extra], host, port, (lambda line: None) if quiet else say) as server:
         out(f"{server.url} (OpenAI-compatible under /v1)")
@@ -80,6 +80,7 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     from dataclasses import replace
 
     from planner.plan.load_spec import plan_layer_devices
+    from runtime.child.environment import python_program
     from runtime.engine import locate
     from runtime.stripes import server as striped_server
     from runtime.tools.export import arguments, prompt_cache
@@ -100,4 +101,4 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     if not widths:
         return find_program(engine), words
     folder = locate.find(engine).path.parent
-    return Path(sys.executable), striped_server.command(folder, widths, words)
+    return python_program(), striped_server.command(folder, widths, words)

@@ -14,8 +14,8 @@ from typing import Any
 
 from planner.errors import EngineProblem
 from planner.plan.load_spec import LoadSpec
-from runtime import child
-from runtime.child import Relayed
+from runtime.child.ask import Relayed, ask
+from runtime.child.serve import serve
 from runtime.engine.libllama import Engine, Override, load_library
 from runtime.engine.rpc import connect
 from runtime.load import dry_run, load_params
@@ -49,7 +49,7 @@ def fit(
         "spec": dry_run.to_json(spec),
         "budgets": dict(budgets),
     }
-    answer = child.ask("runtime.load.engine_fit", request, engine)
+    answer = ask("runtime.load.engine_fit", request, engine)
     if "none" in answer:
         raise NoPlacement(engine, answer["none"])
     return replace(
@@ -136,4 +136,4 @@ def _common(engine: Engine) -> Any:
 
 
 if __name__ == "__main__":
-    child.serve(_fit_here)
+    serve(_fit_here)
