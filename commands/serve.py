@@ -100,5 +100,7 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     words = [*arguments(placed, str(job.path)), *prompt_cache(job.plan)]
     if not widths:
         return find_program(engine), words
-    folder = locate.find(engine).path.parent
-    return python_program(), striped_server.command(folder, widths, words)
+    place = locate.find(engine)
+    if place.folder is None:
+        raise EngineProblem(place.label, "stripes are served by a build folder: give one with --engine PATH")
+    return python_program(), striped_server.command(place.folder, widths, words)

@@ -231,7 +231,7 @@ def test_a_process_that_does_not_hear_is_ended_all_the_same() -> None:
 
 
 def test_work_is_shared_out(tmp_path: Path) -> None:
-    with closing(share_out(abs, list(range(-20, 0)), 2)) as results:
-        assert sorted(results) == list(range(1, 21))
-    with pytest.raises(TypeError), closing(share_out(abs, [1, "a"], 2)) as mixed:  # type: ignore[list-item]
-        list(mixed)
+    with closing(share_out(len, ["a" * n for n in range(20)], 2)) as results:
+        assert sorted(results) == list(range(20))
+    with pytest.raises(ValueError), closing(share_out(int, ["1", "a"], 2)) as numbers:
+        list(numbers)

@@ -130,7 +130,7 @@ def _function(engine: Engine) -> tuple[Any, tuple[None, ...]]:
 
 def _common(engine: Engine) -> Any:
     """The library beside libllama that holds what the tools share; None when there is none."""
-    for path in sorted(engine.path.parent.glob("libllama-common.so*")):
+    for path in sorted(engine.path.parent.glob("libllama-common.so*")) if engine.path.is_absolute() else ():
         return load_library(path, engine.label)
     return None
 
