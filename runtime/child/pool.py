@@ -18,18 +18,21 @@ R = TypeVar("R")
 
 def share_out(work: Callable[[P], R], parts: Sequence[P], workers: int) -> Generator[R]:
     """The results of `work(part)` as they come; to be closed by whom may not read to the end."""
-    # Spawned, not forked: the solver's library keeps threads of its own.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end_children)
+        # The first lock of a pool starts a process that looks after it, before any work is given.
         with _deaf(), isolated():
+            # Spawned, not forked: the solver's library keeps threads of its own.
+            pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
             waiting = [pool.submit(work, part) for part in parts]
         yield from (each.result() for each in as_completed(waiting))
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown()
+
+
+def _end_children() -> None:
+    """None is left when the work was done and the pool shut down."""
+    for process in multiprocessing.active_children():
+        process.terminate()
 
 
 @contextlib.contextmanager
