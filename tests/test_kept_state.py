@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from atsplan import main
+from commands import demo
 from planner.machine.profile import from_text
 from profiler import runner, session
 from profiler.journal import Journal, Line
@@ -268,6 +269,40 @@ def test_a_profile_after_damage_is_made_anew_with_one_line(
     assert len(said) == 1 and str(path) in said[0]
     assert from_text(out.read_text(), "").timings
     assert not os.path.lexists(path)
+
+
+# The model that the demonstration has fetched.
+
+MODEL_DAMAGES: dict[str, tuple[Damage, str]] = {
+    "a byte changed": (_a_bit_flipped, "has changed"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "has changed"),
+    "empty": (lambda path: os.truncate(path, 0), "has changed"),
+    "garbage": (_garbage, "has changed"),
+    "a folder": (_a_folder, "is no file"),
+    "a link": (_a_link, "is no file"),
+    "a dead link": (_a_dead_link, "is no file"),
+    "a pipe": (_a_pipe, "is no file"),
+    "truncated, without digest": (lambda path: _without_digest(path, 1000), "is damaged"),
+    "empty, with a digest of NUL bytes": (lambda path: _without_digest(path, 0, bytes(64)), "is damaged"),
+}
+
+
+def _without_digest(path: Path, size: int, record: bytes = b"") -> None:
+    os.truncate(path, size)
+    path.with_name(f"{path.name}.sha256").write_bytes(record)
+
+
+@pytest.mark.parametrize("name", MODEL_DAMAGES)
+def test_a_damaged_model_of_the_demonstration_is_not_used(
+    name: str, dense_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(dense_model, path)
+    for _ in range(2):  # as a former version left it, then with its digest
+        assert demo.damage(path) == ""
+    change, why = MODEL_DAMAGES[name]
+    change(path)
+    assert why in demo.damage(path)
 
 
 # Libraries in the cache.

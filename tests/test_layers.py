@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -213,3 +214,48 @@ def test_nothing_of_an_engine_is_remembered_by_a_function() -> None:
     for path in files("runtime"):
         text = path.read_text(encoding="utf-8")
         assert "lru_cache" not in text and "@cache" not in text, path
+
+
+# What starts other processes, and the one file that may use it. All else goes through runtime/child.
+STARTS = {
+    "subprocess": "runtime/child/process.py",
+    "multiprocessing": "runtime/child/pool.py",
+    "pty": "",
+    "posix": "",
+}
+OS_STARTS = re.compile(
+    r"ProcessPoolExecutor|os\.(system|popen|fork|forkpty|posix_spawn\w*|spawn\w+|exec\w+|startfile)\b"
+)
+
+
+@pytest.mark.parametrize(("library", "home"), STARTS.items())
+def test_processes_are_started_in_one_place(library: str, home: str) -> None:
+    paths = [path for package in MAY_IMPORT for path in files(package)]
+    users = {path.relative_to(ROOT).as_posix() for path in paths if library in dict(imported(path))}
+    assert users == ({home} if home else set())
+
+
+def test_nothing_is_started_behind_its_back() -> None:
+    paths = (path for package in MAY_IMPORT for path in files(package))
+    for path in (path for path in paths if path != ROOT / "runtime/child/pool.py"):
+        assert not OS_STARTS.search(path.read_text(encoding="utf-8")), path
+
+
+def test_engine_children_are_opened_in_one_file_and_programs_in_few() -> None:
+    """Python is named in one file; only what asks and what starts programs reaches for `process`."""
+    python, starters = set(), set()
+    for path in (path for package in MAY_IMPORT for path in files(package)):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        if "sys.executable" in text:
+            python.add(name)
+        if re.search(r"\bprocess\.(start|run|follow)\(", text):
+            starters.add(name)
+    assert python == {"runtime/child/environment.py"}
+    assert starters == {"runtime/child/ask.py", "runtime/tools/llama_server.py", "commands/demo.py"}
+
+
+def test_python_children_of_benchmarks_are_isolated_too() -> None:
+    """They may measure programs of any kind, but a child that runs a module of ours goes through `python`."""
+    for path in files("benchmarks"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"sys\.executable, \"-[mc]\"", text), path

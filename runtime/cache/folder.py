@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import stat
 from pathlib import Path
 
 _PRIVATE = 0o700
+_PIECE_BYTES = 2**20
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -62,3 +64,12 @@ def put_aside(path: Path) -> str:
         path.unlink()
         return "removed"
     return "left as it is"
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal. Raises OSError."""
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            total.update(piece)
+    return total.hexdigest()

@@ -7,7 +7,6 @@ else may write, every file with the digest written down when it was kept, and no
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -17,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import MachineError
-from runtime.cache.folder import cache_folder, distrust, made, put_aside
+from runtime.cache.folder import cache_folder, digest_of, distrust, made, put_aside
 
 RECORD = "SHA256SUMS"  # as `sha256sum --check` reads it
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>[^/\0\n]+)")
 _MAX_RECORD_BYTES = 2**20
-_PIECE_BYTES = 2**20
 _READ_ONLY = 0o500
 
 
@@ -57,7 +55,7 @@ def keep(name: str, files: Iterable[Path]) -> Path:
             copy = new / file.name
             shutil.copyfile(file, copy)
             copy.chmod(_READ_ONLY)
-            lines.append(f"{_digest(copy)}  {copy.name}\n")
+            lines.append(f"{digest_of(copy)}  {copy.name}\n")
         (new / RECORD).write_text("".join(sorted(lines)))
         (new / RECORD).chmod(0o400)
         if os.path.lexists(folder):
@@ -95,7 +93,7 @@ def _why_not(library: Path, cached: Path) -> str:
             return f"{name} beside it was not kept there"
         if why := distrust(folder / name):
             return f"{name} {why}" if name != library.name else why
-        if _digest(folder / name) != record[name]:
+        if digest_of(folder / name) != record[name]:
             return f"{name} has changed since it was kept" if name != library.name else "has changed since"
     return "" if library.name in record else "was not kept there"
 
@@ -112,11 +110,3 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
     for line in text.splitlines():
         if entry := _LINE.fullmatch(line):
             yield entry["name"], entry["digest"]
-
-
-def _digest(path: Path) -> str:
-    total = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            total.update(piece)
-    return total.hexdigest()
