@@ -224,7 +224,7 @@ STARTS = {
     "posix": "",
 }
 OS_STARTS = re.compile(
-    r"ProcessPoolExecutor|os\.(system|popen|fork|forkpty|posix_spawn\w*|spawn\w+|exec\w+|startfile)\b"
+    r"ProcessPoolExecutor|os\.(system|popen|fork\w*|posix_spawn\w*|spawn\w+|exec\w+)\b"
 )
 
 
