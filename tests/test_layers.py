@@ -94,6 +94,17 @@ def test_big_libraries_stay_in_one_file(library: str, home: str) -> None:
     assert {path.relative_to(ROOT).as_posix() for path in (*users, *late)} <= {home}
 
 
+def test_one_file_reads_and_writes_sites() -> None:
+    """Elsewhere no text begins like a site's: it would be cut or pasted by hand."""
+    text = re.compile(r"(gpu|stripe|cache|hybrid):")
+    for path in (path for package in MAY_IMPORT for path in files(package)):
+        if path == ROOT / "planner/site.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            here = isinstance(node, ast.Constant) and isinstance(node.value, str) and text.match(node.value)
+            assert not here, f"{path}:{getattr(node, 'lineno', 0)}"
+
+
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_heavy_libraries_are_imported_late(package: str) -> None:
     for path in files(package):
@@ -223,9 +234,7 @@ STARTS = {
     "pty": "",
     "posix": "",
 }
-OS_STARTS = re.compile(
-    r"ProcessPoolExecutor|os\.(system|popen|fork\w*|posix_spawn\w*|spawn\w+|exec\w+)\b"
-)
+OS_STARTS = re.compile(r"ProcessPoolExecutor|os\.(system|popen|fork\w*|posix_spawn\w*|spawn\w+|exec\w+)\b")
 
 
 @pytest.mark.parametrize(("library", "home"), STARTS.items())
@@ -251,7 +260,8 @@ def test_engine_children_are_opened_in_one_file_and_programs_in_few() -> None:
         if re.search(r"\bprocess\.(start|run|follow)\(", text):
             starters.add(name)
     assert python == {"runtime/child/environment.py"}
-    assert starters == {"runtime/child/ask.py", "runtime/tools/llama_server.py", "commands/demo.py"}
+    programs = {"runtime/tools/llama_server.py", "runtime/hybrid/build.py", "commands/demo.py"}
+    assert starters == {"runtime/child/ask.py", *programs}
 
 
 def test_python_children_of_benchmarks_are_isolated_too() -> None:

@@ -25,6 +25,11 @@ SEARCHED = (
     "DYLD_FRAMEWORK_PATH",
     "DYLD_FALLBACK_FRAMEWORK_PATH",
     "GGML_BACKEND_PATH",
+    "CPATH",  # of compilers, as the next ones
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "COMPILER_PATH",
     "CUDA_CACHE_PATH",
     "VK_ICD_FILENAMES",
     "VK_DRIVER_FILES",

@@ -14,7 +14,7 @@ from runtime.child.environment import environment
 from runtime.engine.logs import cause
 
 Process = subprocess.Popen[bytes]
-PIPE = subprocess.PIPE
+TimedOut = subprocess.TimeoutExpired
 
 _PR_SET_PDEATHSIG = 1
 _PATIENCE_S = 10.0
@@ -41,7 +41,7 @@ def start(
         cwd=cwd,
         env=dict(variables) if variables is not None else environment(),
         start_new_session=True,
-        preexec_fn=_tie(),
+        preexec_fn=tie(),
     )
 
 
@@ -50,8 +50,8 @@ def run(
     timeout_s: float,
     cwd: Path | None = None,
     variables: Mapping[str, str] | None = None,
-) -> str:
-    """All that a program prints, output before errors. Raises subprocess.TimeoutExpired."""
+) -> tuple[int, str]:
+    """The status of a program and all that it prints, output before errors. Raises TimedOut, OSError."""
     done = subprocess.run(
         list(command),
         stdin=subprocess.DEVNULL,
@@ -61,7 +61,7 @@ def run(
         timeout=timeout_s,
         check=False,
     )
-    return (done.stdout + done.stderr).decode(errors="replace")
+    return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
 
 
 def follow(command: Sequence[str], cwd: Path | None = None, **variables: str) -> int:
@@ -122,16 +122,16 @@ def _how(code: int) -> str:
     return how
 
 
-def _tie() -> Callable[[], None] | None:
+def tie() -> Callable[[], None] | None:
     """For the child before its program begins: have Linux end it when its parent is gone, however it went."""
     if sys.platform != "linux":
         return None
     # Looked up here: between fork and exec no lock may be taken, which another thread might have held.
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
-    def tie() -> None:
+    def tied() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)  # it went while we were being born
 
-    return tie
+    return tied

@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.errors import EngineProblem
 from planner.plan.load_spec import CPU, LoadSpec
+from planner.site import Site
 from planner.workload import Workload
 from runtime.child.ask import ask
 from runtime.child.serve import serve
@@ -137,14 +138,17 @@ def _both(said: Tail, graphs: Listener) -> Callable[[int, str], None]:
 
 def _less_stripes(devices: dict[str, Breakdown], model_path: Path, spec: LoadSpec) -> dict[str, Breakdown]:
     """Here a striped tensor counts whole on its device; its cold part will lie in host memory."""
-    if not any(buffer.startswith("stripe:") for _, buffer in spec.overrides):
+    if not any(Site.of_buffer(buffer).divided for _, buffer in spec.overrides):
         return devices
     from planner.model.gguf_file import read_model
-    from runtime.stripes.widths import host_bytes
+    from runtime.stripes.widths import host_bytes, slot_bytes
 
     found = dict(devices)
-    for device, size in host_bytes(read_model(model_path).inventory, spec).items():
-        for name, moved in ((device, -size), (CPU, size)):
+    inventory = read_model(model_path).inventory
+    moves = [(device, -size, size) for device, size in host_bytes(inventory, spec).items()]
+    moves += [(d, slots - whole, whole) for d, (slots, whole) in slot_bytes(inventory, spec).items()]
+    for device, here, host in moves:
+        for name, moved in ((device, here), (CPU, host)):
             found[name] = found.get(name, Breakdown(0, 0, 0)) + Breakdown(moved, 0, 0)
     return found
 
@@ -160,6 +164,7 @@ def from_json(data: Mapping[str, Any]) -> LoadSpec:
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
     for pairs in ("overrides", "mapped"):
         plain[pairs] = tuple((first, second) for first, second in data[pairs])
+    plain["residents"] = tuple((a, n, tuple(ids)) for a, n, ids in data["residents"])
     plain["workload"] = Workload(**data["workload"])
     return LoadSpec(**plain)
 

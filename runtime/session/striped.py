@@ -8,9 +8,11 @@ from pathlib import Path
 
 from planner.errors import MachineError
 from planner.plan.load_spec import CPU, LoadSpec
+from planner.site import Site, SiteKind
 from runtime.engine.libllama import Engine
 from runtime.load.dry_run import Breakdown
 from runtime.load.load_params import usable_cores
+from runtime.session.hybrid import HybridSession, slotted
 from runtime.session.session import Session
 from runtime.stripes.buffer_type import Stripes
 
@@ -77,14 +79,14 @@ def session_for(
     observe: bool = False,
     on_node: Callable[[int, bool, int | None], bool] | None = None,
 ) -> Session:
-    """A session of a spec, striped where it names stripes."""
-    kind = StripedSession if stripes_of(spec) else Session
+    """A session of a spec, striped where it names stripes, through a hybrid device where it names slots."""
+    kind = HybridSession if slotted(spec) else StripedSession if stripes_of(spec) else Session
     return kind(engine, path, spec, observe=observe, on_node=on_node)
 
 
 def stripes_of(spec: LoadSpec) -> tuple[str, ...]:
-    """The striped buffers that a spec names: `stripe:DEVICE:K`."""
-    return tuple(dict.fromkeys(b for _, b in spec.overrides if b.startswith("stripe:")))
+    """The striped buffers that a spec names, each once."""
+    return tuple(dict.fromkeys(b for _, b in spec.overrides if Site.of_buffer(b).kind is SiteKind.STRIPE))
 
 
 def prove(stripes: Stripes) -> None:

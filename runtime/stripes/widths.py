@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from planner.model.inventory import Inventory, Tensor, by_name
 from planner.plan.load_spec import LoadSpec
+from planner.plan.override_match import placed
+from planner.site import Site, SiteKind
 from runtime.stripes.mapped_range import rounded
 
 
 def host_bytes(inventory: Inventory, spec: LoadSpec) -> Mapping[str, int]:
     """Bytes of striped tensors that do not lie on their device, by device."""
-    tensors = by_name(inventory)
-    return {
-        device: sum(tensors[name].size_bytes - hot_bytes(tensors[name], k) for name, k in hot.items())
-        for device, hot in widths(inventory, spec).items()
-    }
+    tensors, found = by_name(inventory), dict[str, int]()
+    for device, hot in widths(inventory, spec).items():
+        found[device] = sum(tensors[name].size_bytes - hot_bytes(tensors[name], k) for name, k in hot.items())
+    return found
+
+
+def slot_bytes(inventory: Inventory, spec: LoadSpec) -> Mapping[str, tuple[int, int]]:
+    """Of tensors with slots, by device: bytes of slots and guests, and of all their experts, on the host."""
+    tensors, found = by_name(inventory), dict[str, tuple[int, int]]()
+    for name, buffer in placed(inventory, spec.overrides).items():
+        site = Site.of_buffer(buffer)
+        if site.kind is SiteKind.HYBRID:
+            each = tensors[name].size_bytes // tensors[name].shape[-1]
+            slots, whole = found.get(site.device, (0, 0))
+            here = (site.amount + spec.guests) * each
+            found[site.device] = (slots + here, whole + tensors[name].size_bytes)
+    return found
 
 
 def hot_bytes(tensor: Tensor, k: int) -> int:
@@ -25,12 +38,10 @@ def hot_bytes(tensor: Tensor, k: int) -> int:
 
 
 def widths(inventory: Inventory, spec: LoadSpec) -> dict[str, dict[str, int]]:
-    """Hot experts of every striped tensor by name, for each device."""
-    patterns = [(re.compile(pattern), buffer) for pattern, buffer in spec.overrides]
+    """Device to tensor to the number of its hot experts, for the striped tensors of a spec."""
     found: dict[str, dict[str, int]] = {}
-    for tensor in inventory.tensors:
-        buffer = next((b for pattern, b in patterns if pattern.search(tensor.name)), "")
-        if buffer.startswith("stripe:"):
-            _, device, k = buffer.split(":")
-            found.setdefault(device, {})[tensor.name] = int(k)
+    for name, buffer in placed(inventory, spec.overrides).items():
+        site = Site.of_buffer(buffer)
+        if site.kind is SiteKind.STRIPE:
+            found.setdefault(site.device, {})[name] = site.amount
     return found

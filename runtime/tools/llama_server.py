@@ -190,7 +190,7 @@ def spelt(program: Path, arguments: Sequence[str]) -> list[str]:
 
 def _help(program: Path) -> str:
     command = [str(program.absolute()), "--help"]
-    return process.run(command, 60, _folder(program), _variables(program))
+    return process.run(command, 60, _folder(program), _variables(program))[1]
 
 
 def _folder(program: Path) -> Path | None:
