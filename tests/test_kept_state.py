@@ -25,6 +25,7 @@ from runtime.cache.folder import cache_folder, distrust, put_aside
 from runtime.cache.libraries import RECORD, UntrustedLibrary, check, keep
 from runtime.engine import locate
 from runtime.engine.libllama import Engine
+from runtime.hybrid import build, device
 
 Damage = Callable[[Path], None]
 
@@ -383,6 +384,26 @@ def test_a_library_that_somebody_touched_is_refused_in_one_line(name: str, kept:
     assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
     done = CliRunner().invoke(main, ["doctor", "--engine", str(kept)])
     assert (done.exit_code, done.stderr) == (3, f"atsplan: {caught.value}\n")
+
+
+def test_a_native_library_that_was_touched_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not next(build.compilers(), None):
+        pytest.skip(build.REMEDY)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fast = ("-O0", "-DTOUCHED")
+    made = build.library(fast)
+    assert build.library(fast) == made
+    _edit(made, lambda code: code[: len(code) // 2])
+    with pytest.raises(UntrustedLibrary, match="has changed"):
+        device.load(made)
+    assert build.library(fast) == made
+    assert device.load(made).atsplan_hybrid_version()
+    assert {path.name for path in made.parent.parent.iterdir()} == {
+        made.parent.name,
+        f"{made.parent.name}.bad",
+    }
 
 
 def test_what_was_kept_before_makes_room(kept: Path, tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def _build(digest: str, options: Sequence[str]) -> None:
             if fault := _compile(command(compiler, made, options)):
                 faults.append(f"{' '.join(compiler[:4])}: {fault}")
                 continue
+            if intact(_kept(digest)):
+                return  # another process was faster, and may be loading it
             try:
                 libraries.keep(_kept(digest).parent.name, [made])
             except OSError as problem:
