@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.fmt import plan_files
-from commands.shared.console import out, progress, read_text, say, write_text
+from commands.shared.console import out, out_text, progress, read_text, say, write_text
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import device_map_option, engine_options
@@ -31,7 +32,7 @@ _FEW = 8  # plans that are not worth a second process
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @input_options
 @click.option("--no-resolve", is_flag=True, help="Do not solve again to look for a better placement.")
-@click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True, help="Seconds a plan.")
+@click.option("--time-limit", type=Number(0.1, 3600), help="Seconds to solve a plan again [work is limited].")
 @click.option(
     "--max-age",
     type=click.IntRange(1),
@@ -50,7 +51,7 @@ def command(
     paths: tuple[Path, ...],
     library: InputLibrary,
     no_resolve: bool,
-    time_limit: float,
+    time_limit: float | None,
     max_age: int,
     listed: bool,
     smoke: bool,
@@ -70,7 +71,7 @@ def command(
     from planner.check.check import CheckOptions
 
     files = plan_files(paths)
-    options = CheckOptions(not no_resolve, time_limit, datetime.now(UTC).date(), max_age)
+    options = CheckOptions(not no_resolve, time_limit or math.inf, datetime.now(UTC).date(), max_age)
     found = _check_all(files, library, options)
     for path in files if listed and not as_json else ():
         _list(path, library)
@@ -81,7 +82,7 @@ def command(
         from importlib.metadata import version
 
         write_text(sarif, findings.to_sarif(found, version("atsplan")))
-    out(findings.to_json(names, found)) if as_json else _print(names, found)
+    out_text(findings.to_json(names, found)) if as_json else _print(names, found)
     code = findings.exit_code(found)
     if code:
         raise SystemExit(code)

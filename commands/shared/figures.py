@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ def pyplot() -> Any:
     mpl.rcdefaults()
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "atsplan"  # element ids that do not change from run to run
+    # Texts are data: whatever the user's own settings say, no TeX runs on them.
+    mpl.rcParams["text.usetex"] = False
+    mpl.rcParams["text.parse_math"] = True
     from matplotlib import pyplot as plots
 
     return plots
@@ -38,6 +42,7 @@ def pyplot() -> Any:
 def save(figure: Any, path: Path) -> None:
     """Write a figure whole or not at all, without dates and versions, and close it."""
     check_target(path, PICTURE)
-    with replacing(path) as file:
+    with replacing(path, PICTURE) as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box stands for it
         figure.savefig(file, format=path.suffix[1:], dpi=130, metadata=_DATED[path.suffix])
     pyplot().close(figure)

@@ -18,12 +18,20 @@ from pathlib import Path
 
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
-from planner.model.gguf_header import Header, KeyValue, TensorInfo, one_line, pad, parse_header
+from planner.model.gguf_header import Header, KeyValue, TensorInfo, pad, parse_header
 from planner.model.gguf_magic import MAGIC, part_advice
 from planner.model.gguf_sanity import check_counts, check_layers
-from planner.model.gguf_shards import ShardProblems, check_set, find_first, parse_name, shard_paths
+from planner.model.gguf_shards import (
+    ShardProblems,
+    check_set,
+    find_first,
+    output_name,
+    parse_name,
+    shard_paths,
+)
+from planner.model.half_published import half_published
 from planner.model.inventory import Hparam, Inventory, Shard, Tensor
-from planner.texts import utf8
+from planner.quoting import short, utf8
 
 SIZE_KEY = "atsplan.size."  # + tensor name: exact bytes of an opaque tensor, written by the rewriter
 
@@ -36,7 +44,7 @@ class ShardHeader:
     size_bytes: int
     header: Header
     sizes: tuple[int, ...]  # payload bytes per tensor, in the order of header.infos
-    trailing_bytes: int  # after the padded end of the last tensor of known type
+    trailing_bytes: int  # after the padded end of the last tensor, when its size is known
     sha256: str  # of the header bytes, hex
 
 
@@ -68,7 +76,7 @@ class TruncatedTensor(InputError):
         more = "1 more tensor is" if self.others == 1 else f"{self.others} more tensors are"
         others = f", and {more} cut off" if self.others else ""
         lacks = "1 byte" if self.missing_bytes == 1 else f"{self.missing_bytes} bytes"
-        return f"{self.path}: truncated: tensor {one_line(self.tensor)} lacks {lacks}{others}{self.advice}"
+        return f"{self.path}: truncated: tensor {short(self.tensor)} lacks {lacks}{others}{self.advice}"
 
 
 def read_model(path: Path) -> ModelFile:
@@ -134,6 +142,8 @@ def _read_set(path: Path, paths: tuple[Path, ...], start: ShardHeader) -> tuple[
         except InputError as problem:
             missing = not shard.exists()
             problems.append(f"missing shard {shard.name}" if missing else _without_folder(problem, shard))
+    if problems and (hint := half_published(start.path.parent, output_name(start.path.name))):
+        problems.append(hint)
     if not problems:
         problems += check_set(paths, tuple(s.header for s in shards))
     if problems:
@@ -160,14 +170,14 @@ def _sizes(header: Header, file_bytes: int, path: str) -> tuple[tuple[int, ...],
         last = position == len(order) - 1
         size = _size(header, info, end - info.offset, last, exact.get(info.name), path)
         sizes[index] = size
-        if last and is_known(type_name(info.type)):
+        if last:
             trailing = max(0, end - pad(info.offset + size, header.alignment))
     return tuple(sizes), trailing
 
 
 def _size(header: Header, info: TensorInfo, gap: int, last: bool, exact: object, path: str) -> int:
     """Payload bytes of one tensor from its gap; FileProblem when the gap is too small."""
-    name = one_line(info.name)
+    name = short(info.name)
     if info.offset % header.alignment:
         raise FileProblem(
             path, f"damaged: tensor {name} at offset {info.offset}, not a multiple of {header.alignment}"
@@ -177,8 +187,8 @@ def _size(header: Header, info: TensorInfo, gap: int, last: bool, exact: object,
         if gap <= 0:
             raise FileProblem(path, f"damaged: tensor {name} shares its bytes with another")
         _refuse_overlap(name, _least(info), gap, path)
-        if isinstance(exact, int) and 0 < exact <= gap <= pad(exact, header.alignment):
-            return exact
+        if isinstance(exact, int) and 0 < exact <= gap and (last or gap <= pad(exact, header.alignment)):
+            return exact  # behind the last one may lie bytes that are no tensor's
         return gap
     _refuse_overlap(name, needed, gap, path)
     # A hole behind a known type is not padding: it may be an unknown layout under a known number.
@@ -205,7 +215,7 @@ def arithmetic_bytes(info: TensorInfo, path: str) -> int | None:
     try:
         return tensor_bytes(kind, info.dims or (1,))
     except ValueError as problem:
-        raise FileProblem(path, f"damaged: tensor {one_line(info.name)}: {problem}") from None
+        raise FileProblem(path, f"damaged: tensor {short(info.name)}: {problem}") from None
 
 
 def _refuse_truncation(header: Header, order: list[int], file_bytes: int, path: str) -> None:
@@ -260,7 +270,7 @@ def _holes(shards: tuple[ShardHeader, ...]) -> list[str]:
     ]
     if not longer:
         return []
-    first = one_line(longer[0])
+    first = short(longer[0])
     return [
         f"{_so_many(len(longer))} longer than type and shape say, {first} first: carried as they are, "
         "stock llama.cpp will not load the file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,10 +31,12 @@ from planner.plan.plan import (
     Plan,
     Prediction,
     Reserved,
+    Search,
 )
 from planner.plan.request import SolveOptions
 from planner.records import digest
 from planner.site import HOST, ON_CPU, Site, SiteKind, sites
+from planner.solver.deadline import Deadline
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Decision, Option, Solution
 from planner.workload import Workload
@@ -93,11 +96,19 @@ def record(
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),
         fit=options.fit,
+        search=search_of(options.deadline),
         notes=notes_of(subject, budgets, options),
         units=placements,
         overrides=(*overrides, *kept),
         experts=_orders(placed, units, options),
     )
+
+
+def search_of(deadline: Deadline) -> Search | None:
+    """What ended the search, where a clock might have; work alone is the same everywhere, and not told."""
+    if not deadline.limited:
+        return None
+    return Search(ended_by=deadline.ended_by, time_limit_ms=math.ceil(deadline.seconds * 1000))
 
 
 def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constraints:

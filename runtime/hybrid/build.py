@@ -69,13 +69,13 @@ def available() -> str:
     return "" if next(compilers(), None) else REMEDY
 
 
-def source_digest(options: Sequence[str] = ()) -> str:
-    """Of the sources, the compiler's options and the kind of machine: 32 hexadecimal digits."""
+def source_digest(options: Sequence[str] = (), machine: str = "") -> str:
+    """Of the sources, the compiler's options and the kind of machine ("": this): 32 hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".cpp", ".h"):
             digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    digest.update(" ".join((*_OPTIONS, *options, sys.platform, platform.machine())).encode())
+    digest.update(" ".join((*_OPTIONS, *options, sys.platform, machine or _machine())).encode())
     return digest.hexdigest()[:32]
 
 
@@ -120,6 +120,30 @@ def command(compiler: Sequence[str], target: Path, options: Sequence[str] = ()) 
     return [*compiler, *_OPTIONS, *_WARNINGS, *options, *sources, "-o", str(target)]
 
 
+def prebuild(machines: Sequence[str] = ("x86_64", "aarch64")) -> list[Path]:
+    """Libraries for the wheel, for an old glibc; needs ziglang. Others in that folder are removed.
+
+    Raises HybridRefused.
+    """
+    PREBUILT.mkdir(exist_ok=True)
+    for old in PREBUILT.glob("*.so"):
+        old.unlink()
+    made = []
+    for machine in machines:
+        compiler = next(compilers(machine), None)
+        if compiler is None:
+            raise HybridRefused("pip install ziglang")
+        target = PREBUILT / f"{source_digest(machine=machine)}.so"
+        if fault := _compile(command((*compiler, "-s"), target)):
+            raise HybridRefused(f"{machine}: {fault}")
+        made.append(target)
+    return made
+
+
+def _machine() -> str:
+    return {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+
+
 def _build(digest: str, options: Sequence[str]) -> None:
     faults = []
     for compiler in compilers():
@@ -148,3 +172,7 @@ def _compile(line: Sequence[str]) -> str:
         return ""
     said = [line for line in text.splitlines() if "error" in line] or text.splitlines()
     return said[0] if said else f"exit {status}"
+
+
+if __name__ == "__main__":
+    print(*prebuild(sys.argv[1:] or ("x86_64", "aarch64")), sep="\n")
