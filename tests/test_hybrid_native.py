@@ -35,7 +35,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     compiler = next((c for c in build.compilers() if "ziglang" not in c), None)
     if compiler is None:
         missing("no C++ compiler with sanitizers: apt-get install g++")
-    made = tmp_path_factory.mktemp("native") / request.param
+    made: Path = tmp_path_factory.mktemp("native") / request.param
     sources = [*build.SOURCES.glob("*.cpp"), *SOURCES.glob("*.cpp")]
     options = [
         "-std=c++17",
