@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +73,7 @@ def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:
 def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float) -> Plan | None:
     """The plan with 1 GiB more on the device that limits it."""
     from planner.check.explain import GIB, binding, with_more
+    from planner.passes.clock import Clock
 
     tight = binding(plan)
     inputs = library.of(plan, path)
@@ -82,5 +82,5 @@ def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float) ->
     if inputs.inventory is None or inputs.profile is None:
         say("model or profile not found: pass --model and --profile to learn what more memory would buy")
         return None
-    known = replace(inputs.known, time_limit_s=time_limit)
-    return with_more(plan, inputs.inventory, inputs.profile, known, tight.name, GIB)
+    found = inputs.inventory, inputs.profile, inputs.known
+    return with_more(plan, *found, tight.name, GIB, Clock(time_limit))

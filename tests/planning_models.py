@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.tensor_tables import Row, inventory_of
+from planner.cost.build_problem import analyse, build_problem
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
 from planner.machine.profile import Device, OpTiming, Profile
 from planner.model.ggml_types import tensor_bytes
 from planner.model.inventory import Hparam, Inventory, from_text
+from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
 from planner.plan.plan import Plan
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
+from planner.solver.problem import Problem
 from planner.workload import Workload
 
 INPUTS = Path(__file__).parents[1] / "plans" / "inputs"
@@ -68,14 +73,23 @@ def plan(
     *,
     on: Profile | None = None,
     workload: Workload | None = None,
-    options: SolveOptions | None = None,
+    known: Known | None = None,
+    settings: EngineSettings | None = None,
     limit_s: float = 5.0,
+    **asked: Any,
 ) -> Plan:
-    """A plan as `atsplan solve` makes it."""
+    """A plan as `atsplan solve` makes it; `asked` are fields of the request."""
     profile = on or machine()
     budgets = budgets_for(profile, parse_budget(budget) if budget else {})
-    chosen = replace(options or SolveOptions(), time_limit_s=limit_s)
-    return make_plan(model, profile, budgets, workload or Workload(), chosen)
+    request = Request(budgets, workload or Workload(), **asked)
+    clock = Clock(limit_s)
+    return make_plan(model, profile, request, known or Known(), settings or EngineSettings(), clock)
+
+
+def problem_of(model: Inventory, profile: Profile, request: Request, known: Known | None = None) -> Problem:
+    """The problem of a request with the engine's own settings."""
+    analysed = analyse(model, request.workload)
+    return build_problem(analysed, profile, request, EngineSettings(), known or Known()).problem
 
 
 def sites(made: Plan, kind: str = "") -> dict[str, str]:

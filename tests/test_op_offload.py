@@ -19,9 +19,10 @@ from planner.check.findings import Finding
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.requantise import parse_rule, requantised
+from planner.passes.clock import Clock
 from planner.plan.load_spec import load_spec
 from planner.plan.plan import Plan, to_text
-from planner.plan.request import Pin, SolveOptions
+from planner.plan.request import Pin
 from planner.site import ON_CPU
 from planner.workload import Workload
 from runtime.engine.libllama import Engine
@@ -106,7 +107,7 @@ def test_checks_solve_to_the_same_answer(gb_per_s: int, prompt: int, budget: str
 def test_a_plan_that_opens_no_gpu_is_checked_without_one(batch: int, pins: tuple[Pin, ...]) -> None:
     model, profile = dense([2048, 8192, 6144, 8192, 6144, 2048]), machine("rtx4090-epyc")
     work = Workload(n_ctx=8192, prompt=batch, gen=16, n_ubatch=batch)
-    made = plan(model, "400", on=profile, workload=work, options=SolveOptions(pins=pins))
+    made = plan(model, "400", on=profile, workload=work, pins=pins)
     assert [use.name for use in made.devices] == ["CPU"]
     assert findings(made, model, profile) == []
 
@@ -138,7 +139,7 @@ def test_short_prompts_leave_the_room_for_copies_to_weights() -> None:
 def test_what_fits_only_without_copies_is_no_refusal() -> None:
     model = requantised(moe(4), [parse_rule("blk.0.ffn_down_exps=f32")])
     pins = (Pin("blk.*.attention", "gpu"), Pin("blk.0.experts", "cpu"))
-    made = plan(model, "500", on=linked(50), options=SolveOptions(pins=pins))
+    made = plan(model, "500", on=linked(50), pins=pins)
     assert not made.op_offload and findings(made, model, linked(50)) == []
 
 
@@ -207,7 +208,7 @@ def test_a_batch_just_long_enough_to_be_copied_costs_no_more_than_one_that_is_no
 
 
 def test_all_problems_of_a_plan_share_one_clock() -> None:
-    options = SolveOptions(time_limit_s=10).begun()
-    assert options.begun() is options and 0 < options.wall_s <= 60
-    assert replace(options, ends=options.ends - 3600).wall_s == 1
-    assert SolveOptions(time_limit_s=10).wall_s == 60
+    clock = Clock(10).begun()
+    assert clock.begun() is clock and 0 < clock.wall_s <= 60
+    assert replace(clock, ends=clock.ends - 3600).wall_s == 1
+    assert Clock(10).wall_s == 60

@@ -108,9 +108,9 @@ def _points(inputs: Inputs, device: str, sizes: Sequence[int]) -> list[Point]:
     with progress() as bar:
         task = bar.add_task("budgets", total=len(sizes), rate="")
         for size in sizes:
-            budgets = {**inputs.budgets, device: size * MIB}
+            request = replace(inputs.request, budgets={**inputs.request.budgets, device: size * MIB})
             try:
-                plan = replace(inputs, budgets=budgets).plan()
+                plan = replace(inputs, request=request).plan(advise=False)
             except AnswerIsNo:
                 plan = None
             found.append(Point(size * MIB, plan))

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 
 from planner.check.consistency import workload_faults
 from planner.check.findings import Finding, Severity
-from planner.check.reprice import NotPlaceable, asked, reprice
+from planner.check.reprice import NotPlaceable, known_of, reprice, request_of, settings_of
 from planner.errors import AtsplanError, FieldProblem
 from planner.machine.attention_kernels import kv_problem
 from planner.machine.budgets import tight
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.units import foreign_note, units_of
+from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
+from planner.passes.margin import STOCK_TOLERANCE_PPM
 from planner.passes.prompt_pipeline import restated
 from planner.plan.difference import Change, difference
+from planner.plan.known import Known
 from planner.plan.override_match import disagreements
 from planner.plan.overrides import wanted_buffers
 from planner.plan.plan import Plan, from_text, to_text
-from planner.plan.request import SolveOptions
 from planner.records import Lines
 
 _PPM = 10**6
@@ -43,7 +45,7 @@ class Inputs:
 
     inventory: Inventory | None
     profile: Profile | None
-    known: SolveOptions = field(default_factory=SolveOptions)  # curves and orders of a heat file
+    known: Known = field(default_factory=Known)  # curves and orders of a heat file
 
     def heat_missing(self, plan: Plan) -> bool:
         """Whether the plan rests on a heat file that was not found."""
@@ -171,7 +173,7 @@ def _derived(
     plan: Plan,
     inventory: Inventory,
     profile: Profile,
-    known: SolveOptions,
+    known: Known,
     options: CheckOptions,
     report: _Report,
 ) -> None:
@@ -271,13 +273,19 @@ def _optimal(
     plan: Plan,
     inventory: Inventory,
     profile: Profile,
-    known: SolveOptions,
+    known: Known,
     options: CheckOptions,
     report: _Report,
 ) -> None:
     """Solve again: nothing may be better than the recorded gap allows."""
-    question = replace(asked(plan, known), time_limit_s=options.time_limit_s)
-    best = make_plan(inventory, profile, plan.constraints.budgets, plan.workload, question)
+    best = make_plan(
+        inventory,
+        profile,
+        request_of(plan),
+        known_of(plan, known),
+        settings_of(plan),
+        Clock(options.time_limit_s),
+    )
     mine, found = plan.predicted.objective_ns, best.predicted.objective_ns
     if plan.predicted.status == "edited":
         loss = (mine - best.predicted.objective_ns) * 100 / max(found, 1)
@@ -302,7 +310,7 @@ def _optimal(
 
 def _tolerance(plan: Plan, best: Plan) -> int:
     """A stock rule is kept where the solver's answer cannot be told apart from it (at most 2 %)."""
-    return 20_000 if "baseline" in (plan.predicted.status, best.predicted.status) else 0
+    return STOCK_TOLERANCE_PPM if "baseline" in (plan.predicted.status, best.predicted.status) else 0
 
 
 def _stale(profile: Profile, options: CheckOptions, report: _Report) -> None:

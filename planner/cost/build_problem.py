@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.cost.expert_cache import cache_shares
-from planner.cost.layer_options import Chooser
+from planner.cost.layer_options import Chooser, Routing
 from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
 from planner.cost.shared_kv import Sharing
 from planner.cost.unit_time import Prices, state_case
 from planner.machine import op_time
-from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory
+from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_bound
 from planner.memory import kv_cache
@@ -20,7 +20,9 @@ from planner.memory.memory_limits import Room, room_of
 from planner.model.inventory import Inventory
 from planner.model.layers import Layers, layers_of, shared_kv
 from planner.model.units import Kind, Unit, UnitTable, units_of
-from planner.plan.request import SolveOptions
+from planner.plan.engine_settings import MAX_ENGINE_DEVICES, EngineSettings
+from planner.plan.known import Known
+from planner.plan.request import Request
 from planner.site import ON_CPU, sites
 from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
 from planner.workload import Workload
@@ -34,9 +36,10 @@ _NOT_LOADED = frozenset({Kind.FOREIGN})
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model ready for planning: its units by decision, its caches."""
+    """A model analysed for one use: its units by decision, its caches."""
 
     inventory: Inventory
+    workload: Workload
     table: UnitTable
     layers: Layers
     groups: tuple[tuple[str, tuple[Unit, ...]], ...]  # decision name and its units, in graph order
@@ -49,7 +52,7 @@ class Model:
         return self.table.units
 
 
-def model_of(inventory: Inventory, workload: Workload) -> Model:
+def analyse(inventory: Inventory, workload: Workload) -> Model:
     """Group the units of a model into decisions: the input tables, each layer, the output head."""
     table, layers = units_of(inventory), layers_of(inventory)
     groups: dict[str, list[Unit]] = {INPUT: []}
@@ -65,6 +68,7 @@ def model_of(inventory: Inventory, workload: Workload) -> Model:
     state = dict(zip(_names(layers.n_main), kv_cache.state_bytes(inventory, workload), strict=True))
     return Model(
         inventory,
+        workload,
         table,
         layers,
         tuple((k, tuple(v)) for k, v in groups.items() if v),
@@ -93,51 +97,55 @@ class Priced:
     problem: Problem
     prices: Prices
     fixed: Mapping[str, Room]  # memory a device needs as soon as it is used
-    op_offload: bool = True  # long prompts of host weights are computed on a GPU
-    repack: bool = True  # weights of a CPU without GPU change their layout
+    settings: EngineSettings
 
     @property
     def copies(self) -> bool:
         """Whether a GPU has room for host weights that prompts need."""
         long = self.prices.workload.n_ubatch >= OFFLOAD_BATCH
-        return self.op_offload and long and any(d.kind == "gpu" for d in self.problem.devices)
+        return self.settings.op_offload and long and any(d.kind == "gpu" for d in self.problem.devices)
 
 
-def price(
+def build_problem(
     model: Model,
     profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
+    request: Request,
+    settings: EngineSettings,
+    known: Known,
 ) -> Priced:
-    """The placement problem on the devices that have a budget."""
-    devices = tuple(d for d in profile.devices if d.name in budgets and d.kind != "cpu")
-    devices += tuple(d for d in profile.devices if d.name in budgets and d.kind == "cpu")
+    """The placement problem on the devices that have a budget and are opened, for the model's workload."""
+    devices = devices_of(profile, request.budgets, settings)
     # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
-    repack = options.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
-    memory = options.host_memory or HostMemory.PINNED
-    prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation, memory)
-    rooms = {d.name: room_of(model.inventory, workload, d, options.op_offload) for d in devices}
+    repack = settings.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
+    workload, drafts, memory = model.workload, settings.speculation, settings.host_memory
+    prices = Prices(model.inventory, profile, workload, known.distinct, repack, drafts, memory)
+    rooms = {d.name: room_of(model.inventory, workload, d, settings.op_offload) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
-    shares += cache_shares(model.inventory, model.units, devices, options.cache)
-    chooser = Chooser(prices, devices, options, rooms)
+    shares += cache_shares(model.inventory, model.units, devices, known.cache)
+    chooser = Chooser(
+        prices,
+        devices,
+        settings.op_offload,
+        Routing(known.curves if request.stripes else {}, known.cache),
+        rooms,
+    )
     units = [u for _, g in model.groups for u in g]
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
     idle = [u for u in model.units if u.name not in loaded]
-    wanted |= pinned(options.pins, units, [d.name for d in devices], idle)
+    wanted |= pinned(request.pins, units, [d.name for d in devices], idle)
     sharing = Sharing(model.owners, model.kv, devices, prices, len(shares))
     decisions = tuple(
-        sharing.told(_decision(chooser, model, name, units, options, wanted)) for name, units in model.groups
+        sharing.told(_decision(chooser, model, name, units, request, wanted)) for name, units in model.groups
     )
-    reserved = {d.name: options.reserved_bytes(d.name) for d in devices}
+    reserved = {d.name: settings.reserved_bytes(d.name) for d in devices}
     pools = _pools(devices, profile, reserved)
     problem = Problem(
         devices=tuple(
             Capacity(
                 d.name,
                 d.kind,
-                max(_budget(d, budgets, options) - reserved[d.name], 0),
+                max(_budget(d, request) - reserved[d.name], 0),
                 _pool_index(pools, d),
             )
             for d in devices
@@ -150,11 +158,18 @@ def price(
         mixed=_mixed(model, prices, devices, decisions),
         decode_weight=workload.gen,
         decode_ns=prices.token_ns,
-        max_runs=options.max_runs,
-        host_leads=options.op_offload and _streams(devices, workload),
-        contiguous=options.contiguous,
+        max_runs=MAX_ENGINE_DEVICES,
+        host_leads=settings.op_offload and _streams(devices, workload),
+        contiguous=request.contiguous,
     )
-    return Priced(model, rounded(problem), prices, rooms, options.op_offload, options.repack)
+    return Priced(model, rounded(problem), prices, rooms, settings)
+
+
+def devices_of(profile: Profile, budgets: Mapping[str, int], settings: EngineSettings) -> tuple[Device, ...]:
+    """The devices that may be used, GPUs first."""
+    offered = [d for d in profile.devices if d.name in budgets]
+    gpus = [d for d in offered if d.kind != "cpu"] if settings.gpus else []
+    return (*gpus, *(d for d in offered if d.kind == "cpu"))
 
 
 def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:
@@ -167,8 +182,8 @@ def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:
     return longest >= OFFLOAD_BATCH and any(d.kind == "gpu" for d in devices)
 
 
-def _budget(device: Device, budgets: Mapping[str, int], options: SolveOptions) -> int:
-    return 2**62 if device.kind == "cpu" and options.page else budgets[device.name]
+def _budget(device: Device, request: Request) -> int:
+    return 2**62 if device.kind == "cpu" and request.page else request.budgets[device.name]
 
 
 def _shares(index: int, device: Device, room: Room) -> tuple[Share, ...]:
@@ -203,7 +218,7 @@ def _decision(
     model: Model,
     name: str,
     units: tuple[Unit, ...],
-    options: SolveOptions,
+    request: Request,
     wanted: Mapping[str, Wanted],
 ) -> Decision:
     if name == INPUT:
@@ -211,7 +226,7 @@ def _decision(
     else:
         held = model.kv.get(name, 0), model.state.get(name, 0)
         found = chooser.layer(units, *held, reads=name in model.owners)
-    kept = [o for o in found if _allowed(chooser, o, name, units, options, wanted)]
+    kept = [o for o in found if _allowed(chooser, o, name, units, request, wanted)]
     return Decision(name, tuple(u.name for u in units), tuple(kept), name != INPUT)
 
 
@@ -220,13 +235,13 @@ def _allowed(
     option: Option,
     name: str,
     units: tuple[Unit, ...],
-    options: SolveOptions,
+    request: Request,
     wanted: Mapping[str, Wanted],
 ) -> bool:
     if name != INPUT:
-        if options.contiguous and not option.whole:
+        if request.contiguous and not option.whole:
             return False
-        if options.no_cpu and chooser.uses_host(option):
+        if request.no_cpu and chooser.uses_host(option):
             return False
     return all(
         wanted[unit.name].admits(site)

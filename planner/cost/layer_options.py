@@ -14,7 +14,6 @@ from planner.machine.profile import Device
 from planner.memory.memory_limits import Room
 from planner.model.units import BOUND, Kind, Unit
 from planner.plan.plan import CachePoint
-from planner.plan.request import SolveOptions
 from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.problem import Option
 
@@ -35,6 +34,14 @@ class Spot:
     splits: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What may divide the experts of a layer: coverage by layer for stripes, the hit curve of a cache."""
+
+    curves: Mapping[int, tuple[float, ...]]
+    cache: tuple[CachePoint, ...]
+
+
 class Chooser:
     """Makes the options of each decision; the same layer twice costs nothing the second time."""
 
@@ -42,10 +49,12 @@ class Chooser:
         self,
         prices: Prices,
         devices: tuple[Device, ...],
-        options: SolveOptions,
+        op_offload: bool,
+        routing: Routing,
         rooms: Mapping[str, Room],
     ) -> None:
-        self.prices, self.devices, self.options, self.rooms = prices, devices, options, rooms
+        self.prices, self.devices, self.op_offload, self.rooms = prices, devices, op_offload, rooms
+        self.curves, self.cache = routing.curves, routing.cache
         self.workload = prices.workload
         self.cpu = next((i for i, d in enumerate(devices) if d.kind == "cpu"), -1)
         self.first_gpu = next((i for i, d in enumerate(devices) if d.kind == "gpu"), -1)
@@ -68,7 +77,7 @@ class Chooser:
 
         So one GPU has the cache, and no layer of any GPU has its experts on the host beside it.
         """
-        if not self.options.cache:
+        if not self.cache:
             return ()
         return (tuple(range(self._cache_share(0, 0), self._cache_share(len(self.devices), 0) + 1)),)
 
@@ -124,7 +133,7 @@ class Chooser:
 
     def _host_times(self, unit: Unit, through: int) -> Times:
         cpu = self.devices[self.cpu].name
-        streamed = through >= 0 and self.options.op_offload
+        streamed = through >= 0 and self.op_offload
         return self.prices.on_host(unit, cpu, self.devices[through].name if streamed else None)
 
     def _logits(self, device: Device) -> Times:
@@ -138,11 +147,11 @@ class Chooser:
 
     def _stripes(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
         device = self.devices[d]
-        curve = self.options.curves.get(unit.layer) if unit.layer is not None else None
-        if not curve or not self.options.stripes or not self.prices.zero_copy(device.name):
+        curve = self.curves.get(unit.layer) if unit.layer is not None else None
+        if not curve or not self.prices.zero_copy(device.name):
             return
         cold = self.prices.on(unit, device.name, "CUDA_Host")
-        for stripe in stripe_widths(unit, self.prices, curve, self.options.stripe_steps):
+        for stripe in stripe_widths(unit, self.prices, curve):
             memory = [0] * len(self.devices)
             memory[d], memory[self.cpu] = stripe.device_bytes, stripe.host_bytes
             times = _blend(here, cold, stripe)
@@ -157,7 +166,7 @@ class Chooser:
         there = self._there(d, unit) + self._hand_over(self.cpu, d, 1)
         prefill = self._host_times(unit, d).prefill_ns + there.prefill_ns
         streaming = (PER_DEVICE * d + 1, PER_DEVICE * d + 2) if self._streams(d) else ()
-        for n, point in enumerate(self.options.cache):
+        for n, point in enumerate(self.cache):
             if not serves(point, unit, self.prices.step_tokens):
                 continue
             memory = [0] * len(self.devices)
@@ -181,11 +190,11 @@ class Chooser:
 
     def _cache_share(self, d: int, n: int) -> int:
         """The share of the `n`-th cache size on a device."""
-        return PER_DEVICE * len(self.devices) + d * len(self.options.cache) + n
+        return PER_DEVICE * len(self.devices) + d * len(self.cache) + n
 
     def _no_cache(self) -> tuple[int, ...]:
         """The share of experts on the host, which the engine would cache whether planned so or not."""
-        return (self._cache_share(len(self.devices), 0),) if self.options.cache else ()
+        return (self._cache_share(len(self.devices), 0),) if self.cache else ()
 
     def _option(self, d: int, units: tuple[Unit, ...], spots: tuple[Spot, ...], kept: int) -> Option:
         """One combination of spots, with the changes of device inside the layer."""
@@ -228,7 +237,7 @@ class Chooser:
 
     def _streams(self, device: int) -> bool:
         long = self.workload.n_ubatch >= OFFLOAD_BATCH
-        return self.options.op_offload and long and self.devices[device].kind == "gpu"
+        return self.op_offload and long and self.devices[device].kind == "gpu"
 
     def _there(self, d: int, unit: Unit) -> Times:
         """From the layer device to the CPU and, for experts, one more row per expert on the way back."""
@@ -248,7 +257,7 @@ class Chooser:
         prefill = sum(
             count * self.prices.hand_over(*names, width * batch)
             for batch, count in self.prices.batches
-            if batch < OFFLOAD_BATCH or not self.options.op_offload
+            if batch < OFFLOAD_BATCH or not self.op_offload
         )
         return Times(decode, prefill)
 

@@ -11,6 +11,7 @@ from planner.model.units import Unit
 
 GRANULE = 2 * 2**20  # bytes; the driver maps no less at once
 _PPM = 10**6
+_STEPS = 16  # of a whole layer; widths tried are multiples of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,14 @@ class Stripe:
     cold_prefill_ppm: int  # of the bytes a ubatch reads
 
 
-def stripe_widths(unit: Unit, prices: Prices, curve: Sequence[float], steps: int) -> Iterator[Stripe]:
-    """Up to `steps` widths, evenly spaced; each fills the last granule it touches."""
+def stripe_widths(unit: Unit, prices: Prices, curve: Sequence[float]) -> Iterator[Stripe]:
+    """Some widths, evenly spaced; each fills the last granule it touches."""
     n = unit.experts
     if n < 2 or len(curve) != n + 1:
         return
     sizes = [prices.tensors[name].size_bytes for name in unit.tensors]
     ubatch = prices.workload.n_ubatch
-    for k in dict.fromkeys(round(n * step / steps) for step in range(1, steps)):
+    for k in dict.fromkeys(round(n * step / _STEPS) for step in range(1, _STEPS)):
         if not 0 < k < n:
             continue
         hot = [_granules(size * k // n) for size in sizes]

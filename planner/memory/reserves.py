@@ -1,7 +1,7 @@
 """What else takes memory: projector, NextN head, draft model, prompt cache, other users; line by line.
 
 Pure functions from inventories to `Reserve` lines, one per part and device. The solver takes them as
-`SolveOptions.reserves`; their sum per device is what the plan must leave free. What the driver takes
+`EngineSettings.reserves`; their sum per device is what the plan must leave free. What the driver takes
 for a context is a figure of the device (`Device.context_bytes`), not a line here.
 """
 
@@ -24,7 +24,6 @@ from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.sliding_window import sliding_layers
 from planner.model.tensor_roles import Role, part_of
-from planner.plan.request import Reserve
 from planner.workload import Workload
 
 PROJECTOR = "clip"  # the architecture that every vision projector states
@@ -33,6 +32,20 @@ _WARM_SIDE = 46  # llama.cpp sizes a projector of free resolution for 46 x 46 ou
 _FREE_SIZE = frozenset(
     {"qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "pixtral", "kimivl", "kimik25"}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Memory on a device that the plan leaves to something else."""
+
+    name: str  # projector, draft model, other users
+    device: str
+    size_bytes: int
+
+    @property
+    def opens(self) -> bool:
+        """Whether its device is in use on its account, even where no layer of the model is."""
+        return self.name.startswith(("projector", "draft"))
 
 
 @dataclass(frozen=True, slots=True)

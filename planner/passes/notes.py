@@ -17,8 +17,9 @@ from planner.model.units import foreign_note
 from planner.passes.engine_fit import NAME as FIT
 from planner.passes.prompt_pipeline import Pipeline
 from planner.passes.stock_rules import Candidate
+from planner.plan.known import Known
 from planner.plan.plan import DeviceUse, Placement
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.site import SiteKind
 from planner.solver.evaluate import Evaluation
 from planner.workload import Workload
@@ -39,31 +40,33 @@ class Subject:
     pipeline: Pipeline
 
 
-def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> tuple[str, ...]:
+def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...]:
     """All notes of a plan, in their order."""
-    profile = subject.priced.prices.profile
+    profile, settings = subject.priced.prices.profile, subject.priced.settings
     found = []
     if not profile.measured:
         found.append(f"assumed, not measured: {profile.name}")
     if subject.rule:
         found.append(f"same as the stock rule {subject.rule}, or not told apart from it")
-    if not any(r.name.startswith("projector") for r in options.reserves):
+    if not any(r.name.startswith("projector") for r in settings.reserves):
         found.append("no memory reserved for a vision projector (--mmproj)")
-    if options.projector is not None and options.projector.device == "CPU":
-        found.append(f"the vision projector {options.projector.name} computes on the CPU: images take longer")
+    if settings.projector is not None and settings.projector.device == "CPU":
+        found.append(
+            f"the vision projector {settings.projector.name} computes on the CPU: images take longer"
+        )
     found += _unrecognised(subject.priced.model, profile)
     if text := kv_note(_devices(subject.priced), subject.priced.prices.workload, profile.timings):
         found.append(text)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
     found += _ceilings(subject.priced)
-    found += _buffers(subject, budgets)
+    found += _buffers(subject, request.budgets)
     found += _piped(subject)
-    found += _routing(subject, options)
-    found += _paged(subject, budgets, options)
+    found += _routing(subject, request, known)
+    found += _paged(subject, request)
     found += _assumed(subject.priced)
     found += [f"profile: {warning}" for warning in profile.warnings]
     found += filter(None, map(_overfull, subject.stock))
-    return (*found, *told(subject.placements, options.cache))
+    return (*found, *told(subject.placements, known.cache))
 
 
 def _assumed(priced: Priced) -> list[str]:
@@ -150,7 +153,7 @@ def _buffers(subject: Subject, budgets: Mapping[str, int]) -> Iterator[str]:
         )
 
 
-def _routing(subject: Subject, options: SolveOptions) -> Iterator[str]:
+def _routing(subject: Subject, request: Request, known: Known) -> Iterator[str]:
     """What became of the routing that was given: single experts on a GPU need more than stock llama.cpp."""
     striped = sum(p.site.kind is SiteKind.STRIPE for p in subject.placements)
     if striped:
@@ -159,7 +162,7 @@ def _routing(subject: Subject, options: SolveOptions) -> Iterator[str]:
             f"experts striped in {layers}: loaded by atsplan run, bench and serve; stock llama.cpp cannot "
             "place single experts"
         )
-    elif options.heat_digest and options.stripes:
+    elif known.heat_digest and request.stripes:
         yield "with this routing (--heat) hot experts on a GPU gain nothing over whole layers"
 
 
@@ -167,9 +170,9 @@ def _batch(workload: Workload, n_ubatch: int) -> Workload:
     return workload.model_copy(update={"n_ubatch": n_ubatch})
 
 
-def _paged(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> Iterator[str]:
+def _paged(subject: Subject, request: Request) -> Iterator[str]:
     """A warning in numbers where host weights exceed memory on request."""
     for device, used in zip(subject.priced.problem.devices, subject.evaluation.memory, strict=True):
-        over = used - budgets[device.device]
-        if options.page and device.host and over > 0:
+        over = used - request.budgets[device.device]
+        if request.page and device.host and over > 0:
             yield f"will page from disk: {over >> 20} MiB more than host memory; slower than predicted"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 
 from planner.cost.build_problem import OUTPUT, Model, Priced, decision_of
 from planner.cost.expert_cache import cached, cached_bytes
-from planner.cost.unit_time import Prices
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
-from planner.machine.profile import Calibration, Profile, to_text
+from planner.machine.profile import Profile, to_text
 from planner.model.units import Unit
+from planner.passes.chosen import Chosen
+from planner.passes.margin import error_ppm
 from planner.passes.notes import Subject, notes_of
 from planner.passes.prompt_pipeline import Pipeline, pipeline_of, unpiped
 from planner.passes.reasons import reason
 from planner.passes.stock_rules import Candidate
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
 from planner.plan.overrides import overrides_of
 from planner.plan.plan import (
     Baseline,
@@ -31,89 +33,72 @@ from planner.plan.plan import (
     Prediction,
     Reserved,
 )
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.records import digest
 from planner.site import HOST, ON_CPU, Site, SiteKind, sites
-from planner.solver.evaluate import Evaluation
-from planner.solver.problem import Decision, Option, Solution
-from planner.workload import Workload
 
 _PPM = 10**6
 _MIB = 2**20
 _FEW_THREADS = 4
-_ERROR_PPM = {True: 150_000, False: 300_000}  # without calibration: measured operators, assumed machine
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The placement that becomes the plan; `rule` names the stock rule it equals, if any."""
-
-    priced: Priced
-    solution: Solution
-    evaluation: Evaluation
-    bound_ns: int
-    status: str
-    rule: str
 
 
 def record(
     chosen: Chosen,
     stock: Sequence[Candidate],
     profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
+    request: Request,
+    known: Known,
 ) -> Plan:
     """The plan of a chosen placement."""
-    priced = chosen.priced
+    priced, settings = chosen.priced, chosen.priced.settings
     devices = layer_devices(chosen)
     placed = sites_of(chosen, devices)
     units = priced.model.units
     placements = tuple(_placement(chosen, unit, placed[unit.name]) for unit in units)
     pipeline = pipeline_of(priced, chosen.solution, chosen.evaluation)
-    uses = _uses(chosen, budgets, options, pipeline)
+    uses = _uses(chosen, request, pipeline)
     subject = Subject(priced, chosen.evaluation, chosen.rule, uses, placements, stock, pipeline)
     overrides = overrides_of(priced.model.inventory, units, [placed[u.name] for u in units], devices)
     kept = (unpiped(priced.model.inventory, devices),) if pipeline.refused else ()
     return Plan(
-        command=options.command,
+        command=request.command,
         version=version("atsplan"),
         model=_model_ref(priced),
         machine=machine_ref(profile, _cpu_computes(devices, placements), _used(chosen)),
-        engines=_engines(priced.model, placed, workload),
-        workload=workload,
-        constraints=constraints_of(budgets, options),
+        engines=_engines(priced.model, placed),
+        workload=priced.model.workload,
+        constraints=constraints_of(request, known, settings),
         devices=uses,
         layers=ranges(devices),
-        op_offload=priced.op_offload,
-        repack=None if priced.repack else False,
-        projector=options.projector,
-        host_memory=priced.prices.host_memory,
-        speculation=options.speculation,
+        op_offload=settings.op_offload,
+        repack=None if settings.repack else False,
+        projector=settings.projector,
+        host_memory=settings.host_memory,
+        speculation=settings.speculation,
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),
-        fit=options.fit,
-        notes=notes_of(subject, budgets, options),
+        fit=known.fit,
+        notes=notes_of(subject, request, known),
         units=placements,
         overrides=(*overrides, *kept),
-        experts=_orders(placed, units, options),
+        experts=_orders(placed, units, known),
     )
 
 
-def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constraints:
+def constraints_of(request: Request, known: Known, settings: EngineSettings) -> Constraints:
     """What was asked, in the words of the plan file."""
     return Constraints(
-        budgets=dict(sorted(budgets.items())),
-        pins=tuple(f"{p.pattern}={p.site}" for p in options.pins),
-        contiguous=options.contiguous,
-        no_cpu=options.no_cpu,
-        page=options.page,
+        budgets=dict(sorted(request.budgets.items())),
+        pins=tuple(f"{p.pattern}={p.site}" for p in request.pins),
+        contiguous=request.contiguous,
+        no_cpu=request.no_cpu,
+        page=request.page,
         reserves=tuple(
-            Reserved(name=r.name, device=r.device, size_bytes=r.size_bytes) for r in options.reserves
+            Reserved(name=r.name, device=r.device, size_bytes=r.size_bytes) for r in settings.reserves
         ),
-        heat_digest=options.heat_digest,
-        stripes=options.stripes,
-        cache=options.cache or None,
+        heat_digest=known.heat_digest,
+        stripes=request.stripes,
+        cache=known.cache or None,
     )
 
 
@@ -121,7 +106,7 @@ def layer_devices(chosen: Chosen) -> tuple[str, ...]:
     """The layer device of each layer, speculative blocks included, and of the output head."""
     priced = chosen.priced
     names = [d.device for d in priced.problem.devices]
-    by_name = {decision.name: names[option.entry] for decision, option in _pairs(chosen) if decision.layer}
+    by_name = {decision.name: names[option.entry] for decision, option in chosen.pairs() if decision.layer}
     head = by_name.get(OUTPUT, "CPU")
     return (*(by_name.get(f"blk.{n}", head) for n in range(priced.model.layers.n_all)), head)
 
@@ -129,7 +114,7 @@ def layer_devices(chosen: Chosen) -> tuple[str, ...]:
 def sites_of(chosen: Chosen, devices: Sequence[str]) -> dict[str, Site]:
     """The site of every unit; those that are not loaded stay with their layer's device."""
     found: dict[str, Site] = {}
-    for decision, option in _pairs(chosen):
+    for decision, option in chosen.pairs():
         found.update(zip(decision.units, sites(option.sites), strict=True))
     for unit in chosen.priced.model.units:
         home = devices[-1] if unit.layer is None else devices[min(unit.layer, len(devices) - 1)]
@@ -166,7 +151,7 @@ def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> Ma
     )
 
 
-def _engines(model: Model, placed: Mapping[str, Site], workload: Workload) -> EngineRange | None:
+def _engines(model: Model, placed: Mapping[str, Site]) -> EngineRange | None:
     """The builds that can load these sites, as far as is known."""
     # Cached experts may be computed by the CPU too.
     computed = {
@@ -176,7 +161,7 @@ def _engines(model: Model, placed: Mapping[str, Site], workload: Workload) -> En
     }
     devices = computing_devices(model.inventory, computed)
     behind = bool(cached(placed.values()))
-    return range_of(model.inventory.architecture, devices, cache=behind, nextn=workload.mtp)
+    return range_of(model.inventory.architecture, devices, cache=behind, nextn=model.workload.mtp)
 
 
 def _used(chosen: Chosen) -> list[str]:
@@ -188,21 +173,6 @@ def _used(chosen: Chosen) -> list[str]:
 def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bool:
     """Whether a token needs the CPU for more than looking up its row."""
     return "CPU" in devices or any(p.site == ON_CPU and p.time_ns for p in placements)
-
-
-def error_ppm(prices: Prices) -> int:
-    """Relative half-width of the interval around a predicted time."""
-    return prices.calibration.residual_ppm or _ERROR_PPM[prices.profile.measured]
-
-
-def indistinct_ppm(calibration: Calibration) -> int:
-    """How far two plans for one machine must differ to be told apart.
-
-    The error of a difference is far smaller than that of either time, as both share the machine: a
-    third of the calibration's residual, between 0.5 % and 2 %; 1 % without calibration.
-    """
-    residual = calibration.residual_ppm
-    return min(max(residual // 3, 5_000), 20_000) if residual else 10_000
 
 
 def prediction(chosen: Chosen) -> Prediction:
@@ -222,11 +192,6 @@ def prediction(chosen: Chosen) -> Prediction:
     )
 
 
-def _pairs(chosen: Chosen) -> list[tuple[Decision, Option]]:
-    problem = chosen.priced.problem
-    return list(zip(problem.decisions, chosen.solution.chosen(problem), strict=True))
-
-
 def _model_ref(priced: Priced) -> ModelRef:
     inventory = priced.model.inventory
     return ModelRef(
@@ -239,40 +204,42 @@ def _model_ref(priced: Priced) -> ModelRef:
     )
 
 
-def _uses(
-    chosen: Chosen, budgets: Mapping[str, int], options: SolveOptions, pipeline: Pipeline
-) -> tuple[DeviceUse, ...]:
+def host_weights_bytes(chosen: Chosen, request: Request) -> int:
+    """Weights that a placement keeps in host memory."""
+    pipeline = pipeline_of(chosen.priced, chosen.solution, chosen.evaluation)
+    return sum(use.weights_bytes for use in _uses(chosen, request, pipeline) if use.kind == "cpu")
+
+
+def _uses(chosen: Chosen, request: Request, pipeline: Pipeline) -> tuple[DeviceUse, ...]:
     devices = range(len(chosen.priced.problem.devices))
-    found = (_use(chosen, d, budgets, options, pipeline.on(d)) for d in devices)
+    found = (_use(chosen, d, request, pipeline.on(d)) for d in devices)
     return tuple(use for use in found if use is not None)
 
 
-def _use(
-    chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptions, copies: int
-) -> DeviceUse | None:
+def _use(chosen: Chosen, d: int, request: Request, copies: int) -> DeviceUse | None:
     """What fills one device, a pipeline's copies included; None when nothing does."""
-    problem, model = chosen.priced.problem, chosen.priced.model
+    problem, model, settings = chosen.priced.problem, chosen.priced.model, chosen.priced.settings
     device, total = problem.devices[d], chosen.evaluation.memory[d]
-    kept = [decision.name for decision, option in _pairs(chosen) if option.entry == d]
-    opened = any(r.opens and r.device == device.device for r in options.reserves)
+    kept = [decision.name for decision, option in chosen.pairs() if option.entry == d]
+    opened = any(r.opens and r.device == device.device for r in settings.reserves)
     if not total and not kept and not opened:
         return None
     kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
-    asked = {s for _, option in _pairs(chosen) for s in option.shares}
+    asked = {s for _, option in chosen.pairs() for s in option.shares}
     mine = [s for i, s in enumerate(problem.shares) if i in asked and s.device == d]
-    away = [d.name for d, option in _pairs(chosen) if option.away and d.name in kept]
+    away = [d.name for d, option in chosen.pairs() if option.away and d.name in kept]
     once = sum(s.size_bytes for s in mine) + sum(model.kv[model.owners[name]] for name in away)
     context = chosen.priced.prices.profile.device(device.device).context_bytes if once or opened else 0
-    placed = {u: site for d, o in _pairs(chosen) for u, site in zip(d.units, sites(o.sites), strict=True)}
+    placed = {u: site for d, o in chosen.pairs() for u, site in zip(d.units, sites(o.sites), strict=True)}
     sizes = {u.name: chosen.priced.prices.moved_bytes(u) for u in model.units if u.name in placed}
     slots = cached_bytes(placed, sizes, device.device)
     # In whole MiB, as the stock tools' option says it; what is left over lies with the compute buffer.
     cache = (slots + sum(s.size_bytes for s in mine if " cache of " in s.name)) // _MIB * _MIB
-    reserved = options.reserved_bytes(device.device)
+    reserved = settings.reserved_bytes(device.device)
     return DeviceUse(
         name=device.device,
         kind=device.kind,
-        budget_bytes=budgets[device.device],
+        budget_bytes=request.budgets[device.device],
         weights_bytes=total - kv - state - once - slots,
         kv_bytes=kv,
         state_bytes=state,
@@ -297,7 +264,7 @@ def _baseline(candidate: Candidate) -> Baseline:
 def _placement(chosen: Chosen, unit: Unit, site: Site) -> Placement:
     problem = chosen.priced.problem
     name = decision_of(unit)
-    for decision, option in _pairs(chosen):
+    for decision, option in chosen.pairs():
         if decision.name == name and unit.name in decision.units:
             index = decision.units.index(unit.name)
             return Placement(
@@ -310,8 +277,6 @@ def _placement(chosen: Chosen, unit: Unit, site: Site) -> Placement:
     return Placement(unit=unit.name, site=site, size_bytes=unit.size_bytes, time_ns=0, why="not loaded")
 
 
-def _orders(
-    placed: Mapping[str, Site], units: Sequence[Unit], options: SolveOptions
-) -> tuple[ExpertOrder, ...]:
+def _orders(placed: Mapping[str, Site], units: Sequence[Unit], known: Known) -> tuple[ExpertOrder, ...]:
     striped = {u.layer for u in units if placed[u.name].kind is SiteKind.STRIPE}
-    return tuple(order for order in options.orders if order.layer in striped)
+    return tuple(order for order in known.orders if order.layer in striped)
