@@ -11,6 +11,7 @@ from pathlib import Path
 
 from planner.model.inventory import Inventory
 from planner.plan.load_spec import LoadSpec
+from planner.site import Site, SiteKind
 from planner.workload import Workload
 from runtime.stripes.mapped_range import rounded
 
@@ -130,7 +131,7 @@ def stripes(shape: Shape, work: Workload, share: float) -> Contender:
 def striped(shape: Shape, work: Workload, widths: dict[int, int]) -> LoadSpec:
     """A spec with a width for each striped layer."""
     overrides = [
-        (rf"^blk\.{layer}\.({'|'.join(shape.kinds)})\.weight$", f"stripe:{GPU}:{k}")
+        (rf"^blk\.{layer}\.({'|'.join(shape.kinds)})\.weight$", str(Site(SiteKind.STRIPE, GPU, k)))
         for layer, k in sorted(widths.items())
     ]
     return _spec(shape, work, shape.n_layers + 1, overrides, mmap=True)

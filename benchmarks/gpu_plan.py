@@ -36,7 +36,7 @@ def solve(
     free = make_plan(inventory, profile, budgets_for(profile, {}), work, replace(options, stripes=False))
     everything = next(use for use in free.devices if use.name == GPU).used_bytes + budget_bytes - whole_bytes
     plan = make_plan(inventory, profile, budgets_for(profile, {GPU: everything}), work, options)
-    sites = [unit.site.rsplit(":", 1)[0] for unit in plan.units if unit.unit.endswith("experts")]
+    sites = [unit.site.memory for unit in plan.units if unit.unit.endswith("experts")]
     counts = ", ".join(f"{sites.count(site)} {site}" for site in dict.fromkeys(sites))
     name = "plan" if stripes else "plan without stripes"
     return Contender(name, f"experts: {counts}", load_spec(plan)), plan

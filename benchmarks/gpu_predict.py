@@ -17,6 +17,7 @@ import click
 from benchmarks import gpu_models, gpu_plan, gpu_report
 from planner.machine.profile import from_text
 from planner.plan.plan import Plan
+from planner.site import SiteKind
 from planner.workload import Workload
 
 
@@ -51,8 +52,8 @@ def main(results: Path, profile_path: Path) -> None:
 def predictions(plan: Plan) -> dict[str, tuple[int, int]]:
     """Decode and prefill of the solver's striped plan and of the stock rules, nanoseconds."""
     found = {b.name: (b.tpot_ns, b.prefill_ns) for b in plan.baselines if b.feasible}
-    sites = {u.site.partition(":")[0] for u in plan.units if u.unit.endswith("experts")}
-    if sites == {"stripe"}:
+    sites = {u.site.kind for u in plan.units if u.unit.endswith("experts")}
+    if sites == {SiteKind.STRIPE}:
         found["stripes"] = (plan.predicted.tpot_ns, plan.predicted.prefill_ns)
     return found
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 import click
 import numpy as np
 
+from planner.site import Site, SiteKind
 from profiler.synth.bytes import Source
 from runtime.engine.ggml import Ggml, Handle
 from runtime.engine.libllama import Engine
@@ -52,7 +53,7 @@ def measure(ggml: Ggml, type_name: str, k: int, n_tokens: int, repeats: int) -> 
             choices.append(ggml.new_tensor(work, "i32", (USED, n_tokens)))
             lib.ggml_build_forward_expand(graph, lib.ggml_mul_mat_id(work, weights, inputs, choices[-1]))
         for context, buft in (
-            (held, stripes.buffer_type(f"stripe:CUDA0:{k}")),
+            (held, stripes.buffer_type(str(Site(SiteKind.STRIPE, "CUDA0", k)))),
             (work, lib.ggml_backend_dev_buffer_type(device.handle)),
         ):
             buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(context, buft)

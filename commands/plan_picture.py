@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.shared.figures import pyplot, save
+from planner.site import Site, SiteKind
 
 if TYPE_CHECKING:
     from planner.plan.plan import Plan
@@ -43,11 +44,12 @@ def _title(plan: Plan) -> str:
     return f"{plan.model.name} on {plan.machine.name}{kind}: {found.tpot_ns / 1e6:.2f} ms a token{against}"
 
 
-def _colour(site: str, gpus: list[str]) -> str:
-    kind, _, rest = site.partition(":")
-    if kind == "gpu":
-        return _GPU[gpus.index(rest) % len(_GPU)] if rest in gpus else _GPU[0]
-    return {"cpu": _CPU, "stripe": _STRIPE, "cache": _CACHE}.get(kind, _NONE)
+def _colour(site: Site, gpus: list[str]) -> str:
+    if site.kind is SiteKind.GPU:
+        return _GPU[gpus.index(site.device) % len(_GPU)] if site.device in gpus else _GPU[0]
+    return {SiteKind.CPU: _CPU, SiteKind.STRIPE: _STRIPE, SiteKind.HYBRID: _STRIPE, SiteKind.CACHE: _CACHE}[
+        site.kind
+    ]
 
 
 def _draw_grid(axes: Any, plan: Plan) -> None:
@@ -61,7 +63,7 @@ def _draw_grid(axes: Any, plan: Plan) -> None:
         if name[2] in rows:
             corner = (int(name[1]) - 0.45, rows.index(name[2]) - 0.42)
             axes.add_patch(Rectangle(corner, 0.9, 0.84, facecolor=_colour(site, gpus)))
-    head = next((p.site for p in plan.units if p.unit == "output"), "")
+    head = next((p.site for p in plan.units if p.unit == "output"), None)
     if head:
         corner = (last + 1.15, -0.42)
         axes.add_patch(Rectangle(corner, 0.9, len(rows) - 0.16, facecolor=_colour(head, gpus)))
@@ -73,8 +75,9 @@ def _draw_grid(axes: Any, plan: Plan) -> None:
     axes.set_xlabel("layer")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    kinds = dict.fromkeys(site.rpartition(":")[0] if site.startswith("stripe") else site for _, site in cells)
-    marks = [Patch(facecolor=_colour(site, gpus), label=site.removeprefix("gpu:")) for site in kinds]
+    kinds = dict.fromkeys(Site(s.kind, s.device) for _, s in cells)
+    names = {site: site.device if site.kind is SiteKind.GPU else site.memory for site in kinds}
+    marks = [Patch(facecolor=_colour(site, gpus), label=name) for site, name in names.items()]
     axes.legend(handles=marks, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(marks), frameon=False)
 
 

@@ -80,18 +80,20 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     from dataclasses import replace
 
     from planner.plan.load_spec import plan_layer_devices
+    from planner.site import Site
     from runtime.engine import locate
     from runtime.stripes import server as striped_server
+    from runtime.stripes.widths import widths as stripe_widths
     from runtime.tools.export import arguments, prompt_cache
     from runtime.tools.llama_server import find_program
-    from runtime.tools.options import stock, stripe_widths
+    from runtime.tools.options import stock
 
     widths = stripe_widths(job.file.inventory, job.spec)
     spec = job.spec
     if widths:
         # The hook gives striped tensors their memory when the server loads them on their device, mapped:
         # the uploads of files that are read refuse buffers that are not the device's own.
-        kept = tuple((p, b) for p, b in spec.overrides if not b.startswith("stripe:"))
+        kept = tuple((p, b) for p, b in spec.overrides if not Site.of_buffer(b).divided)
         spec = replace(spec, overrides=kept, use_mmap=True)
     placed = replace(stock(spec, len(plan_layer_devices(job.plan)) - 1), **beside)
     for note in placed.notes:

@@ -91,7 +91,9 @@ def load(text: str, kind: type[R], path: str) -> R:
                 f"{first['input']} was written by a newer atsplan; this one reads up to {first['ctx']['le']}"
             )
             raise FieldProblem(path, _line_of(node, where), "schema", why) from None
-        why = _WORDS.get(first["type"]) or first["msg"].lower()
+        # A validator's own words are a sentence already, and may quote names.
+        said = first["msg"].removeprefix("Value error, ")
+        why = _WORDS.get(first["type"]) or (said if first["type"] == "value_error" else said.lower())
         if first["type"] == "extra_forbidden" and where[-1] in kind.instead:
             why += f": {kind.instead[str(where[-1])]}"
         raise FieldProblem(path, _line_of(node, where), _spell(where), why) from None

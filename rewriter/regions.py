@@ -9,8 +9,9 @@ from planner.model.gguf_header import one_line
 from planner.model.inventory import Inventory
 from planner.model.units import Unit
 from planner.plan.plan import Plan
+from planner.site import HOST as CPU
+from planner.site import ON_CPU, Site, SiteKind
 
-HOST = "host"
 UNPLACED = "unplaced"
 
 
@@ -18,7 +19,7 @@ UNPLACED = "unplaced"
 class Region:
     """A run of tensors that are loaded into one kind of memory."""
 
-    name: str  # CUDA0, stripe:CUDA0, cache:CUDA0, host, unplaced
+    name: str  # the memory of its sites (gpu:CUDA0, stripe:CUDA0, cpu), or unplaced
     tensors: tuple[str, ...]
 
 
@@ -34,31 +35,26 @@ def regions(inventory: Inventory, plan: Plan, units: tuple[Unit, ...], path: str
     if unknown:
         raise FileProblem(path, f"unit {one_line(unknown[0])} is not in the model")
     devices = tuple(device.name for device in plan.devices)
-    grouped: dict[str, list[str]] = {name: [] for name in _names(devices)}
+    grouped: dict[str, list[str]] = {name: [] for name in _memories(devices)}
     for unit in units:
-        grouped[_region(sites.get(unit.name), devices, unit.name, path)] += unit.tensors
+        grouped[_memory(sites.get(unit.name), devices, unit.name, path)] += unit.tensors
     found = tuple(Region(name, tuple(tensors)) for name, tensors in grouped.items() if tensors)
     assert sum(len(r.tensors) for r in found) == len(inventory.tensors)
     return found
 
 
-def _names(devices: tuple[str, ...]) -> list[str]:
-    order = [*devices]
-    order += [f"stripe:{device}" for device in devices]
-    order += [f"cache:{device}" for device in devices]
-    return [*(name for name in order if name != "CPU"), HOST, UNPLACED]
+def _memories(devices: tuple[str, ...]) -> list[str]:
+    """Every memory that a site may take, in the order of the file."""
+    there = [name for name in devices if name != CPU]
+    kinds = [kind for kind in SiteKind if kind is not SiteKind.CPU]
+    return [*(str(Site(kind, name)) for kind in kinds for name in there), str(ON_CPU), UNPLACED]
 
 
-def _region(site: str | None, devices: tuple[str, ...], unit: str, path: str) -> str:
-    """The region of a site: `gpu:CUDA0` -> CUDA0, `stripe:CUDA0:12` -> stripe:CUDA0, `cpu` -> host."""
+def _memory(site: Site | None, devices: tuple[str, ...], unit: str, path: str) -> str:
+    """The memory of a site; FileProblem for a device that the plan does not have."""
     if site is None:
         return UNPLACED
-    if site in ("cpu", "gpu:CPU"):
-        return HOST
-    kind, _, rest = site.partition(":")
-    device = rest.rpartition(":")[0] if kind == "stripe" else rest
-    if kind not in ("gpu", "stripe", "cache") or device not in devices:
-        raise FileProblem(
-            path, f"unit {one_line(unit)}: site {one_line(site)} is not of a device of the plan"
-        )
-    return device if kind == "gpu" else f"{kind}:{device}"
+    if site != ON_CPU and site.device not in devices:
+        what = one_line(f"{unit}: site {site}")
+        raise FileProblem(path, f"unit {what} is not of a device of the plan")
+    return site.memory

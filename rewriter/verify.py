@@ -200,7 +200,7 @@ def _patterns(theirs: list[Seen], plan: Plan) -> Iterator[str]:
 def _plan_order(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[str]:
     """Each site's tensors stand together, in the order of the graph."""
     place: dict[str, tuple[str, int]] = {}
-    sites = {placement.unit: _memory(placement.site) for placement in plan.units}
+    sites = {placement.unit: placement.site.memory for placement in plan.units}
     for index, unit in enumerate(units_of(source.inventory).units):
         for name in unit.tensors:
             place[name] = (sites.get(unit.name, "unplaced"), index)
@@ -216,11 +216,6 @@ def _plan_order(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[s
         elif index < last:
             yield f"tensor {name} stands after tensors that the graph reads later"
         last = index
-
-
-def _memory(site: str) -> str:
-    """`stripe:CUDA0:12` -> `stripe:CUDA0`; layers of a stripe differ in width, not in memory."""
-    return site.rpartition(":")[0] if site.startswith("stripe:") else site.replace("gpu:CPU", "cpu")
 
 
 def _orders(first: Seen) -> Orders:

@@ -80,7 +80,7 @@ def plan(
 
 def sites(made: Plan, kind: str = "") -> dict[str, str]:
     """Site by unit name, of units whose name ends in `kind`."""
-    return {p.unit: p.site for p in made.units if p.unit.endswith(kind)}
+    return {p.unit: str(p.site) for p in made.units if p.unit.endswith(kind)}
 
 
 def _row(name: str, kind: str, *shape: int) -> Row:

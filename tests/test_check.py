@@ -29,6 +29,7 @@ from planner.model.inventory import Inventory
 from planner.passes.make_plan import make_plan
 from planner.plan.plan import Plan, to_text
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU
 from planner.workload import Workload
 
 MACHINE = "rtx4060-8gb-ddr5"
@@ -52,7 +53,7 @@ def plan(inventory: Inventory) -> Plan:
     made = make_plan(
         inventory, profile, budgets, Workload(n_ctx=512, prompt=64, gen=64), SolveOptions(pins=pins)
     )
-    assert [p.site for p in made.units if p.unit.endswith("experts")] == [
+    assert [str(p.site) for p in made.units if p.unit.endswith("experts")] == [
         "gpu:CUDA0",
         "cpu",
         *["gpu:CUDA0"] * 2,
@@ -131,8 +132,8 @@ def test_every_missing_or_repeated_entry_is_caught(plan: Plan, inventory: Invent
 
 def swap_site(plan: Plan) -> Plan:
     """One expert unit moved from the GPU to the CPU by hand."""
-    on_gpu = next(p for p in plan.units if p.unit.endswith("experts") and p.site != "cpu")
-    units = tuple(p.model_copy(update={"site": "cpu"}) if p is on_gpu else p for p in plan.units)
+    on_gpu = next(p for p in plan.units if p.unit.endswith("experts") and p.site != ON_CPU)
+    units = tuple(p.model_copy(update={"site": ON_CPU}) if p is on_gpu else p for p in plan.units)
     return plan.model_copy(update={"units": units})
 
 

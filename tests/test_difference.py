@@ -11,10 +11,11 @@ from sample_plan import sample_plan
 from atsplan import main
 from planner.plan.difference import Change, Move, difference
 from planner.plan.plan import Plan, from_text, to_text
+from planner.site import Site
 
 
 def moved(plan: Plan) -> Plan:
-    placements = tuple(p.model_copy(update={"site": "gpu:CUDA0"}) for p in plan.units)
+    placements = tuple(p.model_copy(update={"site": Site.on("CUDA0")}) for p in plan.units)
     predicted = plan.predicted.model_copy(update={"tpot_ns": 1_000_000})
     return plan.model_copy(update={"units": placements, "predicted": predicted})
 

@@ -15,7 +15,7 @@ from twin_devices import Ask, ask
 
 from atsplan import main
 from planner.check.consistency import Contradiction, check_agreement
-from planner.cost.expert_cache import share_of
+from planner.cost.expert_cache import cached
 from planner.model.gguf_file import read_model
 from planner.model.inventory import to_text as inventory_text
 from planner.plan.load_spec import LoadSpec, load_spec, map_devices, plan_layer_devices
@@ -25,6 +25,7 @@ from planner.plan.stock import nearest
 from planner.routing import trace as traces
 from planner.routing.cache_curve import hit_curve, lru_depths
 from planner.routing.cache_simulation import POLICIES, Demand, demand_of, replay
+from planner.site import ON_CPU
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
 
@@ -81,7 +82,7 @@ def test_a_curve_is_concave_and_holds_a_token_s_experts() -> None:
 def test_a_plan_with_a_cache_agrees_with_itself_and_can_be_checked_again() -> None:
     model, profile = moe(), machine()
     made = plan(model, "1500", options=SolveOptions(cache=CURVE))
-    chosen = {share_of(site) for site in sites(made, "experts").values() if site.startswith("cache:")}
+    chosen = cached(p.site for p in made.units)
     assert len(chosen) == 1 and made.constraints.cache == CURVE
     assert (
         made.devices[0].cache_bytes % MIB == 0 and load_spec(made).cache_bytes == made.devices[0].cache_bytes
@@ -114,7 +115,7 @@ def test_the_engine_caches_all_host_experts_or_none() -> None:
 def test_a_plan_that_says_otherwise_is_not_loaded() -> None:
     model = moe()
     made = plan(model, "1500", options=SolveOptions(cache=CURVE))
-    units = [p.model_copy(update={"site": "cpu"}) if p.unit == "blk.3.experts" else p for p in made.units]
+    units = [p.model_copy(update={"site": ON_CPU}) if p.unit == "blk.3.experts" else p for p in made.units]
     sizes = tuple(use.model_copy(update={"cache_bytes": 0}) for use in made.devices)
     for wrong, why in (({"units": tuple(units)}, "cache it as well"), ({"devices": sizes}, "MoE cache of 0")):
         with pytest.raises(Contradiction, match=why):
@@ -132,8 +133,8 @@ def test_the_nearest_plan_of_a_stock_tool_keeps_the_cache() -> None:
 def test_many_sequences_ask_for_more_experts_than_it_holds(n_seq: int) -> None:
     work = Workload(n_ctx=32768, n_seq=n_seq)
     made = plan(moe(), "1500", workload=work, options=SolveOptions(cache=CURVE))
-    shares = [share_of(s) for s in sites(made).values() if s.startswith("cache:")]
-    assert all(128 * share[1] // 10**6 >= min(8 * n_seq, 128) for share in shares if share)
+    shares = cached(p.site for p in made.units)
+    assert all(128 * site.amount // 10**6 >= min(8 * n_seq, 128) for site in shares)
     assert n_seq <= 32 or not shares
 
 

@@ -12,6 +12,7 @@ from planner.check.reprice import reprice
 from planner.passes.predict import predict
 from planner.plan.plan import Plan
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU
 
 PLANS = {
     "experts on the CPU": lambda: (moe(16), machine(), plan(moe(16), "2500")),
@@ -61,7 +62,7 @@ def test_changes_of_device_are_counted_and_apart_from_the_rest() -> None:
 
 def test_predict_and_explain_say_the_same() -> None:
     inventory, profile, made = PLANS["experts on the CPU"]()
-    moved = {p.unit: p.site for p in made.units if p.site == "cpu" and p.unit.endswith("experts")}
+    moved = {p.unit: p.site for p in made.units if p.site == ON_CPU and p.unit.endswith("experts")}
     again = predict(inventory, profile, made.workload, _devices(made), moved)
     assert again.tpot_ns == made.predicted.tpot_ns
     for placed in made.units:

@@ -20,6 +20,7 @@ from planner.machine.profile import Link, Profile
 from planner.plan.load_spec import load_spec, map_devices
 from planner.plan.plan import Plan, from_text, to_text
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU
 from planner.workload import Workload
 from runtime.tools.options import options, stock
 
@@ -101,7 +102,7 @@ def test_a_rate_that_nobody_measured_is_half_of_the_bus_and_no_more_than_8_gb() 
 
 def test_a_plan_without_work_on_the_host_maps_the_file() -> None:
     whole = made("20000")
-    assert all(p.site != "cpu" for p in whole.units if p.time_ns)
+    assert all(p.site != ON_CPU for p in whole.units if p.time_ns)
     assert load_spec(whole).use_mmap
     alone = made()
     assert map_devices(load_spec(alone), {"CUDA0": "CPU"}).use_mmap

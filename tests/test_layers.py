@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,17 @@ def test_big_libraries_stay_in_one_file(library: str, home: str) -> None:
     users = [path for package in MAY_IMPORT for path in files(package) if (library, True) in imported(path)]
     late = [path for package in MAY_IMPORT for path in files(package) if (library, False) in imported(path)]
     assert {path.relative_to(ROOT).as_posix() for path in (*users, *late)} <= {home}
+
+
+def test_one_file_reads_and_writes_sites() -> None:
+    """Elsewhere no text begins like a site's: it would be cut or pasted by hand."""
+    text = re.compile(r"(gpu|stripe|cache|hybrid):")
+    for path in (path for package in MAY_IMPORT for path in files(package)):
+        if path == ROOT / "planner/site.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            here = isinstance(node, ast.Constant) and isinstance(node.value, str) and text.match(node.value)
+            assert not here, f"{path}:{getattr(node, 'lineno', 0)}"
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)

@@ -14,6 +14,7 @@ from planner.model.layers import layers_of
 from planner.model.units import Kind, units_of
 from planner.plan.load_spec import LoadSpec
 from planner.plan.overrides import overrides_of
+from planner.site import Site
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
 from runtime import child
@@ -59,9 +60,7 @@ def specs(inventory: Inventory, device: str) -> list[LoadSpec]:
         homes = ["CPU"] * n_host + [device] * (blocks + 1 - n_host)
         tables = (Kind.EMBEDDING, Kind.LOOKUP)
         sites = [
-            "cpu"
-            if u.name in out or u.kind in tables or homes[-1 if u.layer is None else u.layer] == "CPU"
-            else f"gpu:{device}"
+            Site.on("CPU" if u.name in out or u.kind in tables else homes[-1 if u.layer is None else u.layer])
             for u in units
         ]
         patterns = tuple((o.pattern, o.buffer) for o in overrides_of(inventory, units, sites, homes))

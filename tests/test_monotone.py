@@ -14,6 +14,7 @@ from planner.model.inventory import Inventory
 from planner.passes.largest_context import Keep, largest_context
 from planner.passes.refusal import Infeasible
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU
 from planner.solver.solve import solve
 from planner.workload import Workload
 
@@ -88,5 +89,5 @@ def test_the_largest_context_on_five_unequal_cards() -> None:
     assert keep is Keep.ALL and largest % STEP == 0
     for n_ctx in (largest, largest - STEP):
         made = plan(model, budget, on=profile, workload=Workload(n_ctx=n_ctx), options=strict, limit_s=2)
-        assert {p.unit for p in made.units if p.site == "cpu"} == {"token_embd"}
+        assert {p.unit for p in made.units if p.site == ON_CPU} == {"token_embd"}
         assert all(use.used_bytes <= use.budget_bytes for use in made.devices)

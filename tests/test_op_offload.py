@@ -22,6 +22,7 @@ from planner.model.requantise import parse_rule, requantised
 from planner.plan.load_spec import load_spec
 from planner.plan.plan import Plan, to_text
 from planner.plan.request import Pin, SolveOptions
+from planner.site import ON_CPU
 from planner.workload import Workload
 from runtime.engine.libllama import Engine
 from runtime.load import dry_run
@@ -52,7 +53,7 @@ def test_a_slow_link_keeps_prompts_on_the_cpu_and_a_fast_one_does_not(
 ) -> None:
     model, profile = moe(), linked(gb_per_s)
     made = plan(model, "1500", on=profile, workload=asked(prompt))
-    assert any(p.site == "cpu" and p.unit.endswith("experts") for p in made.units)
+    assert any(p.site == ON_CPU and p.unit.endswith("experts") for p in made.units)
     assert made.op_offload is copied
     for stock in made.baselines:
         if stock.feasible:

@@ -16,6 +16,7 @@ from planner.model.units import Kind, units_of
 from planner.plan.override_match import disagreements, matches, placed
 from planner.plan.overrides import UnplaceableUnit, collate, escape, numbers, overrides_of, wanted_buffers
 from planner.plan.plan import Override
+from planner.site import Site
 
 INPUTS = sorted((Path(__file__).parent.parent / "plans" / "inputs").glob("*.inventory.yaml"))
 
@@ -61,7 +62,9 @@ def experts_on_cpu(inventory: Inventory, layers: set[int]) -> tuple[tuple[Overri
     """Overrides and intention of a plan that keeps these layers' experts on the CPU, all else on CUDA0."""
     units = units_of(inventory).units
     sites = [
-        "cpu" if u.kind is Kind.EMBEDDING or (u.kind is Kind.EXPERTS and u.layer in layers) else "gpu:CUDA0"
+        Site.on(
+            "CPU" if u.kind is Kind.EMBEDDING or (u.kind is Kind.EXPERTS and u.layer in layers) else "CUDA0"
+        )
         for u in units
     ]
     devices = ["CUDA0"] * (layers_of(inventory).n_all + 1)
@@ -133,7 +136,7 @@ def test_bytes_of_a_move_are_the_bytes_the_pattern_matches() -> None:
 def test_a_tied_head_cannot_be_moved_away_from_its_embedding() -> None:
     inventory = model("llama", {"token_embd.weight": (8, 16), "blk.0.attn_q.weight": (8, 8)}, block_count=1)
     units = units_of(inventory).units
-    on_gpu = ["gpu:CUDA0"] * len(units)
+    on_gpu = [Site.on("CUDA0")] * len(units)
     with pytest.raises(UnplaceableUnit, match="token_embd"):
         overrides_of(inventory, units, on_gpu, ["CUDA0", "CPU"])
     assert len(overrides_of(inventory, units, on_gpu, ["CUDA0", "CUDA0"])) == 1
@@ -159,9 +162,9 @@ def test_any_placement_of_a_real_model_is_proven_and_short(path: Path) -> None:
         sites = []
         for unit in units:
             home = devices[-1] if unit.layer is None else devices[unit.layer]
-            stays = "cpu" if home == "CPU" or unit.kind in (Kind.EMBEDDING, Kind.LOOKUP) else f"gpu:{home}"
+            stays = Site.on("CPU" if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP) else home)
             free = unit.kind in (Kind.EXPERTS, Kind.FFN)
-            sites.append(chance.choice([stays, "cpu", "gpu:CUDA0"]) if free else stays)
+            sites.append(chance.choice([stays, Site.on("CPU"), Site.on("CUDA0")]) if free else stays)
         wanted = wanted_buffers(inventory, units, sites, devices)
         overrides = overrides_of(inventory, units, sites, devices)
         assert disagreements(inventory, overrides, wanted) == ()

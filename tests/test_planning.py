@@ -18,6 +18,7 @@ from planner.passes.refusal import Infeasible
 from planner.passes.stock_rules import layer_devices
 from planner.plan.plan import CachePoint, Plan, to_text
 from planner.plan.request import Pin, Reserve, SolveOptions
+from planner.site import ON_CPU, Site, SiteKind
 from planner.workload import Workload
 
 NO_CPU = SolveOptions(no_cpu=True)
@@ -125,7 +126,7 @@ def test_context_shrinks_before_anything_spills() -> None:
     found, keep = largest_context(model, profile, budgets, Workload(n_ctx=65536), NO_CPU, 8192)
     assert 8192 <= found < 65536 and found % 256 == 0 and keep is Keep.ALL
     made = plan(model, "3900", workload=Workload(n_ctx=found), options=NO_CPU)
-    assert {p.unit for p in made.units if p.site == "cpu"} == {"token_embd"}
+    assert {p.unit for p in made.units if p.site == ON_CPU} == {"token_embd"}
     with pytest.raises(Infeasible):
         plan(model, "3900", workload=Workload(n_ctx=found + 256), options=NO_CPU)
 
@@ -206,7 +207,7 @@ def test_one_memory_counts_once() -> None:
         plan(moe(120), "Vulkan0=100000", on=profile)
     cached = SolveOptions(cache=(CachePoint(share_ppm=250_000, hit_ppm=700_000),))
     assert not any(
-        p.site.startswith("cache") for p in plan(moe(), "Vulkan0=1500", on=profile, options=cached).units
+        p.site.kind is SiteKind.CACHE for p in plan(moe(), "Vulkan0=1500", on=profile, options=cached).units
     )
 
 
@@ -288,7 +289,7 @@ def test_prompts_stream_only_where_the_bus_is_fast() -> None:
         profile = machine()
         links = tuple(li.model_copy(update={"bandwidth_bytes_per_s": bandwidth}) for li in profile.links)
         devices = ("CUDA0",) * 9
-        experts = {f"blk.{n}.experts": "cpu" for n in range(8)}
+        experts = {f"blk.{n}.experts": ON_CPU for n in range(8)}
         profile = profile.model_copy(update={"links": links})
         return predict(moe(), profile, Workload(prompt=prompt), devices, experts).prefill_ns
 
@@ -299,7 +300,7 @@ def test_prompts_stream_only_where_the_bus_is_fast() -> None:
 
 
 def test_the_parts_of_a_prediction_add_up() -> None:
-    experts = {f"blk.{n}.experts": "cpu" for n in (1, 4)}
+    experts = {f"blk.{n}.experts": ON_CPU for n in (1, 4)}
     found = predict(moe(), machine(), Workload(), ("CUDA0",) * 9, experts)
     parts = sum(found.units_ns.values()) + found.inside_ns + found.edges_ns + found.mixed_ns + found.token_ns
     assert found.tpot_ns == parts and found.mixed_ns > 0 and found.measured_ppm == 0
@@ -323,11 +324,11 @@ def test_one_recurrent_layer_on_the_cpu_costs_all_of_them() -> None:
     model = real("Qwen3.6-35B-A3B-q4_K")
     n = model.number("block_count")
 
-    def mixed(moved: int, sites: dict[str, str]) -> int:
+    def mixed(moved: int, sites: dict[str, Site]) -> int:
         devices = (*("CPU" if layer == moved else "CUDA0" for layer in range(n)), "CUDA0")
         return predict(model, machine(), Workload(), devices, sites).mixed_ns
 
-    experts_only = mixed(-1, {"blk.0.experts": "cpu"})
+    experts_only = mixed(-1, {"blk.0.experts": ON_CPU})
     assert mixed(3, {}) == experts_only  # layer 3 attends
     assert mixed(0, {}) > experts_only > 0
 

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from atsplan import main
 from planner.model.inventory import from_text as inventory_from
 from planner.plan.plan import Plan, from_text
+from planner.site import SiteKind
 
 PLANS = Path(__file__).resolve().parent.parent / "plans"
 FILES = sorted(PLANS.glob("*--*.yaml"))
@@ -58,10 +59,10 @@ def test_no_plan_is_priced_above_a_stock_rule(plans: dict[str, Plan]) -> None:
 
 
 def test_some_plans_stripe_hot_experts_in_the_order_of_their_heat(plans: dict[str, Plan]) -> None:
-    striped = [p for p in plans.values() if any(u.site.startswith("stripe:") for u in p.units)]
+    striped = [p for p in plans.values() if any(u.site.kind is SiteKind.STRIPE for u in p.units)]
     assert striped
     for plan in striped:
-        layers = {int(u.unit.split(".")[1]) for u in plan.units if u.site.startswith("stripe:")}
+        layers = {int(u.unit.split(".")[1]) for u in plan.units if u.site.kind is SiteKind.STRIPE}
         assert {e.layer for e in plan.experts} == layers
         assert all(sorted(e.order) == list(range(len(e.order))) for e in plan.experts)
 

@@ -7,6 +7,7 @@ from planning_models import INPUTS, machine, plan, real
 
 from planner.plan.plan import Plan
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU
 
 NAMES = sorted(path.name.removesuffix(".inventory.yaml") for path in INPUTS.glob("*.inventory.yaml"))
 PAGE = SolveOptions(page=True)
@@ -36,7 +37,7 @@ def test_planned_and_proven(name: str) -> None:
 def test_what_fits_whole_is_left_alone(name: str) -> None:
     made = plan(real(name), "24000")
     assert made.overrides == () and len(made.layers) == 1 and made.layers[0].device == "CUDA0"
-    assert {p.unit for p in made.units if p.site == "cpu"} == {"token_embd"}
+    assert {p.unit for p in made.units if p.site == ON_CPU} == {"token_embd"}
 
 
 def test_stripes_of_a_large_model_are_proven_too() -> None:

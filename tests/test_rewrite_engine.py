@@ -146,10 +146,10 @@ def test_stripes_and_caches_have_their_regions(tmp_path: Path, moe_model: Path) 
 
     def site(unit: Unit) -> str:
         if unit.experts:
-            return ("stripe:CUDA0:3", "cache:CUDA0", "cpu", "stripe:CUDA0:5")[unit.layer or 0]
+            return ("stripe:CUDA0:3", "cache:CUDA0:250000", "cpu", "stripe:CUDA0:5")[unit.layer or 0]
         return "gpu:CUDA1" if unit.layer == 1 else "gpu:CUDA0"
 
     work = decide(model, hand_plan(model, site), "out.gguf", RewriteOptions(), "plan")
-    assert [r.name for r in work.regions] == ["CUDA0", "CUDA1", "stripe:CUDA0", "cache:CUDA0", "host"]
+    assert [r.name for r in work.regions] == ["gpu:CUDA0", "gpu:CUDA1", "stripe:CUDA0", "cache:CUDA0", "cpu"]
     assert sum(len(r.tensors) for r in work.regions) == len(model.inventory.tensors)
     carry_out(model, hand_plan(model, site), work, tmp_path / "out.gguf", RewriteOptions())

@@ -148,7 +148,7 @@ def test_every_type_survives_alone_and_by_expert(tmp_path: Path) -> None:
 
 def test_regions_and_their_order(moe_model: Path) -> None:
     model = read_model(moe_model)
-    sites = {0: "cpu", 1: "stripe:CUDA0:2", 2: "cache:CUDA0", 3: "gpu:CUDA1"}
+    sites = {0: "cpu", 1: "stripe:CUDA0:2", 2: "cache:CUDA0:250000", 3: "gpu:CUDA1"}
 
     def site(unit: Unit) -> str:
         return sites[unit.layer or 0] if unit.experts else "gpu:CUDA0"
@@ -157,7 +157,7 @@ def test_regions_and_their_order(moe_model: Path) -> None:
 
     units = units_of(model.inventory).units
     found = regions(model.inventory, hand_plan(model, site), units, "p")
-    assert [r.name for r in found] == ["CUDA0", "CUDA1", "stripe:CUDA0", "cache:CUDA0", "host"]
+    assert [r.name for r in found] == ["gpu:CUDA0", "gpu:CUDA1", "stripe:CUDA0", "cache:CUDA0", "cpu"]
     assert all("blk.1.ffn" in name for name in found[2].tensors)
     layers = [int(n.split(".")[1]) for n in found[0].tensors if n.startswith("blk.")]
     assert layers == sorted(layers)

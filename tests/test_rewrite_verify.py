@@ -13,6 +13,7 @@ from hand_plans import hand_plan
 from planner.errors import FileProblem
 from planner.model.gguf_file import ModelFile, read_model
 from planner.plan.plan import Override, Plan
+from planner.site import Site
 from rewriter.manifest import from_text, manifest_path, to_text
 from rewriter.payloads import Payload, PayloadCut, digests
 from rewriter.rewrite import RewriteOptions, rewrite
@@ -168,7 +169,7 @@ def test_a_wrong_record_of_the_experts_is_found_without_a_plan(made: tuple[Model
 def test_another_order_of_tensors_is_found(made: tuple[ModelFile, Path, Plan]) -> None:
     source, out, plan = made
     other = plan.model_copy(
-        update={"units": tuple(p.model_copy(update={"site": "gpu:CUDA0"}) for p in plan.units)}
+        update={"units": tuple(p.model_copy(update={"site": Site.on("CUDA0")}) for p in plan.units)}
     )
     rewrite(source, other, out, RewriteOptions(force=True))
     found = problems(source, out, plan)

@@ -130,7 +130,7 @@ def test_heat_makes_stripes_and_names_its_file(model: Path, tmp_path: Path) -> N
     path = tmp_path / "plan.yaml"
     assert solve(model, "--budget", "1500", "--heat", heat, "-o", path).exit_code == 0
     plan = from_text(path.read_text(), str(path))
-    striped = {p.unit for p in plan.units if p.site.startswith("stripe:CUDA0:")}
+    striped = {p.unit for p in plan.units if p.site.memory == "stripe:CUDA0"}
     assert striped and len(plan.experts) == len(striped)
     assert plan.constraints.heat_digest.startswith("sha256:")
     plain = solve(model, "--budget", "1500", "--heat", heat, "--no-stripes", "--json")

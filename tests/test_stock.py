@@ -27,12 +27,14 @@ from planner.model.gguf_file import read_model
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.overrides import escape
 from planner.plan.plan import LayerRange, Override, Placement, Plan, to_text
+from planner.site import Site
 from planner.workload import Workload
 from runtime.engine.libllama import Engine
+from runtime.stripes.widths import widths
 from runtime.tools.export import FORMATS, arguments
 from runtime.tools.llama_server import find_program, free_port, serving
 from runtime.tools.options import ENVIRONMENT as VARIABLES
-from runtime.tools.options import Inexpressible, options, stock, stripe_widths
+from runtime.tools.options import Inexpressible, options, stock
 
 SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
 EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_gate_exps|ffn_up_exps)\.weight$", "CPU")
@@ -242,7 +244,7 @@ def with_experts(plan: Plan, site: str, layers: tuple[int, ...] = ()) -> tuple[P
     """The units of a plan with the experts of these layers (of all) at another site."""
     names = {f"blk.{n}.experts" for n in layers}
     return tuple(
-        p.model_copy(update={"site": site})
+        p.model_copy(update={"site": Site.parse(site)})
         if (p.unit in names or (not names and p.unit.endswith(".experts")))
         else p
         for p in plan.units
@@ -372,9 +374,7 @@ def test_stripes_are_served_by_the_engine_s_own_library(
     sites = with_experts(plan, "stripe:Vulkan0:3", (0, 2))
     changed = {"overrides": striped, "units": sites}
     plan = with_uses(plan.model_copy(update=changed), read_model(moe_model).inventory)
-    assert stripe_widths(read_model(moe_model).inventory, load_spec(plan)) == {
-        "Vulkan0": dict.fromkeys(names, 3)
-    }
+    assert widths(read_model(moe_model).inventory, load_spec(plan)) == {"Vulkan0": dict.fromkeys(names, 3)}
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(plan))
     command = ("serve", moe_model, "--plan", path, "--engine", vulkan_engine)

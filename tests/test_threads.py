@@ -16,6 +16,7 @@ from planner.machine.profile import Profile
 from planner.model.gguf_file import read_model
 from planner.plan.load_spec import load_spec, map_devices
 from planner.plan.plan import Plan, from_text, to_text
+from planner.site import ON_CPU
 from runtime.load.load_params import usable_cores, usable_threads
 
 
@@ -27,7 +28,7 @@ def many() -> Profile:
 
 def test_a_plan_with_work_for_the_cpu_takes_the_profile_s_best_count(many: Profile) -> None:
     made = plan(moe(), "1500", on=many)
-    assert any(p.site == "cpu" and p.unit.endswith("experts") for p in made.units)
+    assert any(p.site == ON_CPU and p.unit.endswith("experts") for p in made.units)
     assert made.machine.threads == 12
     assert load_spec(made).threads == 12
     assert plan(moe(), "50", on=many).machine.threads == 12  # the CPU alone
@@ -35,7 +36,7 @@ def test_a_plan_with_work_for_the_cpu_takes_the_profile_s_best_count(many: Profi
 
 def test_a_cpu_that_only_waits_gets_few(many: Profile) -> None:
     made = plan(moe(), "8000", on=many)
-    assert {p.site for p in made.units if p.time_ns} == {"gpu:CUDA0"}
+    assert {str(p.site) for p in made.units if p.time_ns} == {"gpu:CUDA0"}
     assert made.machine.threads == 4
     two = machine("rtx4090-ddr5", CPU={"threads": 2})
     assert plan(moe(), "8000", on=two).machine.threads == 2

@@ -8,6 +8,7 @@ from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.machine.op_time import Case
 from planner.machine.profile import OpTiming, Unsupported
 from planner.plan.plan import to_text
+from planner.site import Site
 from profiler.operators.cases import NOT_SUPPORTED, Job, Place
 from profiler.summarise import Verdict, unsupported
 
@@ -26,7 +27,8 @@ def test_what_a_device_cannot_compute_is_kept_off_it_and_a_plan_that_does_not_is
     assert set(sites(made, "attention").values()) == {"gpu:CUDA0"}
     assert "CUDA0 cannot compute MUL_MAT_ID of q4_K: such weights are kept off it" in made.notes
     edited = [
-        p.model_copy(update={"site": "gpu:CUDA0"}) if p.unit == "blk.0.experts" else p for p in made.units
+        p.model_copy(update={"site": Site.on("CUDA0")}) if p.unit == "blk.0.experts" else p
+        for p in made.units
     ]
     wrong = made.model_copy(update={"units": tuple(edited)})
     found = check_plan(wrong, to_text(wrong), "p", Inputs(moe(), profile), CheckOptions(resolve=False))

@@ -222,6 +222,7 @@ def _options(
         no_cpu=asked.no_cpu,
         page=asked.page,
         stripes=asked.stripes,
+        hybrid=asked.hybrid,
         time_limit_s=asked.time_limit,
         command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
         **beside,

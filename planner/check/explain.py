@@ -16,6 +16,7 @@ from planner.passes.predict import Breakdown
 from planner.plan.load_spec import pins_host_weights, works_from_host
 from planner.plan.plan import Baseline, DeviceUse, Plan, Speculation
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU, Site, SiteKind
 
 GIB = 2**30
 _SHOWN = 6  # largest parts of a token's time
@@ -70,20 +71,21 @@ def _drafting_ns(plan: Plan) -> int:
     return speculation.per_token(speculation.tokens * speculation.draft_ns)
 
 
-def _place(site: str) -> str:
-    kind, _, rest = site.partition(":")
-    if kind == "stripe":
-        return f"{rest.rsplit(':', 1)[0]}, hot ones there and the others across the bus"
-    if kind == "cache":
-        return f"{rest.rsplit(':', 1)[0]}, through the engine's MoE cache"
-    return "the CPU" if site == "cpu" else rest
+def _place(site: Site) -> str:
+    if site.kind is SiteKind.STRIPE:
+        return f"{site.device}, hot ones there and the others across the bus"
+    if site.kind is SiteKind.HYBRID:
+        return f"{site.device}, the CPU and the bus at once"
+    if site.kind is SiteKind.CACHE:
+        return f"{site.device}, through the engine's MoE cache"
+    return "the CPU" if site == ON_CPU else site.device
 
 
 def binding(plan: Plan) -> DeviceUse | None:
     """The device whose memory keeps units off it: the fullest GPU, when anything is not on a GPU."""
     gpus = [use for use in plan.devices if use.kind != "cpu"]
-    elsewhere = any(p.site == "cpu" and p.time_ns > 0 and "embd" not in p.unit for p in plan.units)
-    split = any(p.site.startswith(("stripe:", "cache:")) for p in plan.units)
+    elsewhere = any(p.site == ON_CPU and p.time_ns > 0 and "embd" not in p.unit for p in plan.units)
+    split = any(p.site.divided for p in plan.units)
     if not gpus or not (elsewhere or split):
         return None
     return min(gpus, key=lambda use: use.budget_bytes - use.used_bytes)
@@ -187,7 +189,7 @@ def _limit(plan: Plan, larger: Plan | None) -> Iterator[str]:
     free = tight.budget_bytes - tight.used_bytes
     used = f"{_mib(tight.used_bytes)} of {_mib(tight.budget_bytes)} MiB of {tight.name} are used"
     # What can move by itself; the other parts of a layer on the CPU move only together, with its cache.
-    apart = [p.size_bytes for p in plan.units if p.site == "cpu" and p.unit.endswith((".experts", ".ffn"))]
+    apart = [p.size_bytes for p in plan.units if p.site == ON_CPU and p.unit.endswith((".experts", ".ffn"))]
     if not apart or free < min(apart):
         yield f"The limit is memory: {used}, {_mib(free)} MiB are too few for one more unit."
     else:

@@ -17,6 +17,7 @@ from planner.passes.predict import Breakdown, breakdown
 from planner.passes.record import Chosen, record
 from planner.plan.plan import Plan
 from planner.plan.request import Reserve, SolveOptions
+from planner.site import Site
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Decision
 
@@ -63,6 +64,7 @@ def asked(plan: Plan, known: SolveOptions) -> SolveOptions:
         reserves=tuple(Reserve(r.name, r.device, r.size_bytes) for r in constraints.reserves),
         heat_digest=constraints.heat_digest,
         stripes=constraints.stripes,
+        hybrid=constraints.hybrid is True,
         projector=plan.projector,
         host_memory=plan.host_memory,
         speculation=plan.speculation,
@@ -123,7 +125,7 @@ def _chosen(plan: Plan, priced: Priced) -> Chosen:
     return Chosen(priced, solution, found, recorded.bound_ns, recorded.status, "")
 
 
-def _same_units(plan: Plan, priced: Priced, sites: Mapping[str, str]) -> None:
+def _same_units(plan: Plan, priced: Priced, sites: Mapping[str, Site]) -> None:
     names = [p.unit for p in plan.units]
     for name in names:
         if names.count(name) > 1:
@@ -151,7 +153,7 @@ def _layers(plan: Plan, n_all: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _culprit(priced: Priced, devices: tuple[str, ...], sites: Mapping[str, str]) -> NotPlaceable:
+def _culprit(priced: Priced, devices: tuple[str, ...], sites: Mapping[str, Site]) -> NotPlaceable:
     """The first unit whose site no legal option has, with the sites that are possible."""
     names = [d.device for d in priced.problem.devices]
     for decision in priced.problem.decisions:
@@ -166,17 +168,18 @@ def _culprit(priced: Priced, devices: tuple[str, ...], sites: Mapping[str, str])
     return NotPlaceable("", "no legal placement has these sites together")
 
 
-def _fault(decision: Decision, home: int, device: str, sites: Mapping[str, str]) -> NotPlaceable | None:
+def _fault(decision: Decision, home: int, device: str, sites: Mapping[str, Site]) -> NotPlaceable | None:
     options = [o for o in decision.options if o.entry == home]
     for index, unit in enumerate(decision.units):
-        possible = sorted({o.sites[index] for o in options})
+        possible = sorted({str(o.sites[index]) for o in options})
         if not possible:
             return NotPlaceable(unit, f"pins and constraints leave no site on layer device {device}")
-        if sites[unit] not in possible:
+        if str(sites[unit]) not in possible:
             return NotPlaceable(
                 unit, f"site {sites[unit]} is not possible on layer device {device}; {', '.join(possible)}"
             )
     wanted = tuple(sites[unit] for unit in decision.units)
     if all(o.sites != wanted for o in options):
-        return NotPlaceable(decision.units[-1], f"these sites do not go together: {', '.join(wanted)}")
+        together = ", ".join(map(str, wanted))
+        return NotPlaceable(decision.units[-1], f"these sites do not go together: {together}")
     return None

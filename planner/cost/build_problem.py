@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from planner.cost.expert_cache import cache_shares
 from planner.cost.layer_options import Chooser
-from planner.cost.pins import agrees, pinned
+from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
 from planner.cost.shared_kv import Sharing
 from planner.cost.unit_time import Prices, state_case
@@ -21,6 +21,7 @@ from planner.model.inventory import Inventory
 from planner.model.layers import Layers, layers_of, shared_kv
 from planner.model.units import Kind, Unit, UnitTable, units_of
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU, sites
 from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
 from planner.workload import Workload
 
@@ -119,9 +120,10 @@ def price(
     rooms = {d.name: room_of(model.inventory, workload, d, options.op_offload) for d in devices}
     shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
     shares += cache_shares(model.inventory, model.units, devices, options.cache)
+    shares += _stages(model, devices) if options.hybrid else ()
     chooser = Chooser(prices, devices, options, rooms)
     units = [u for _, g in model.groups for u in g]
-    wanted = host_bound(model.inventory, units, profile)
+    wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
     idle = [u for u in model.units if u.name not in loaded]
     wanted |= pinned(options.pins, units, [d.name for d in devices], idle)
@@ -203,7 +205,7 @@ def _decision(
     name: str,
     units: tuple[Unit, ...],
     options: SolveOptions,
-    wanted: Mapping[str, str],
+    wanted: Mapping[str, Wanted],
 ) -> Decision:
     if name == INPUT:
         found = chooser.on_host(units)
@@ -220,7 +222,7 @@ def _allowed(
     name: str,
     units: tuple[Unit, ...],
     options: SolveOptions,
-    wanted: Mapping[str, str],
+    wanted: Mapping[str, Wanted],
 ) -> bool:
     if name != INPUT:
         if options.contiguous and not option.whole:
@@ -228,10 +230,16 @@ def _allowed(
         if options.no_cpu and chooser.uses_host(option):
             return False
     return all(
-        agrees(site, wanted[unit.name])
-        for unit, site in zip(units, option.sites, strict=True)
+        wanted[unit.name].admits(site)
+        for unit, site in zip(units, sites(option.sites), strict=True)
         if unit.name in wanted
     )
+
+
+def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Share, ...]:
+    """Where prompts bring experts without a slot: room for those of the largest layer, once a device."""
+    largest = max((u.size_bytes for u in model.units if u.kind is Kind.EXPERTS), default=0)
+    return tuple(Share(f"{d.name} stages experts", i, largest) for i, d in enumerate(devices))
 
 
 def _edges(prices: Prices, devices: tuple[Device, ...], n: int) -> tuple[Edge, ...]:

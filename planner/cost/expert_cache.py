@@ -6,23 +6,22 @@ host memory, whether a plan wants that or not, and keeps the experts of all of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from planner.machine.profile import Device
 from planner.model.inventory import Inventory, by_name
 from planner.model.units import Kind, Unit, movable
 from planner.plan.load_spec import CPU, plan_layer_devices
 from planner.plan.plan import CachePoint, Placement, Plan
+from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.problem import Share
 
 _PPM = 10**6
 
 
-def share_of(site: str) -> tuple[str, int] | None:
-    """Device and share (ppm) of a cached site; None for any other site."""
-    kind, _, rest = site.partition(":")
-    device, _, share = rest.rpartition(":")
-    return (device, int(share)) if kind == "cache" and device and share.isdecimal() else None
+def cached(sites: Iterable[Site]) -> set[Site]:
+    """The sites behind the engine's cache, each once."""
+    return {site for site in sites if site.kind is SiteKind.CACHE}
 
 
 def cache_shares(
@@ -50,31 +49,31 @@ def cache_shares(
     return (*found, Share("experts on the host without a cache", 0, 0))
 
 
-def cached_bytes(sites: Mapping[str, str], sizes: Mapping[str, int], device: str) -> int:
+def cached_bytes(sites: Mapping[str, Site], sizes: Mapping[str, int], device: str) -> int:
     """The parts of cached units that lie on a device; `sizes` are the bytes of their experts."""
-    found = ((unit, share_of(site)) for unit, site in sites.items())
-    return sum(sizes[unit] * share[1] // _PPM for unit, share in found if share and share[0] == device)
+    here = ((u, s) for u, s in sites.items() if s.kind is SiteKind.CACHE and s.device == device)
+    return sum(sizes[unit] * site.amount // _PPM for unit, site in here)
 
 
 def told(placements: Sequence[Placement], curve: Sequence[CachePoint]) -> list[str]:
     """What a plan made with a hit curve says of the cache."""
     if not curve:
         return []
-    found = {share for p in placements if (share := share_of(p.site))}
+    found = cached(p.site for p in placements)
     if not found:
         return ["a MoE cache was considered: no size of it is predicted to be worth its memory"]
-    ((device, ppm),) = found
-    hits = next((p.hit_ppm for p in curve if p.share_ppm == ppm), 0)
-    layers = sum(p.site.startswith("cache:") for p in placements)
+    (site,) = found
+    hits = next((p.hit_ppm for p in curve if p.share_ppm == site.amount), 0)
+    layers = sum(p.site == site for p in placements)
     return [
-        f"MoE cache on {device}: {ppm / 1e4:.1f} % of the experts of {layers} layers, for "
+        f"MoE cache on {site.device}: {site.amount / 1e4:.1f} % of the experts of {layers} layers, for "
         f"{hits / 1e4:.1f} % of the trace's choices; needs llama.cpp b11548 or later (--moe-cache-mib)"
     ]
 
 
 def faults(plan: Plan) -> Iterator[str]:
     """Where the sites of a plan are not what its cache size makes the engine do."""
-    shares = {share for p in plan.units if (share := share_of(p.site))}
+    shares = cached(p.site for p in plan.units)
     size = sum(use.cache_bytes for use in plan.devices)
     if bool(shares) != bool(size):
         yield f"devices: a MoE cache of {size} bytes, and {len(shares)} cached sites in units"
@@ -82,7 +81,7 @@ def faults(plan: Plan) -> Iterator[str]:
         yield "units: the engine has one MoE cache, the sites name several"
     devices = plan_layer_devices(plan)
     for placed in plan.units if shares else ():
-        if placed.site == "cpu" and placed.unit.endswith(".experts") and _home(placed, devices) != CPU:
+        if placed.site == ON_CPU and placed.unit.endswith(".experts") and _home(placed, devices) != CPU:
             yield f"units: {placed.unit} is on the CPU, yet the engine would cache it as well"
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from planner.cost import hybrid_slots
 from planner.cost.stripe_widths import Stripe, stripe_widths
 from planner.cost.unit_time import Prices, Times
 from planner.machine.attention_kernels import attends
@@ -15,9 +16,11 @@ from planner.memory.memory_limits import Room
 from planner.model.units import BOUND, Kind, Unit
 from planner.plan.plan import CachePoint
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.problem import Option
 
 PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
+GUESTS = 2  # slots of a layer for experts that the bus brings for one step
 _CACHED_BATCH = 32  # tokens a step up to which the engine uses its MoE cache
 _PPM = 10**6
 
@@ -26,7 +29,7 @@ _PPM = 10**6
 class Spot:
     """One place for one movable unit: bytes per device, times, and whether the CPU computes it."""
 
-    site: str
+    site: Site
     memory: tuple[int, ...]
     times: Times
     host: bool = False
@@ -52,11 +55,11 @@ class Chooser:
     def on_host(self, units: tuple[Unit, ...]) -> list[Option]:
         """Tables that the engine keeps on the host."""
         if self.cpu < 0:
-            return [Option(0, 0, ("cpu",) * len(units), 0, 0, (0,) * len(self.devices))]
+            return [Option(0, 0, (ON_CPU,) * len(units), 0, 0, (0,) * len(self.devices))]
         name = self.devices[self.cpu].name
         times = sum((self.prices.on(u, name) for u in units), Times(0, 0))
         memory = self._bytes(self.cpu, sum(u.size_bytes for u in units))
-        return [Option(self.cpu, self.cpu, ("cpu",) * len(units), times.decode_ns, times.prefill_ns, memory)]
+        return [Option(self.cpu, self.cpu, (ON_CPU,) * len(units), times.decode_ns, times.prefill_ns, memory)]
 
     def uses_host(self, option: Option) -> bool:
         """Whether anything of an option lies in host memory."""
@@ -98,14 +101,14 @@ class Chooser:
         device = self.devices[d]
         if d == self.cpu:
             through = -1 if unit.kind is Kind.OUTPUT else self.first_gpu
-            yield Spot("cpu", self._bytes(d, unit.size_bytes), self._host_times(unit, through), True)
+            yield Spot(ON_CPU, self._bytes(d, unit.size_bytes), self._host_times(unit, through), True)
             return
         here = self.prices.on(unit, device.name)
         if unit.kind is Kind.OUTPUT:
             here += self._logits(device)
         able = self.prices.computes(unit, device.name)
         if able and not self._too_large(device, unit):
-            yield Spot(f"gpu:{device.name}", self._bytes(d, unit.size_bytes + unit.tied_bytes), here)
+            yield Spot(Site.on(device.name), self._bytes(d, unit.size_bytes + unit.tied_bytes), here)
         # A tied head is the input table itself: an override would move both.
         apart = unit.kind in (Kind.FFN, Kind.EXPERTS) or (unit.kind is Kind.OUTPUT and not unit.tied_bytes)
         if apart and self.cpu >= 0:
@@ -116,9 +119,10 @@ class Chooser:
             memory = [0] * len(self.devices)
             memory[self.cpu], memory[d] = moved, unit.size_bytes - moved
             shares = self._no_cache() if unit.kind is Kind.EXPERTS else ()
-            yield Spot("cpu", tuple(memory), times, True, shares)
+            yield Spot(ON_CPU, tuple(memory), times, True, shares)
         if able and unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
             yield from self._stripes(unit, d, here)
+            yield from self._hybrid(unit, d, here)
             yield from self._cached(unit, d, here)
 
     def _host_times(self, unit: Unit, through: int) -> Times:
@@ -145,7 +149,40 @@ class Chooser:
             memory = [0] * len(self.devices)
             memory[d], memory[self.cpu] = stripe.device_bytes, stripe.host_bytes
             times = _blend(here, cold, stripe)
-            yield Spot(f"stripe:{device.name}:{stripe.k}", tuple(memory), times)
+            yield Spot(Site(SiteKind.STRIPE, device.name, stripe.k), tuple(memory), times)
+
+    def _hybrid(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
+        """Some experts in slots, the others computed by the CPU or brought by the bus meanwhile."""
+        device, host = self.devices[d], self.devices[self.cpu]
+        if not self.options.hybrid or (device.memory_pool and device.memory_pool == host.memory_pool):
+            return
+        tokens, moved = self.prices.step_tokens, self.prices.moved_bytes(unit)
+        each = moved // unit.experts
+        curve = self.options.curves.get(unit.layer or 0) or hybrid_slots.flat(unit.experts)
+        alone = self.prices.on(unit, host.name)
+        step = (self.prices.on(unit, device.name).decode_ns, alone.decode_ns)
+        lanes = hybrid_slots.Lanes(
+            gpu_ns=step[0],
+            pair_ns=step[1] // max(min(unit.experts, unit.used * tokens), 1),
+            upload_ns=self.prices.stream_ns(host.name, device.name, each),
+            guests=GUESTS,
+        )
+        streamed = self._host_times(unit, d).prefill_ns
+        work = self.workload.n_ubatch
+        for slots in hybrid_slots.widths(
+            unit.experts, unit.used, tokens, work, curve, lanes, self.options.stripe_steps
+        ):
+            memory = [0] * len(self.devices)
+            memory[d] = unit.size_bytes - moved + (slots.k + GUESTS) * each
+            memory[self.cpu] = moved
+            prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // _PPM
+            times = Times(slots.step_ns, prefill, 0)
+            share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)
+            yield Spot(Site(SiteKind.HYBRID, device.name, slots.k), tuple(memory), times, shares=share)
+
+    def _n_cache(self) -> int:
+        """How many shares the engine's MoE cache has."""
+        return len(self.devices) * len(self.options.cache) + 1 if self.options.cache else 0
 
     def _cached(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
         """Experts on the host behind the engine's cache: decoded on the GPU, prompts like host weights."""
@@ -164,9 +201,8 @@ class Chooser:
             memory[self.cpu] = moved
             times = Times(here.decode_ns + self._misses_ns(unit, d, point), prefill, 0)
             shares = (*streaming, self._cache_share(d, n))
-            yield Spot(
-                f"cache:{device.name}:{point.share_ppm}", tuple(memory), times, shares=shares, splits=1
-            )
+            site = Site(SiteKind.CACHE, device.name, point.share_ppm)
+            yield Spot(site, tuple(memory), times, shares=shares, splits=1)
 
     def _misses_ns(self, unit: Unit, d: int, point: CachePoint) -> int:
         """The router's choice read back, a new split, and every expert that is not there copied."""

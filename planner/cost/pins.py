@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from planner.errors import OptionProblem
 from planner.model.units import Kind, Unit
 from planner.plan.request import Pin
+from planner.site import ON_CPU, NoSite, Site, SiteKind
 
 OPTION = "--pin"
 _LOOKED_UP = frozenset({Kind.EMBEDDING, Kind.LOOKUP})
-_SITES = ("gpu", "cpu", "stripe", "cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a pin asks for: one site, or any of a kind."""
+
+    what: Site | SiteKind
+
+    def admits(self, site: Site) -> bool:
+        """Whether a site is what the pin asks for."""
+        return self.what in (site, site.kind)
 
 
 def parse_pin(text: str) -> Pin:
@@ -24,23 +36,23 @@ def parse_pin(text: str) -> Pin:
 
 def pinned(
     pins: Sequence[Pin], units: Sequence[Unit], devices: Sequence[str], idle: Sequence[Unit] = ()
-) -> dict[str, str]:
-    """The site each pinned unit must have; `idle` are units that are not loaded.
+) -> dict[str, Wanted]:
+    """What each pinned unit must have; `idle` are units that are not loaded.
 
     Raises OptionProblem for a pattern that matches nothing, a site that does not exist, a unit pinned
     to two sites, and a table that the engine keeps on the host pinned elsewhere.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Wanted] = {}
     for pin in pins:
-        site = _site(pin, devices)
+        wanted = _wanted(pin, devices)
         matched = [unit for unit in units if matches(pin.pattern, unit)]
         if not matched:
             raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", _nothing(pin.pattern, idle))
         for unit in matched:
-            if unit.kind in _LOOKED_UP and site != "cpu":
+            if unit.kind in _LOOKED_UP and not wanted.admits(ON_CPU):
                 why = f"{unit.name} stays in host memory, where the engine looks its rows up"
                 raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", why)
-            if found.setdefault(unit.name, site) != site:
+            if found.setdefault(unit.name, wanted) != wanted:
                 raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", f"{unit.name} is pinned twice")
     return found
 
@@ -58,16 +70,18 @@ def _nothing(pattern: str, idle: Sequence[Unit]) -> str:
     return "matches no tensor of this model"
 
 
-def agrees(site: str, wanted: str) -> bool:
-    """Whether a site is what a pin asks for."""
-    return site == wanted or (":" not in wanted and site.split(":")[0] == wanted)
-
-
-def _site(pin: Pin, devices: Sequence[str]) -> str:
-    head, _, device = pin.site.partition(":")
+def _wanted(pin: Pin, devices: Sequence[str]) -> Wanted:
+    """What a pin asks for: a whole site, or any site of a kind."""
     if pin.site in devices:
-        return "cpu" if pin.site == "CPU" else f"gpu:{pin.site}"
-    if head not in _SITES or (device and device not in devices and device.rpartition(":")[0] not in devices):
-        known = ", ".join((*_SITES, *devices))
+        return Wanted(Site.on(pin.site))
+    if pin.site in tuple(SiteKind):
+        kind = SiteKind(pin.site)
+        return Wanted(ON_CPU if kind is SiteKind.CPU else kind)
+    try:
+        site = Site.parse(pin.site)
+    except NoSite:
+        site = None
+    if site is None or site.device not in devices:
+        known = ", ".join((*("gpu", "cpu", "stripe", "cache"), *devices))
         raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", f"no such site; there are {known}")
-    return pin.site
+    return Wanted(site)

@@ -135,14 +135,6 @@ def computing_devices(inventory: Inventory, placed: Mapping[str, str]) -> tuple[
     return tuple(sorted(named))
 
 
-def device_of(site: str) -> str:
-    """The device that computes with a unit at a site; cached experts may be computed by the CPU too."""
-    kind, _, rest = site.partition(":")
-    if kind in ("cpu", "cache"):
-        return _CPU
-    return rest.rpartition(":")[0] if kind == "stripe" else rest  # a remote device has a colon of its own
-
-
 def faults_of(architecture: str, devices: Iterable[str]) -> tuple[Fault, ...]:
     """Every known fault that this model on these devices meets in some build."""
     names = tuple(devices)

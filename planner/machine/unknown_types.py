@@ -28,15 +28,15 @@ def product_of(tensor: Tensor) -> str:
     return "MUL_MAT_ID" if part_of(tensor).role is Role.EXPERTS else "MUL_MAT"
 
 
-def host_bound(inventory: Inventory, units: Iterable[Unit], profile: Profile) -> dict[str, str]:
-    """Unit name -> `cpu` for units with a tensor of such a type, a tied output head included."""
+def host_bound(inventory: Inventory, units: Iterable[Unit], profile: Profile) -> tuple[str, ...]:
+    """Names of units with a tensor of such a type, a tied output head included."""
     kept = frozenset(host_types(inventory, profile))
     if not kept:
-        return {}
+        return ()
     tensors = by_name(inventory)
-    found = {}
+    found = []
     for unit in units:
         names = (*unit.tensors, *(("token_embd.weight",) if unit.tied_bytes else ()))
         if any(tensors[name].type in kept for name in names):
-            found[unit.name] = "cpu"
-    return found
+            found.append(unit.name)
+    return tuple(found)

@@ -12,6 +12,7 @@ from planner.model.units import Kind, units_of
 from planner.plan.engine_rules import expected_devices, spec_layer_devices
 from planner.plan.load_spec import CPU, LoadSpec
 from planner.plan.plan import EngineFit, FitOverride
+from planner.site import ON_CPU, Site
 from planner.workload import Workload
 
 NAME = "fit"
@@ -23,7 +24,7 @@ class Given:
 
     setting: str
     layer_devices: tuple[str, ...]  # one a layer, speculative blocks included, the output head last
-    sites: Mapping[str, str]  # movable units that do not live on their layer device
+    sites: Mapping[str, Site]  # movable units that do not live on their layer device
 
 
 def fit_record(inventory: Inventory, engine: str, spec: LoadSpec | None, workload: Workload) -> EngineFit:
@@ -63,10 +64,10 @@ def readings(inventory: Inventory, fit: EngineFit, workload: Workload) -> tuple[
     whole, cut = _on_host(inventory, spec, devices)
     setting = _setting(fit)
     if not cut:
-        return (Given(setting, devices, dict.fromkeys(whole, CPU.lower())),)
+        return (Given(setting, devices, dict.fromkeys(whole, ON_CPU)),)
     layers = ", ".join(name.rpartition(".")[0] for name in cut)
     return tuple(
-        Given(f"{setting}, {layers} cut: counted on the {place}", devices, dict.fromkeys(moved, CPU.lower()))
+        Given(f"{setting}, {layers} cut: counted on the {place}", devices, dict.fromkeys(moved, ON_CPU))
         for place, moved in (("GPU", whole), ("CPU", (*whole, *cut)))
     )
 

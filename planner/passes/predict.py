@@ -11,6 +11,8 @@ from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.passes.stock_rules import realise
 from planner.plan.request import SolveOptions
+from planner.site import Site
+from planner.site import sites as sites_of
 from planner.solver.evaluate import Evaluation, evaluate
 from planner.solver.problem import Solution
 from planner.workload import Workload
@@ -47,7 +49,7 @@ def predict(
     profile: Profile,
     workload: Workload,
     layer_devices: Sequence[str],
-    sites: Mapping[str, str],
+    sites: Mapping[str, Site],
 ) -> Breakdown:
     """Price one placement: a layer device for each layer and, last, the output head; `sites` of the
     units that do not live there. Raises NoSuchPlacement.
@@ -88,10 +90,7 @@ def _measured_ppm(priced: Priced, solution: Solution) -> int:
     by_name = {unit.name: unit for unit in priced.model.units}
     total = measured = 0
     for decision, option in zip(priced.problem.decisions, solution.chosen(priced.problem), strict=True):
-        for name, site in zip(decision.units, option.sites, strict=True):
-            kind, _, rest = site.partition(":")
-            place = rest if kind == "gpu" else rest.rpartition(":")[0]
-            device = "CPU" if kind == "cpu" else place
-            times = priced.prices.on(by_name[name], device)
+        for name, site in zip(decision.units, sites_of(option.sites), strict=True):
+            times = priced.prices.on(by_name[name], site.device)
             total, measured = total + times.decode_ns, measured + times.measured_ns
     return measured * 10**6 // max(total, 1)

@@ -18,6 +18,7 @@ from planner.model.units import Unit
 from planner.plan.override_match import placed
 from planner.plan.overrides import escape, home
 from planner.plan.plan import Override
+from planner.site import Site
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Option, Problem, Solution
 
@@ -72,12 +73,7 @@ def _engages(problem: Problem, chosen: Sequence[Option]) -> bool:
         return False
     if any(problem.devices[d].kind == "rpc" for d in homes):
         return False
-    return all(site == _site(problem, o.entry) for o in layers for site in o.sites)
-
-
-def _site(problem: Problem, device: int) -> str:
-    found = problem.devices[device]
-    return "cpu" if found.host else f"gpu:{found.device}"
+    return all(site == Site.on(problem.devices[o.entry].device) for o in layers for site in o.sites)
 
 
 def _fit(priced: Priced, found: Evaluation, copies: Sequence[int], buffer: int) -> bool:

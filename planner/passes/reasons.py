@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.model.units import BOUND, Kind, Unit
+from planner.site import ON_CPU, SiteKind, sites
 from planner.solver.problem import Decision, Option, Problem
 
 
@@ -11,23 +12,25 @@ def reason(problem: Problem, decision: Decision, option: Option, index: int, uni
     if not decision.layer:
         return "looked up on the host, one row a token"
     home = problem.devices[option.entry].device
-    site = option.sites[index]
-    apart = site == "cpu" and not problem.devices[option.entry].host
+    site = sites(option.sites)[index]
+    apart = site == ON_CPU and not problem.devices[option.entry].host
     if unit.kind in BOUND or unit.kind is Kind.NEXTN or (unit.kind is Kind.OUTPUT and not apart):
         return _home_reason(problem, decision, option, unit, home)
-    if site.startswith("stripe:"):
+    if site.kind is SiteKind.STRIPE:
+        return f"{site.amount} hottest of {unit.experts} experts on {home}, the others across the bus"
+    if site.kind is SiteKind.HYBRID:
         return (
-            f"{site.rsplit(':', 1)[1]} hottest of {unit.experts} experts on {home}, the others across the bus"
+            f"{site.amount} of {unit.experts} experts in slots of {home}, the others by CPU and bus beside it"
         )
-    if site.startswith("cache:"):
+    if site.kind is SiteKind.CACHE:
         return f"read through the engine's expert cache on {home}"
-    if site == "cpu" and problem.devices[option.entry].host:
+    if site == ON_CPU and problem.devices[option.entry].host:
         return "its layer is on the CPU"
     other = _elsewhere(decision, option, index)
     if other is None:
         return "no other place"
     delta = (other.decode_ns - option.decode_ns) / 1000
-    if site == "cpu":
+    if site == ON_CPU:
         return f"frees {unit.size_bytes >> 20} MiB of {home} for {-delta:.0f} us a token"
     return f"saves {delta:.0f} us a token against the CPU" if delta >= 0 else "keeps the graph whole"
 
@@ -49,12 +52,9 @@ def _elsewhere(decision: Decision, option: Option, index: int) -> Option | None:
     """The option that differs only in the site of one unit."""
     for other in decision.options:
         rest = [i for i in range(len(option.sites)) if i != index]
+        there = sites(other.sites)[index]
         alike = (other.entry, other.away) == (option.entry, option.away)
         same = alike and all(other.sites[i] == option.sites[i] for i in rest)
-        if (
-            same
-            and other.sites[index] != option.sites[index]
-            and other.sites[index].startswith(("cpu", "gpu"))
-        ):
+        if same and there != option.sites[index] and not there.divided:
             return other
     return None

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from planner.cost.build_problem import OUTPUT, Model, Priced, decision_of
-from planner.cost.expert_cache import cached_bytes
+from planner.cost.expert_cache import cached, cached_bytes
 from planner.cost.unit_time import Prices
-from planner.machine.engine_builds import EngineRange, computing_devices, device_of, range_of
+from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
 from planner.machine.profile import Calibration, Profile, to_text
 from planner.model.units import Unit
@@ -33,6 +33,7 @@ from planner.plan.plan import (
 )
 from planner.plan.request import SolveOptions
 from planner.records import digest
+from planner.site import HOST, ON_CPU, Site, SiteKind, sites
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Decision, Option, Solution
 from planner.workload import Workload
@@ -66,20 +67,20 @@ def record(
     """The plan of a chosen placement."""
     priced = chosen.priced
     devices = layer_devices(chosen)
-    sites = sites_of(chosen, devices)
+    placed = sites_of(chosen, devices)
     units = priced.model.units
-    placements = tuple(_placement(chosen, unit, sites[unit.name]) for unit in units)
+    placements = tuple(_placement(chosen, unit, placed[unit.name]) for unit in units)
     pipeline = pipeline_of(priced, chosen.solution, chosen.evaluation)
     uses = _uses(chosen, budgets, options, pipeline)
     subject = Subject(priced, chosen.evaluation, chosen.rule, uses, placements, stock, pipeline)
-    overrides = overrides_of(priced.model.inventory, units, [sites[u.name] for u in units], devices)
+    overrides = overrides_of(priced.model.inventory, units, [placed[u.name] for u in units], devices)
     kept = (unpiped(priced.model.inventory, devices),) if pipeline.refused else ()
     return Plan(
         command=options.command,
         version=version("atsplan"),
         model=_model_ref(priced),
         machine=machine_ref(profile, _cpu_computes(devices, placements), _used(chosen)),
-        engines=_engines(priced.model, sites, workload),
+        engines=_engines(priced.model, placed, workload),
         workload=workload,
         constraints=constraints_of(budgets, options),
         devices=uses,
@@ -95,7 +96,7 @@ def record(
         notes=notes_of(subject, budgets, options),
         units=placements,
         overrides=(*overrides, *kept),
-        experts=_orders(sites, units, options),
+        experts=_orders(placed, units, options),
     )
 
 
@@ -112,6 +113,7 @@ def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constra
         ),
         heat_digest=options.heat_digest,
         stripes=options.stripes,
+        hybrid=True if options.hybrid else None,
         cache=options.cache or None,
     )
 
@@ -125,14 +127,14 @@ def layer_devices(chosen: Chosen) -> tuple[str, ...]:
     return (*(by_name.get(f"blk.{n}", head) for n in range(priced.model.layers.n_all)), head)
 
 
-def sites_of(chosen: Chosen, devices: Sequence[str]) -> dict[str, str]:
+def sites_of(chosen: Chosen, devices: Sequence[str]) -> dict[str, Site]:
     """The site of every unit; those that are not loaded stay with their layer's device."""
-    found: dict[str, str] = {}
+    found: dict[str, Site] = {}
     for decision, option in _pairs(chosen):
-        found.update(zip(decision.units, option.sites, strict=True))
+        found.update(zip(decision.units, sites(option.sites), strict=True))
     for unit in chosen.priced.model.units:
         home = devices[-1] if unit.layer is None else devices[min(unit.layer, len(devices) - 1)]
-        found.setdefault(unit.name, "cpu" if home == "CPU" else f"gpu:{home}")
+        found.setdefault(unit.name, Site.on(home))
     return found
 
 
@@ -165,12 +167,17 @@ def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> Ma
     )
 
 
-def _engines(model: Model, sites: Mapping[str, str], workload: Workload) -> EngineRange | None:
+def _engines(model: Model, placed: Mapping[str, Site], workload: Workload) -> EngineRange | None:
     """The builds that can load these sites, as far as is known."""
-    placed = {t: device_of(sites[unit.name]) for unit in model.units for t in unit.tensors}
-    devices = computing_devices(model.inventory, placed)
-    cached = any(site.startswith("cache:") for site in sites.values())
-    return range_of(model.inventory.architecture, devices, cache=cached, nextn=workload.mtp)
+    # Cached experts may be computed by the CPU too.
+    computed = {
+        t: HOST if placed[unit.name].on_host else placed[unit.name].device
+        for unit in model.units
+        for t in unit.tensors
+    }
+    devices = computing_devices(model.inventory, computed)
+    behind = bool(cached(placed.values()))
+    return range_of(model.inventory.architecture, devices, cache=behind, nextn=workload.mtp)
 
 
 def _used(chosen: Chosen) -> list[str]:
@@ -181,7 +188,7 @@ def _used(chosen: Chosen) -> list[str]:
 
 def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bool:
     """Whether a token needs the CPU for more than looking up its row."""
-    return "CPU" in devices or any(p.site == "cpu" and p.time_ns for p in placements)
+    return "CPU" in devices or any(p.site == ON_CPU and p.time_ns for p in placements)
 
 
 def error_ppm(prices: Prices) -> int:
@@ -257,20 +264,20 @@ def _use(
     away = [d.name for d, option in _pairs(chosen) if option.away and d.name in kept]
     once = sum(s.size_bytes for s in mine) + sum(model.kv[model.owners[name]] for name in away)
     context = chosen.priced.prices.profile.device(device.device).context_bytes if once or opened else 0
-    sites = {unit: site for d, o in _pairs(chosen) for unit, site in zip(d.units, o.sites, strict=True)}
-    sizes = {u.name: chosen.priced.prices.moved_bytes(u) for u in model.units if u.name in sites}
-    cached = cached_bytes(sites, sizes, device.device)
+    placed = {u: site for d, o in _pairs(chosen) for u, site in zip(d.units, sites(o.sites), strict=True)}
+    sizes = {u.name: chosen.priced.prices.moved_bytes(u) for u in model.units if u.name in placed}
+    slots = cached_bytes(placed, sizes, device.device)
     # In whole MiB, as the stock tools' option says it; what is left over lies with the compute buffer.
-    cache = (cached + sum(s.size_bytes for s in mine if " cache of " in s.name)) // _MIB * _MIB
+    cache = (slots + sum(s.size_bytes for s in mine if " cache of " in s.name)) // _MIB * _MIB
     reserved = options.reserved_bytes(device.device)
     return DeviceUse(
         name=device.device,
         kind=device.kind,
         budget_bytes=budgets[device.device],
-        weights_bytes=total - kv - state - once - cached,
+        weights_bytes=total - kv - state - once - slots,
         kv_bytes=kv,
         state_bytes=state,
-        compute_bytes=max(once + cached - cache - context, 0) + copies,
+        compute_bytes=max(once + slots - cache - context, 0) + copies,
         cache_bytes=cache,
         reserve_bytes=context + reserved,
     )
@@ -288,7 +295,7 @@ def _baseline(candidate: Candidate) -> Baseline:
     )
 
 
-def _placement(chosen: Chosen, unit: Unit, site: str) -> Placement:
+def _placement(chosen: Chosen, unit: Unit, site: Site) -> Placement:
     problem = chosen.priced.problem
     name = decision_of(unit)
     for decision, option in _pairs(chosen):
@@ -305,7 +312,7 @@ def _placement(chosen: Chosen, unit: Unit, site: str) -> Placement:
 
 
 def _orders(
-    sites: Mapping[str, str], units: Sequence[Unit], options: SolveOptions
+    placed: Mapping[str, Site], units: Sequence[Unit], options: SolveOptions
 ) -> tuple[ExpertOrder, ...]:
-    striped = {u.layer for u in units if sites[u.name].startswith("stripe:")}
+    striped = {u.layer for u in units if placed[u.name].kind in (SiteKind.STRIPE, SiteKind.HYBRID)}
     return tuple(order for order in options.orders if order.layer in striped)

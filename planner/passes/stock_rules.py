@@ -18,6 +18,7 @@ from planner.passes.engine_fit import NAME as FIT
 from planner.passes.engine_fit import readings
 from planner.passes.prompt_pipeline import pipeline_of
 from planner.plan.plan import EngineFit
+from planner.site import ON_CPU, Site
 from planner.solver.evaluate import Evaluation, evaluate
 from planner.solver.problem import Decision, Solution
 
@@ -29,7 +30,7 @@ class Rule:
     name: str
     setting: str
     layer_devices: tuple[str, ...]  # one a layer (speculative blocks included), the output head last
-    sites: Mapping[str, str]  # unit name to site, where it is not on its layer device
+    sites: Mapping[str, Site]  # unit name to site, where it is not on its layer device
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def _rank(candidate: Candidate) -> tuple[bool, int]:
     return not candidate.feasible, candidate.evaluation.objective_ns
 
 
-def realise(priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, str]) -> Solution | None:
+def realise(priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Site]) -> Solution | None:
     """The solution with these layer devices and sites; None when a decision has no such option."""
     names = [d.device for d in priced.problem.devices]
     homes = {f"blk.{n}": device for n, device in enumerate(layer_devices[:-1])}
@@ -125,9 +126,8 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
     return replace(candidate, solution=solution, evaluation=evaluate(priced.problem, solution))
 
 
-def _find(decision: Decision, home: str, device: int, sites: Mapping[str, str], away: bool) -> int | None:
-    at_home = "cpu" if home == "CPU" else f"gpu:{home}"
-    wanted = tuple(sites.get(unit, at_home) for unit in decision.units)
+def _find(decision: Decision, home: str, device: int, sites: Mapping[str, Site], away: bool) -> int | None:
+    wanted = tuple(sites.get(unit, Site.on(home)) for unit in decision.units)
     for index, option in enumerate(decision.options):
         if not decision.layer or ((option.entry, option.sites, option.away) == (device, wanted, away)):
             return index
@@ -153,7 +153,7 @@ def _rules(model: Model, priced: Priced) -> Iterator[Rule]:
     dense = [u for u in model.units if u.kind is Kind.FFN]
     if experts:
         yield from _first_experts(n_all, full, experts)
-        on_host = {u.name: "cpu" for u in experts}
+        on_host = {u.name: ON_CPU for u in experts}
         for n in range(n_all + 1):
             yield Rule("cpu-moe", f"-ngl {n} --cpu-moe", layer_devices(n_all, n, gpus), on_host)
     if dense and not experts:
@@ -162,14 +162,14 @@ def _rules(model: Model, priced: Priced) -> Iterator[Rule]:
 
 def _first_experts(n_all: int, full: tuple[str, ...], experts: Sequence[Unit]) -> Iterator[Rule]:
     for n in range(1, n_all + 1):
-        moved = {u.name: "cpu" for u in experts if u.layer is not None and u.layer < n}
+        moved = {u.name: ON_CPU for u in experts if u.layer is not None and u.layer < n}
         yield Rule("n-cpu-moe", f"-ngl {n_all + 1} --n-cpu-moe {n}", full, moved)
 
 
 def _largest_dense(full: tuple[str, ...], dense: Sequence[Unit]) -> Iterator[Rule]:
     largest = sorted(dense, key=lambda u: (-u.size_bytes, u.layer))
     for n in range(1, len(largest) + 1):
-        moved = {u.name: "cpu" for u in largest[:n]}
+        moved = {u.name: ON_CPU for u in largest[:n]}
         yield Rule("n-cpu-ffn", f"-ngl {len(full)} --n-cpu-ffn {n}", full, moved)
 
 

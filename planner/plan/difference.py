@@ -53,8 +53,8 @@ def _moves(before: Plan, after: Plan) -> tuple[Move, ...]:
     names = list(old) + [name for name in new if name not in old]
     moves = []
     for name in names:
-        was = old[name].site if name in old else ""
-        now = new[name].site if name in new else ""
+        was = str(old[name].site) if name in old else ""
+        now = str(new[name].site) if name in new else ""
         if was != now:
             size = (new.get(name) or old[name]).size_bytes
             moves.append(Move(name, size, was, now))

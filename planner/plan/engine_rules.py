@@ -8,6 +8,7 @@ from planner.model.units import Kind, units_of
 from planner.plan.load_spec import CPU, LoadSpec
 from planner.plan.override_match import placed
 from planner.plan.overrides import home
+from planner.site import Site
 
 
 def spec_layer_devices(spec: LoadSpec, n_blocks: int) -> tuple[str, ...]:
@@ -37,5 +38,5 @@ def expected_devices(inventory: Inventory, spec: LoadSpec) -> dict[str, str]:
         if unit.kind is not Kind.FOREIGN:
             found.update(dict.fromkeys(unit.tensors, home(unit, layers)))
     for name, buffer in placed(inventory, spec.overrides).items():
-        found[name] = buffer.split(":")[1] if buffer.startswith("stripe:") else buffer
+        found[name] = Site.of_buffer(buffer).device
     return found

@@ -14,10 +14,10 @@ from planner.errors import InputError
 from planner.machine.attention_kernels import kv_problem
 from planner.machine.host_memory import HostMemory
 from planner.plan.plan import LayerRange, Plan
+from planner.site import NoSite, Site
 from planner.workload import Workload
 
 CPU = "CPU"
-_STRIPE = re.compile(r"stripe:[^:]+:[1-9][0-9]{0,5}")
 MAX_DEVICES = 16  # llama_max_devices() of every build seen
 
 
@@ -106,7 +106,7 @@ def pins_host_weights(plan: Plan) -> bool:
 
 def works_from_host(plan: Plan) -> bool:
     """Whether weights in host memory are computed with, beside a GPU."""
-    computed = any(p.time_ns and (p.site == "cpu" or p.site.startswith("cache:")) for p in plan.units)
+    computed = any(p.time_ns and p.site.on_host for p in plan.units)
     return computed and any(use.kind == "gpu" for use in plan.devices)
 
 
@@ -178,21 +178,19 @@ def _entries(spec: LoadSpec) -> list[tuple[str, int]]:
 
 def _legal(buffer: str) -> str:
     """The buffer name itself; Unloadable when it is a stripe that says no device or width."""
-    if buffer.partition(":")[0] == "stripe" and not _STRIPE.fullmatch(buffer):
-        raise Unloadable("overrides", f"buffer {buffer}: a stripe is written stripe:DEVICE:EXPERTS")
-    return buffer
+    try:
+        return Site.of_buffer(buffer).buffer
+    except NoSite as problem:
+        raise Unloadable("overrides", f"buffer {problem}") from None
 
 
 def _device(buffer: str) -> str:
-    return buffer.split(":")[1] if buffer.startswith("stripe:") else buffer
+    return Site.of_buffer(buffer).device
 
 
 def _renamed(buffer: str, names: Mapping[str, str]) -> str:
-    if not buffer.startswith("stripe:"):
-        return names.get(buffer, buffer)
-    _, device, width = buffer.split(":")
-    target = names.get(device, device)
-    return CPU if target == CPU else f"stripe:{target}:{width}"
+    site = Site.of_buffer(buffer)
+    return site.moved(names.get(site.device, site.device)).buffer
 
 
 def _runs(devices: Sequence[str]) -> list[tuple[str, int]]:

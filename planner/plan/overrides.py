@@ -18,6 +18,7 @@ from planner.model.inventory import Inventory
 from planner.model.units import Kind, Unit, movable
 from planner.plan.load_spec import CPU
 from planner.plan.plan import Override
+from planner.site import Site, SiteKind
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _TIED = "token_embd.weight"
@@ -28,7 +29,7 @@ class UnplaceableUnit(InputError):
     """A unit whose site the engine cannot be told."""
 
     unit: str
-    site: str
+    site: Site
     why: str
 
     def message(self) -> str:
@@ -36,7 +37,7 @@ class UnplaceableUnit(InputError):
 
 
 def overrides_of(
-    inventory: Inventory, units: Sequence[Unit], sites: Sequence[str], layer_devices: Sequence[str]
+    inventory: Inventory, units: Sequence[Unit], sites: Sequence[Site], layer_devices: Sequence[str]
 ) -> tuple[Override, ...]:
     """The overrides that move each tensor from where the engine would put it to its unit's site.
 
@@ -49,13 +50,13 @@ def overrides_of(
 
 
 def wanted_buffers(
-    inventory: Inventory, units: Sequence[Unit], sites: Sequence[str], layer_devices: Sequence[str]
+    inventory: Inventory, units: Sequence[Unit], sites: Sequence[Site], layer_devices: Sequence[str]
 ) -> dict[str, str]:
     """Tensors that need an override, and the buffer each must land in."""
     tied = all(tensor.name != "output.weight" for tensor in inventory.tensors)
     wanted: dict[str, str] = {}
     for unit, site in zip(units, sites, strict=True):
-        buffer = buffer_of(site)
+        buffer = site.buffer
         if unit.kind is Kind.FOREIGN or buffer == home(unit, layer_devices):
             continue
         if tied and _TIED in unit.tensors and buffer != layer_devices[-1]:
@@ -72,18 +73,6 @@ def home(unit: Unit, layer_devices: Sequence[str]) -> str:
     return layer_devices[last if unit.layer is None else min(unit.layer, last)]
 
 
-def buffer_of(site: str) -> str:
-    """The buffer a site stands for: a device name, CPU, or `stripe:DEVICE:K` of the runtime's own making."""
-    kind, _, rest = site.partition(":")
-    if site == "cpu" or kind == "cache":
-        return CPU
-    if kind == "stripe":
-        return site
-    if kind == "gpu" and rest:
-        return rest
-    raise UnplaceableUnit("", site, "no such site")
-
-
 def collate(wanted: Mapping[str, str]) -> tuple[Override, ...]:
     """Patterns for tensors and their buffers, layers with the same tensors joined, in layer order.
 
@@ -93,7 +82,7 @@ def collate(wanted: Mapping[str, str]) -> tuple[Override, ...]:
     found: list[tuple[int, Override]] = []
     for name, buffer in wanted.items():
         block = _BLOCK.fullmatch(name)
-        if block is None or buffer.startswith("stripe:"):
+        if block is None or Site.of_buffer(buffer).kind is SiteKind.STRIPE:
             found.append((_first_layer(name), _exact(name, buffer)))
         else:
             stem, _, suffix = block[2].rpartition(".")

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from planner.machine.engine_builds import EngineRange
 from planner.machine.host_memory import HostMemory
 from planner.records import Record, dump, load
+from planner.site import BufferField, SiteField
 from planner.workload import Workload
 
 
@@ -70,10 +71,10 @@ class LayerRange(Record):
 
 
 class Placement(Record):
-    """One unit and its site: gpu:DEVICE, cpu, cache:DEVICE:PPM, stripe:DEVICE:K."""
+    """One unit and its site."""
 
     unit: str
-    site: str
+    site: SiteField
     size_bytes: int = Field(ge=0)
     time_ns: int = Field(ge=0)
     why: str
@@ -83,7 +84,7 @@ class Override(Record):
     """One entry of tensor_buft_overrides, in the engine's first-match order."""
 
     pattern: str
-    buffer: str = Field(min_length=1)  # buffer type name: CPU, CUDA0 …
+    buffer: BufferField  # buffer type name: CPU, CUDA0 …
     tensors: int = Field(gt=0)  # how many it places
 
 
@@ -205,6 +206,7 @@ class Constraints(Record):
     reserves: tuple[Reserved, ...] = ()
     heat_digest: str = ""  # of the heat file that expert coverage comes from
     stripes: bool = True  # hot experts may live on the GPU, given heat
+    hybrid: bool | None = None  # experts may live in slots, the others with CPU and bus; absent: not asked
     cache: tuple[CachePoint, ...] | None = None  # the engine has a MoE cache; sizes to choose from, concave
 
 

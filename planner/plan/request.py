@@ -49,6 +49,7 @@ class SolveOptions:
     host_memory: HostMemory | None = None  # of weights that the CPU computes; None: make_plan looks at both
     pinned_limit_bytes: int = 0  # where it does; 0: half of the host's memory
     stripes: bool = True
+    hybrid: bool = False  # experts in slots, the others by CPU and bus at the same time
     stripe_steps: int = 16  # widths tried per layer
     curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # coverage by layer
     orders: tuple[ExpertOrder, ...] = ()  # hot first, for the rewriter

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from planner.plan.load_spec import CPU, plan_layer_devices
 from planner.plan.plan import LayerRange, Placement, Plan
+from planner.site import ON_CPU, Site, SiteKind
 
 _FREE = (".experts", ".ffn")  # units that need not be where their layer is
 
@@ -19,30 +20,26 @@ def nearest(plan: Plan) -> Plan:
     """
     before = plan_layer_devices(plan)
     after = (*sorted(before[:-1], key=lambda device: device != CPU), before[-1])
-    cached = next((p.site for p in plan.units if p.site.startswith("cache:")), "cpu")
+    cached = next((p.site for p in plan.units if p.site.kind is SiteKind.CACHE), ON_CPU)
     units = tuple(p.model_copy(update={"site": _site(p, before, after, cached)}) for p in plan.units)
     # Pins name units whose layers have moved.
     free = plan.constraints.model_copy(update={"pins": ()})
     return plan.model_copy(update={"layers": _ranges(after), "units": units, "constraints": free})
 
 
-def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cached: str) -> str:
-    """The legal site; `cached` is that of host experts of device layers, "cpu" without a MoE cache."""
+def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cached: Site) -> Site:
+    """The legal site; `cached` is that of host experts of device layers, the CPU without a MoE cache."""
     layer = _layer(placement.unit)
-    if placement.site.startswith("stripe:"):
+    if placement.site.kind in (SiteKind.STRIPE, SiteKind.HYBRID):
         return cached
-    if layer is not None and placement.unit.endswith(".experts") and placement.site in ("cpu", cached):
-        return "cpu" if after[layer] == CPU else cached
+    if layer is not None and placement.unit.endswith(".experts") and placement.site in (ON_CPU, cached):
+        return ON_CPU if after[layer] == CPU else cached
     if layer is None or layer >= len(before) or before[layer] == after[layer]:
         return placement.site
     # Weights that were on the CPU stay there, or a layer new to the device would not fit.
-    if after[layer] == CPU or (placement.unit.endswith(_FREE) and placement.site == "cpu"):
-        return "cpu"
-    return _home(after[layer])
-
-
-def _home(device: str) -> str:
-    return "cpu" if device == CPU else f"gpu:{device}"
+    if after[layer] == CPU or (placement.unit.endswith(_FREE) and placement.site == ON_CPU):
+        return ON_CPU
+    return Site.on(after[layer])
 
 
 def _layer(unit: str) -> int | None:

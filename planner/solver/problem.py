@@ -6,7 +6,7 @@ the layer device and the site of each unit that may live elsewhere. Decisions st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 Matrix = tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class Option:
 
     entry: int  # the layer device: computes the first operators, owns KV and state
     exit: int  # the device that computes the last operators
-    sites: tuple[str, ...]  # one per unit of the decision
+    sites: tuple[Hashable, ...]  # one per unit of the decision: a label, only ever compared
     decode_ns: int  # one token, changes of device inside the decision included
     prefill_ns: int  # the whole prompt
     memory: tuple[int, ...]  # bytes per device: weights, KV, state

@@ -16,6 +16,7 @@ from planner.passes.stock_rules import realise
 from planner.plan.load_spec import CPU, LoadSpec
 from planner.plan.overrides import overrides_of
 from planner.plan.request import SolveOptions
+from planner.site import ON_CPU, Site
 from planner.solver.evaluate import Evaluation, evaluate
 from planner.workload import Workload
 
@@ -33,8 +34,8 @@ class Placement:
     sensible: bool = True  # False: drawn at random
 
     @property
-    def sites(self) -> Mapping[str, str]:
-        return dict.fromkeys(self.moved, "cpu")
+    def sites(self) -> Mapping[str, Site]:
+        return dict.fromkeys(self.moved, ON_CPU)
 
     @property
     def streamed(self) -> bool:
@@ -106,11 +107,11 @@ def spec_of(inventory: Inventory, placement: Placement, workload: Workload, thre
     )
 
 
-def _site(unit: Unit, placement: Placement) -> str:
+def _site(unit: Unit, placement: Placement) -> Site:
     if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP) or unit.name in placement.moved:
-        return "cpu"
+        return ON_CPU
     device = placement.layer_devices[-1 if unit.layer is None else unit.layer]
-    return "cpu" if device == CPU else f"gpu:{device}"
+    return Site.on(device)
 
 
 def movable(inventory: Inventory) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from runtime.load import dry_run, engine_fit
 from runtime.load.dry_run import Breakdown
 from runtime.load.load_params import usable_cores
 from runtime.session.draft_model import Draft
-from runtime.tools.options import stripe_widths
+from runtime.stripes.widths import widths as stripe_widths
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.errors import EngineProblem
 from planner.plan.load_spec import CPU, LoadSpec
+from planner.site import Site
 from planner.workload import Workload
 from runtime import child
 from runtime.engine.ggml import Handle
@@ -136,7 +137,7 @@ def _both(said: Tail, graphs: Listener) -> Callable[[int, str], None]:
 
 def _less_stripes(devices: dict[str, Breakdown], model_path: Path, spec: LoadSpec) -> dict[str, Breakdown]:
     """Here a striped tensor counts whole on its device; its cold part will lie in host memory."""
-    if not any(buffer.startswith("stripe:") for _, buffer in spec.overrides):
+    if not any(Site.of_buffer(buffer).divided for _, buffer in spec.overrides):
         return devices
     from planner.model.gguf_file import read_model
     from runtime.stripes.widths import host_bytes

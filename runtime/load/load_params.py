@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.errors import EngineProblem, InputError
 from planner.plan.load_spec import CPU, LoadSpec
+from planner.site import Site
 from planner.workload import Workload
 from runtime.engine.ggml import TYPE_NUMBERS, Handle
 from runtime.engine.libllama import EVAL, Engine, Override
@@ -200,8 +201,8 @@ def _override_array(engine: Engine, spec: LoadSpec, own: Mapping[str, Handle], n
     array = (Override * (len(spec.overrides) + 1))()  # the last entry stays NULL and ends the list
     for entry, (pattern, buffer) in zip(array, spec.overrides, strict=False):
         entry.pattern = pattern.encode()
-        if no_alloc and buffer.startswith("stripe:"):
-            buffer = buffer.split(":")[1]  # the device computes; what a stripe leaves on the host is not seen
+        if no_alloc:
+            buffer = Site.of_buffer(buffer).device  # what a stripe leaves on the host is not seen
         entry.buft = known.get(buffer) or _default_buffer(engine, buffer, spec.mapped)
     return array
 
@@ -209,7 +210,7 @@ def _override_array(engine: Engine, spec: LoadSpec, own: Mapping[str, Handle], n
 def _default_buffer(engine: Engine, name: str, mapped: Sequence[tuple[str, str]]) -> Handle:
     if name == CPU:
         return int(engine.lib.ggml_backend_cpu_buffer_type())
-    if name.startswith("stripe:"):
+    if Site.of_buffer(name).divided:
         raise EngineProblem(engine.label, f"{name}: striped experts are not possible here")
     return int(engine.lib.ggml_backend_dev_buffer_type(device_handle(engine, name, mapped)))
 

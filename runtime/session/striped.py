@@ -8,6 +8,7 @@ from pathlib import Path
 
 from planner.errors import MachineError
 from planner.plan.load_spec import CPU, LoadSpec
+from planner.site import Site, SiteKind
 from runtime.engine.libllama import Engine
 from runtime.load.dry_run import Breakdown
 from runtime.load.load_params import usable_cores
@@ -83,8 +84,8 @@ def session_for(
 
 
 def stripes_of(spec: LoadSpec) -> tuple[str, ...]:
-    """The striped buffers that a spec names: `stripe:DEVICE:K`."""
-    return tuple(dict.fromkeys(b for _, b in spec.overrides if b.startswith("stripe:")))
+    """The striped buffers that a spec names, each once."""
+    return tuple(dict.fromkeys(b for _, b in spec.overrides if Site.of_buffer(b).kind is SiteKind.STRIPE))
 
 
 def prove(stripes: Stripes) -> None:

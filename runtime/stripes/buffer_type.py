@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from planner.errors import AtsplanError, MachineError
+from planner.site import Site
 from runtime.engine.ggml import Ggml, Handle, Tensor
 from runtime.stripes import ggml_structs as layout
 from runtime.stripes.cuda_driver import Attribute, CudaCallFailed, CudaMissing, Driver
@@ -69,7 +70,7 @@ class _Buffer:
 
 
 class Stripes:
-    """Buffer types `stripe:DEVICE:K` for one engine; a context manager.
+    """Striped buffer types for one engine; a context manager.
 
     Close it after every model that uses it; a model that is still loaded keeps it alive.
     """
@@ -103,14 +104,14 @@ class Stripes:
         return self._driver
 
     def buffer_type(self, name: str) -> Handle:
-        """The buffer type of a site `stripe:DEVICE:K`: K experts in VRAM.
+        """The buffer type that is named like a striped site: so many experts in VRAM.
 
         Raises StripesRefused, with the reason, where it cannot be had.
         """
         if name not in self._kinds:
-            _, device, experts = name.split(":")
-            gpu, found = self._gpu(device)
-            self._kinds[name] = _Kind(self, name, gpu, found, int(experts))
+            site = Site.of_buffer(name)
+            gpu, found = self._gpu(site.device)
+            self._kinds[name] = _Kind(self, name, gpu, found, site.amount)
         return self._kinds[name].handle
 
     def host_type(self, device: str) -> Handle:

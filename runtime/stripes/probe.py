@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.errors import AtsplanError
+from planner.site import Site, SiteKind
 from runtime import child
 from runtime.engine.ggml import Ggml, Handle
 from runtime.engine.libllama import Engine
@@ -46,7 +47,7 @@ def check(engine: Engine) -> tuple[Possible, ...]:
 
 def try_out(ggml: Ggml, device: str) -> bool:
     """Run the proof; whether the processor can write host granules. Raises StripesRefused."""
-    name = f"stripe:{device}:{_HOT}"
+    name = str(Site(SiteKind.STRIPE, device, _HOT))
     with Stripes(ggml) as stripes:
         striped = stripes.buffer_type(name)
         plain = ggml.lib.ggml_backend_dev_buffer_type(ggml.device(device).handle)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from planner.site import Site, SiteKind
 from runtime.engine.ggml import Ggml, Handle, Tensor
 from runtime.stripes import ggml_structs as layout
 from runtime.stripes.buffer_type import Stripes
@@ -34,7 +35,7 @@ def striped_weights(
     ggml = stripes.ggml
     buft = ggml.lib.ggml_backend_dev_buffer_type(ggml.device(device).handle)
     # Made before the hook is set: they copy the device's own type.
-    kinds = {k: stripes.buffer_type(f"stripe:{device}:{k}") for k in set(widths.values())}
+    kinds = {k: stripes.buffer_type(str(Site(SiteKind.STRIPE, device, k))) for k in set(widths.values())}
     if stripes.layout(device).type_functions != _WITH_LISTS:
         raise StripesRefused(
             device, "this build allocates weights without telling which: serve needs a newer"

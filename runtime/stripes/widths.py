@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from planner.model.inventory import Inventory, Tensor, by_name
 from planner.plan.load_spec import LoadSpec
+from planner.plan.override_match import placed
+from planner.site import Site, SiteKind
 from runtime.stripes.mapped_range import rounded
 
 
@@ -25,12 +26,10 @@ def hot_bytes(tensor: Tensor, k: int) -> int:
 
 
 def widths(inventory: Inventory, spec: LoadSpec) -> dict[str, dict[str, int]]:
-    """Hot experts of every striped tensor by name, for each device."""
-    patterns = [(re.compile(pattern), buffer) for pattern, buffer in spec.overrides]
+    """Device to tensor to the number of its hot experts, for the striped tensors of a spec."""
     found: dict[str, dict[str, int]] = {}
-    for tensor in inventory.tensors:
-        buffer = next((b for pattern, b in patterns if pattern.search(tensor.name)), "")
-        if buffer.startswith("stripe:"):
-            _, device, k = buffer.split(":")
-            found.setdefault(device, {})[tensor.name] = int(k)
+    for name, buffer in placed(inventory, spec.overrides).items():
+        site = Site.of_buffer(buffer)
+        if site.kind is SiteKind.STRIPE:
+            found.setdefault(site.device, {})[name] = site.amount
     return found

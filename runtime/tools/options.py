@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from planner.errors import InputError
-from planner.model.inventory import Inventory
 from planner.plan.engine_rules import spec_layer_devices
 from planner.plan.load_spec import CPU, LoadSpec
-from planner.plan.override_match import placed
 from planner.plan.overrides import numbers
+from planner.site import Site
 
 MAX_SPLIT = 15  # the option parser refuses llama_max_devices() entries
 _RPC = re.compile(r"(RPC\d*)\[(.+)\]")
@@ -163,21 +162,11 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 
 
-def stripe_widths(inventory: Inventory, spec: LoadSpec) -> dict[str, dict[str, int]]:
-    """Device to tensor to the number of its hot experts, for the striped tensors of a spec."""
-    found: dict[str, dict[str, int]] = {}
-    for name, buffer in placed(inventory, spec.overrides).items():
-        if buffer.startswith("stripe:"):
-            _, device, width = buffer.split(":")
-            found.setdefault(device, {})[name] = int(width)
-    return found
-
-
 def _without_stripes(spec: LoadSpec, notes: list[str]) -> LoadSpec:
-    striped = sum(buffer.startswith("stripe:") for _, buffer in spec.overrides)
+    striped = sum(Site.of_buffer(buffer).divided for _, buffer in spec.overrides)
     if striped:
         notes.append(f"the tools know no stripes: {striped} striped tensors stay on the CPU whole")
-    overrides = tuple((p, CPU if b.startswith("stripe:") else b) for p, b in spec.overrides)
+    overrides = tuple((p, CPU if Site.of_buffer(b).divided else b) for p, b in spec.overrides)
     return replace(spec, overrides=overrides)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from planner.errors import MachineError
 from planner.plan.load_spec import CPU
 from planner.plan.plan import DeviceUse, Plan
+from planner.site import Site
 from runtime.engine.ggml import Device
 from runtime.engine.host_memory_left import host_room
 from runtime.load.dry_run import Breakdown
@@ -106,7 +107,7 @@ def check_items(plan: Plan, found: Mapping[str, Breakdown], loaded: bool = False
     Weights and compute buffers of the host are not compared: how a mapped file is counted, and what the
     CPU needs beside its graph, differ between builds. Compute buffers may be smaller than planned.
     """
-    striped = {d.split(":")[1] for o in plan.overrides if (d := o.buffer).startswith("stripe:")}
+    striped = {s.device for o in plan.overrides if (s := Site.of_buffer(o.buffer)).divided}
     for use in plan.devices if found else ():  # some builds do not tell
         have, wanted = found.get(use.name, Breakdown(0, 0, 0)), planned(use)
         if use.name != CPU and use.name not in striped:
@@ -145,7 +146,7 @@ def check_budgets(plan: Plan, found: Mapping[str, Breakdown]) -> None:
 
     Host memory is not compared: how a mapped file is counted differs between builds.
     """
-    striped = any(o.buffer.startswith("stripe:") for o in plan.overrides)
+    striped = any(Site.of_buffer(o.buffer).divided for o in plan.overrides)
     for use in plan.devices:
         have = found.get(use.name)
         if use.name == CPU or have is None or striped:
