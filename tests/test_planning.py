@@ -11,13 +11,14 @@ from planner.errors import OptionProblem
 from planner.machine.budgets import budgets_for, parse_budget, parse_reserve
 from planner.machine.op_time import UNFUSED_DELTA_NET
 from planner.machine.profile import OpTiming, Profile
+from planner.memory.memory import Reserve
 from planner.model.requantise import parse_rule, requantised, tensor_types
 from planner.passes.largest_context import Keep, largest_context
 from planner.passes.predict import predict
 from planner.passes.refusal import Infeasible
 from planner.passes.stock_rules import layer_devices
 from planner.plan.plan import CachePoint, Plan, to_text
-from planner.plan.request import Pin, Reserve, SolveOptions
+from planner.plan.request import Pin, SolveOptions
 from planner.site import ON_CPU, Site, SiteKind
 from planner.workload import Workload
 
@@ -94,7 +95,7 @@ def test_a_larger_ubatch_needs_a_larger_compute_buffer() -> None:
 
 
 def test_reserves_push_weights_off_and_are_itemised() -> None:
-    reserve = Reserve("projector", "CUDA0", 900 * MIB)
+    reserve = Reserve(name="projector", device="CUDA0", size_bytes=900 * MIB)
     free = plan(moe(), "3400")
     held = plan(moe(), "3400", options=SolveOptions(reserves=(reserve,)))
     assert held.devices[0].weights_bytes < free.devices[0].weights_bytes

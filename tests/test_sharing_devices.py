@@ -18,7 +18,7 @@ from planner.cost.build_problem import Priced, model_of, price
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.profile import Profile
 from planner.model.ggml_types import tensor_bytes
-from planner.model.inventory import Inventory
+from planner.model.inventory import Hparam, Inventory
 from planner.passes.largest_context import Keep, fits, free_of_charge, largest_context
 from planner.passes.make_plan import make_plan
 from planner.passes.refusal import Infeasible
@@ -83,7 +83,7 @@ def gemma(layers: int = 42, shared: int = 18, *, period: int = 6, width: int = 2
             *(row(f"blk.{n}.ffn_{x}.weight", width, 4 * width, kind="q4_K") for x in ("gate", "up")),
             row(f"blk.{n}.ffn_down.weight", 4 * width, width, kind="q6_K"),
         ]
-    hparams = {
+    hparams: dict[str, Hparam] = {
         "block_count": layers,
         "context_length": 131072,
         "embedding_length": width,
@@ -143,8 +143,6 @@ def slim(problem: Problem) -> Problem:
     [
         ("2x-rtx4060ti-16gb", 1500, False),
         ("2x-rtx4060ti-16gb", 1500, True),
-        ("2x-rtx4060ti-16gb", 1900, False),
-        ("rtx3090-rtx3060-ddr4", 1300, False),
         ("rtx3090-rtx3060-ddr4", 1500, True),
     ],
 )

@@ -16,7 +16,7 @@ from planner.passes.make_plan import as_stored, host_only, rows
 from planner.passes.predict import Breakdown, breakdown
 from planner.passes.record import Chosen, record
 from planner.plan.plan import Plan
-from planner.plan.request import Reserve, SolveOptions
+from planner.plan.request import SolveOptions
 from planner.site import Site
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Decision
@@ -61,7 +61,7 @@ def asked(plan: Plan, known: SolveOptions) -> SolveOptions:
         contiguous=constraints.contiguous,
         no_cpu=constraints.no_cpu,
         page=constraints.page,
-        reserves=tuple(Reserve(r.name, r.device, r.size_bytes) for r in constraints.reserves),
+        reserves=constraints.reserves,
         heat_digest=constraints.heat_digest,
         stripes=constraints.stripes,
         hybrid=constraints.hybrid is True,

@@ -14,6 +14,7 @@ from typing import Any
 from planner.cost.unit_time import calibration_for
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
+from planner.memory.memory import Reserve
 from planner.memory.reserves import Extras, reserves
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
@@ -21,7 +22,7 @@ from planner.passes.make_plan import make_plan
 from planner.passes.predict import predict
 from planner.passes.record import indistinct_ppm
 from planner.plan.plan import Plan, Speculation
-from planner.plan.request import Reserve, SolveOptions
+from planner.plan.request import SolveOptions
 from planner.workload import Workload
 
 LONGEST = 7  # drafted tokens: with the model's own next one, the batches of 2 to 8 that profiles hold

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from planner.cost.build_problem import OUTPUT, Model, Priced, decision_of
-from planner.cost.expert_cache import cached, cached_bytes
+from planner.cost.expert_cache import cached
 from planner.cost.unit_time import Prices
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
 from planner.machine.profile import Calibration, Profile, to_text
+from planner.memory.memory import NOTHING, Memory
 from planner.model.units import Unit
 from planner.passes.notes import Subject, notes_of
 from planner.passes.prompt_pipeline import Pipeline, pipeline_of, unpiped
@@ -29,7 +30,6 @@ from planner.plan.plan import (
     Placement,
     Plan,
     Prediction,
-    Reserved,
 )
 from planner.plan.request import SolveOptions
 from planner.records import digest
@@ -108,9 +108,7 @@ def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constra
         contiguous=options.contiguous,
         no_cpu=options.no_cpu,
         page=options.page,
-        reserves=tuple(
-            Reserved(name=r.name, device=r.device, size_bytes=r.size_bytes) for r in options.reserves
-        ),
+        reserves=options.reserves,
         heat_digest=options.heat_digest,
         stripes=options.stripes,
         hybrid=True if options.hybrid else None,
@@ -252,34 +250,20 @@ def _use(
     chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptions, copies: int
 ) -> DeviceUse | None:
     """What fills one device, a pipeline's copies included; None when nothing does."""
-    problem, model = chosen.priced.problem, chosen.priced.model
-    device, total = problem.devices[d], chosen.evaluation.memory[d]
-    kept = [decision.name for decision, option in _pairs(chosen) if option.entry == d]
+    priced = chosen.priced
+    device, held = priced.problem.devices[d], priced.ledger.held(priced.problem, chosen.solution)[d]
     opened = any(r.opens and r.device == device.device for r in options.reserves)
-    if not total and not kept and not opened:
+    if held == NOTHING and not opened and all(option.entry != d for _, option in _pairs(chosen)):
         return None
-    kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
-    asked = {s for _, option in _pairs(chosen) for s in option.shares}
-    mine = [s for i, s in enumerate(problem.shares) if i in asked and s.device == d]
-    away = [d.name for d, option in _pairs(chosen) if option.away and d.name in kept]
-    once = sum(s.size_bytes for s in mine) + sum(model.kv[model.owners[name]] for name in away)
-    context = chosen.priced.prices.profile.device(device.device).context_bytes if once or opened else 0
-    placed = {u: site for d, o in _pairs(chosen) for u, site in zip(d.units, sites(o.sites), strict=True)}
-    sizes = {u.name: chosen.priced.prices.moved_bytes(u) for u in model.units if u.name in placed}
-    slots = cached_bytes(placed, sizes, device.device)
+    context = priced.prices.profile.device(device.device).context_bytes if opened and held == NOTHING else 0
     # In whole MiB, as the stock tools' option says it; what is left over lies with the compute buffer.
-    cache = (slots + sum(s.size_bytes for s in mine if " cache of " in s.name)) // _MIB * _MIB
-    reserved = options.reserved_bytes(device.device)
-    return DeviceUse(
-        name=device.device,
-        kind=device.kind,
-        budget_bytes=budgets[device.device],
-        weights_bytes=total - kv - state - once - slots,
-        kv_bytes=kv,
-        state_bytes=state,
-        compute_bytes=max(once + slots - cache - context, 0) + copies,
-        cache_bytes=cache,
-        reserve_bytes=context + reserved,
+    left = held.cache % _MIB
+    beside = options.reserved_bytes(device.device)
+    return DeviceUse.of(
+        device.device,
+        device.kind,
+        budgets[device.device],
+        held + Memory(compute=copies + left, cache=-left, reserve=context + beside),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from planner.machine.host_memory import HostMemory
+from planner.memory.memory import Reserve
 from planner.plan.plan import CachePoint, EngineFit, ExpertOrder, Projector, Speculation
 
 _SLACK = 6  # a machine may be as much slower, or busier, than the work is counted for
@@ -20,20 +21,6 @@ class Pin:
 
     pattern: str
     site: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """Memory on a device that the plan leaves to something else."""
-
-    name: str  # projector, draft model, other users
-    device: str
-    size_bytes: int
-
-    @property
-    def opens(self) -> bool:
-        """Whether its device is in use on its account, even where no layer of the model is."""
-        return self.name.startswith(("projector", "draft"))
 
 
 @dataclass(frozen=True, slots=True)
