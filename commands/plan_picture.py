@@ -47,7 +47,9 @@ def _title(plan: Plan) -> str:
 def _colour(site: Site, gpus: list[str]) -> str:
     if site.kind is SiteKind.GPU:
         return _GPU[gpus.index(site.device) % len(_GPU)] if site.device in gpus else _GPU[0]
-    return {SiteKind.CPU: _CPU, SiteKind.STRIPE: _STRIPE, SiteKind.CACHE: _CACHE}[site.kind]
+    return {SiteKind.CPU: _CPU, SiteKind.STRIPE: _STRIPE, SiteKind.HYBRID: _STRIPE, SiteKind.CACHE: _CACHE}[
+        site.kind
+    ]
 
 
 def _draw_grid(axes: Any, plan: Plan) -> None:

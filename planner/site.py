@@ -5,6 +5,7 @@
 | `cpu` | host memory | the CPU |
 | `gpu:DEVICE` | device memory | the device |
 | `stripe:DEVICE:K` | the K hottest experts in device memory, the others in pinned host memory | the device |
+| `hybrid:DEVICE:K` | host memory, and K of them in slots of the device | device, CPU and bus at once |
 | `cache:DEVICE:PPM` | host memory, behind the engine's MoE cache of that share of all experts | the device |
 
 A device's own name may hold colons (`RPC0[10.0.0.2:50052]`). A buffer of the engine is named like its
@@ -34,11 +35,13 @@ class SiteKind(StrEnum):
     GPU = "gpu"
     STRIPE = "stripe"
     CACHE = "cache"
+    HYBRID = "hybrid"
 
 
-_COUNTED = (SiteKind.STRIPE, SiteKind.CACHE)
-_MOST = {SiteKind.STRIPE: 999_999, SiteKind.CACHE: 1_000_000}
-_FORMS = "cpu, gpu:DEVICE, stripe:DEVICE:EXPERTS or cache:DEVICE:PPM"
+_COUNTED = (SiteKind.STRIPE, SiteKind.CACHE, SiteKind.HYBRID)
+_OWN = (SiteKind.STRIPE, SiteKind.HYBRID)  # buffers that the engine does not have
+_MOST = {SiteKind.STRIPE: 999_999, SiteKind.CACHE: 1_000_000, SiteKind.HYBRID: 999_999}
+_FORMS = "cpu, gpu:DEVICE, hybrid:DEVICE:SLOTS, stripe:DEVICE:EXPERTS or cache:DEVICE:PPM"
 _AMOUNT = re.compile(r"[1-9][0-9]{0,6}", re.ASCII)
 
 
@@ -48,7 +51,7 @@ class NoSite(InputError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One site; `device` is CPU for `cpu`, `amount` the experts of a stripe or the ppm of a cache."""
+    """One site; `device` is CPU for `cpu`; `amount`: slots, experts of a stripe, ppm of a cache."""
 
     kind: SiteKind
     device: str = HOST
@@ -72,13 +75,13 @@ class Site:
     @staticmethod
     def of_buffer(buffer: str) -> Site:
         """What a buffer of an override stands for. Raises NoSite for one of ours that is cut short."""
-        own = buffer.partition(":")[0] == SiteKind.STRIPE
+        own = buffer.partition(":")[0] in _OWN
         return _parsed(buffer) if own else Site.on(buffer)
 
     @property
     def buffer(self) -> str:
         """The buffer an override must name: a device, CPU, or one that the runtime makes itself."""
-        if self.kind is SiteKind.STRIPE:
+        if self.kind in _OWN:
             return str(self)
         return HOST if self.on_host else self.device
 
@@ -134,7 +137,7 @@ def _validated(value: Any) -> Site:
     return _parsed(value)
 
 
-SITE_PATTERN = r"^(cpu|gpu:.+|(stripe|cache):.+:[1-9][0-9]*)$"
+SITE_PATTERN = r"^(cpu|gpu:.+|(hybrid|stripe|cache):.+:[1-9][0-9]*)$"
 SiteField = Annotated[
     Site,
     PlainValidator(_validated),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tensor_tables import Row, inventory_of
-from planner.cost.build_problem import analyse, build_problem
+from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
 from planner.machine.profile import Device, OpTiming, Profile
@@ -86,10 +86,22 @@ def plan(
     return make_plan(model, profile, request, known or Known(), settings or EngineSettings(), clock)
 
 
-def problem_of(model: Inventory, profile: Profile, request: Request, known: Known | None = None) -> Problem:
-    """The problem of a request with the engine's own settings."""
+def priced(
+    model: Inventory,
+    profile: Profile,
+    request: Request,
+    *,
+    known: Known | None = None,
+    settings: EngineSettings | None = None,
+) -> Priced:
+    """The problem of a request, and what it was made from; with the engine's own settings unless said."""
     analysed = analyse(model, request.workload)
-    return build_problem(analysed, profile, request, EngineSettings(), known or Known()).problem
+    return build_problem(analysed, profile, request, settings or EngineSettings(), known or Known())
+
+
+def problem_of(model: Inventory, profile: Profile, request: Request) -> Problem:
+    """The integers alone."""
+    return priced(model, profile, request).problem
 
 
 def sites(made: Plan, kind: str = "") -> dict[str, str]:

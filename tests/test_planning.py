@@ -13,7 +13,7 @@ from planner.errors import OptionProblem
 from planner.machine.budgets import budgets_for, parse_budget, parse_reserve
 from planner.machine.op_time import UNFUSED_DELTA_NET
 from planner.machine.profile import OpTiming, Profile
-from planner.memory.reserves import Reserve
+from planner.memory.memory import Reserve
 from planner.model.requantise import parse_rule, requantised, tensor_types
 from planner.passes.case import Case
 from planner.passes.largest_context import Keep, largest_context
@@ -99,7 +99,7 @@ def test_a_larger_ubatch_needs_a_larger_compute_buffer() -> None:
 
 
 def test_reserves_push_weights_off_and_are_itemised() -> None:
-    reserve = Reserve("projector", "CUDA0", 900 * MIB)
+    reserve = Reserve(name="projector", device="CUDA0", size_bytes=900 * MIB)
     free = plan(moe(), "3400")
     held = plan(moe(), "3400", settings=EngineSettings(reserves=(reserve,)))
     assert held.devices[0].weights_bytes < free.devices[0].weights_bytes

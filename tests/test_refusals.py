@@ -17,8 +17,8 @@ from planner.check.findings import Severity
 from planner.errors import OptionProblem
 from planner.machine.budgets import budgets_for
 from planner.machine.presets import load as load_machine
+from planner.memory.memory import Reserve
 from planner.memory.memory_limits import room_of
-from planner.memory.reserves import Reserve
 from planner.model.inventory import Inventory
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of
@@ -92,7 +92,7 @@ def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
     target = tmp_path / "plan.yaml"
     asked = ("--mmproj", projector, "--mmproj-device", "gpu", "-o", target)
     line = refused(solve(moe_model, "--budget", "1000", *asked), 1)
-    assert "CUDA0 needs 13" in line and "reserve 1041" in line and "--mmproj-device cpu" in line
+    assert "CUDA0 needs 13" in line and "reserve 1361" in line and "--mmproj-device cpu" in line
     assert not target.exists()
     made = solve(moe_model, "--budget", "1500", "--mmproj", projector, "-o", target)
     assert made.exit_code == 0
@@ -101,7 +101,8 @@ def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
 
 
 def test_a_projector_that_overfills_its_gpu_is_refused_though_another_has_room() -> None:
-    pair, held = machine("2x-rtx4060ti-16gb"), Reserve("projector", "CUDA0", 1041 * MIB)
+    pair = machine("2x-rtx4060ti-16gb")
+    held = Reserve(name="projector", device="CUDA0", size_bytes=1041 * MIB)
     beside = EngineSettings(reserves=(held,))
     with pytest.raises(
         Infeasible, match=r"CUDA0 needs 1361 MiB, budget 1300.*try --mmproj-device cpu"
@@ -115,17 +116,16 @@ def test_a_projector_that_overfills_its_gpu_is_refused_though_another_has_room()
 
 
 def test_what_a_projector_takes_of_a_shared_memory_is_gone_for_all() -> None:
-    unified, held = machine("apu-unified"), Reserve("projector", "Vulkan0", 2048 * MIB)
-    notes = [
-        plan(moe(), "5000", on=unified, settings=EngineSettings(reserves=r)).notes for r in ((), (held,))
-    ]
+    unified, held = machine("apu-unified"), Reserve(name="projector", device="Vulkan0", size_bytes=2048 * MIB)
+    ways = [EngineSettings(reserves=r) for r in ((), (held,))]
+    notes = [plan(moe(), "5000", on=unified, settings=way).notes for way in ways]
     most = [int(re.search(r"at most (\d+) MiB together", " ".join(n))[1]) for n in notes]  # type: ignore[index]
     assert most[0] - most[1] == 2048
 
 
 def test_the_memory_of_a_draft_on_the_host_counts_in_a_plan_without_gpus() -> None:
     slow = machine(CUDA0={"bandwidth_bytes_per_s": 10**9, "op_overhead_ns": 10**6})
-    held = Reserve("draft embedding", "CPU", 39_800 * MIB)
+    held = Reserve(name="draft embedding", device="CPU", size_bytes=39_800 * MIB)
     assert {u.name for u in plan(moe(), "CUDA0=20000,CPU=40000", on=slow).devices} == {"CPU"}
     made = plan(moe(), "CUDA0=20000,CPU=40000", on=slow, settings=EngineSettings(reserves=(held,)))
     assert "CUDA0" in {u.name for u in made.devices}

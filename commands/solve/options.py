@@ -60,6 +60,11 @@ _OPTIONS = (
     click.option(
         "--stripes/--no-stripes", default=True, help="Hot experts of a layer on the GPU [with --heat]."
     ),
+    click.option(
+        "--hybrid/--no-hybrid",
+        default=False,
+        help="Experts in slots of a GPU, the others by CPU and bus at the same time.",
+    ),
     click.option("--fit", "engine", help="Compare with --fit of this engine too: library, folder, or auto."),
     click.option(
         "--cache",
@@ -97,6 +102,7 @@ class Asked:
     accept: str | None
     heat: Path | None
     stripes: bool
+    hybrid: bool
     engine: str | None
     cache: Path | None
     time_limit: float

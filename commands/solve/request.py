@@ -97,6 +97,7 @@ def inputs_of(asked: Asked) -> Inputs:
         no_cpu=asked.no_cpu,
         page=asked.page,
         stripes=asked.stripes,
+        hybrid=asked.hybrid,
         beside=Beside(extras, gpu, accept_rate(asked), movable),
         command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
         **_host_memory(asked),

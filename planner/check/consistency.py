@@ -19,7 +19,7 @@ from planner.plan.load_spec import LoadSpec, plan_layer_devices
 from planner.plan.override_match import disagreements
 from planner.plan.overrides import UnplaceableUnit, wanted_buffers
 from planner.plan.plan import Plan
-from planner.site import Site
+from planner.site import Site, SiteKind
 from planner.workload import Workload
 
 _OPTIONAL = (Kind.NEXTN, Kind.FOREIGN)  # not loaded unless asked for, so a plan need not name them
@@ -56,7 +56,7 @@ def check_order(plan: Plan, spec: LoadSpec, found: Mapping[int, tuple[int, ...]]
 
     `found` maps layers to the original expert id at each position; {} of a file never rewritten.
     """
-    if not any(Site.of_buffer(buffer).divided for _, buffer in spec.overrides):
+    if not any(Site.of_buffer(buffer).kind is SiteKind.STRIPE for _, buffer in spec.overrides):
         return
     wrong = [e.layer for e in plan.experts if found.get(e.layer, tuple(range(len(e.order)))) != e.order]
     if wrong:

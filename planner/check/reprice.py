@@ -9,7 +9,6 @@ from planner.cost.build_problem import OUTPUT, Priced
 from planner.cost.pins import parse_pin
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
-from planner.memory.reserves import Reserve
 from planner.model.inventory import Inventory
 from planner.passes import stock_rules
 from planner.passes.case import Case, loading_of
@@ -68,6 +67,7 @@ def request_of(plan: Plan) -> Request:
         page=constraints.page,
         host_memory=plan.host_memory,
         stripes=constraints.stripes,
+        hybrid=constraints.hybrid is True,
         command=plan.command,
     )
 
@@ -78,7 +78,7 @@ def settings_of(plan: Plan) -> EngineSettings:
         host_memory=plan.host_memory,
         speculation=plan.speculation,
         projector=plan.projector,
-        reserves=tuple(Reserve(r.name, r.device, r.size_bytes) for r in plan.constraints.reserves),
+        reserves=plan.constraints.reserves,
     )
 
 

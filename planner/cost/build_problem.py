@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from planner.cost.expert_cache import cache_shares
-from planner.cost.layer_options import Chooser, Routing
+from planner.cost.layer_options import Choices, Chooser
+from planner.cost.ledger import Ledger, Once, Parts, Placed, once
 from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
 from planner.cost.shared_kv import Sharing
@@ -16,6 +17,7 @@ from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_bound
 from planner.memory import kv_cache
+from planner.memory.memory import NOTHING, Memory
 from planner.memory.memory_limits import Room, room_of
 from planner.model.inventory import Inventory
 from planner.model.layers import Layers, layers_of, shared_kv
@@ -24,7 +26,7 @@ from planner.plan.engine_settings import MAX_ENGINE_DEVICES, EngineSettings
 from planner.plan.known import Known
 from planner.plan.request import Request
 from planner.site import ON_CPU, sites
-from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
+from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem
 from planner.workload import Workload
 
 INPUT = "input"
@@ -96,7 +98,7 @@ class Priced:
     model: Model
     problem: Problem
     prices: Prices
-    fixed: Mapping[str, Room]  # memory a device needs as soon as it is used
+    ledger: Ledger  # the parts of the memory that the problem counts in totals
     settings: EngineSettings
 
     @property
@@ -120,24 +122,29 @@ def build_problem(
     workload, drafts, memory = model.workload, settings.speculation, settings.host_memory
     prices = Prices(model.inventory, profile, workload, known.distinct, repack, drafts, memory)
     rooms = {d.name: room_of(model.inventory, workload, d, settings.op_offload) for d in devices}
-    shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
-    shares += cache_shares(model.inventory, model.units, devices, known.cache)
-    chooser = Chooser(
-        prices,
-        devices,
-        settings.op_offload,
-        Routing(known.curves if request.stripes else {}, known.cache),
-        rooms,
-    )
+    fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, rooms[d.name])]
+    fixed += cache_shares(model.inventory, model.units, devices, known.cache)
+    fixed += _stages(model, devices) if request.hybrid else ()
+    chooser = Chooser(prices, devices, Choices.of(request, settings, known), rooms)
     units = [u for _, g in model.groups for u in g]
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
     idle = [u for u in model.units if u.name not in loaded]
     wanted |= pinned(request.pins, units, [d.name for d in devices], idle)
-    sharing = Sharing(model.owners, model.kv, devices, prices, len(shares))
+    sharing = Sharing(model.owners, model.kv, devices, prices, len(fixed))
+    fixed += [(share, NOTHING) for share in sharing.shares()]
+    placed = {
+        name: sharing.told(name, _placed(chooser, model, name, units, request, wanted))
+        for name, units in model.groups
+    }
     decisions = tuple(
-        sharing.told(_decision(chooser, model, name, units, request, wanted)) for name, units in model.groups
+        Decision(name, tuple(u.name for u in units), tuple(p.option for p in placed[name]), name != INPUT)
+        for name, units in model.groups
     )
+    held: dict[tuple[str, Hashable], Parts] = {
+        (name, p.option.key): p.held for name, options_ in placed.items() for p in options_
+    }
+    ledger = Ledger(held, tuple(memory for _, memory in fixed))
     reserved = {d.name: settings.reserved_bytes(d.name) for d in devices}
     pools = _pools(devices, profile, reserved)
     problem = Problem(
@@ -153,7 +160,7 @@ def build_problem(
         decisions=decisions,
         edges=_edges(prices, devices, len(decisions)),
         pools=pools,
-        shares=(*shares, *sharing.shares()),
+        shares=tuple(share for share, _ in fixed),
         exclusive=(*chooser.exclusive(), *sharing.exclusive()),
         mixed=_mixed(model, prices, devices, decisions),
         decode_weight=workload.gen,
@@ -162,7 +169,7 @@ def build_problem(
         host_leads=settings.op_offload and _streams(devices, workload),
         contiguous=request.contiguous,
     )
-    return Priced(model, rounded(problem), prices, rooms, settings)
+    return Priced(model, rounded(problem), prices, ledger, settings)
 
 
 def devices_of(profile: Profile, budgets: Mapping[str, int], settings: EngineSettings) -> tuple[Device, ...]:
@@ -186,14 +193,15 @@ def _budget(device: Device, request: Request) -> int:
     return 2**62 if device.kind == "cpu" and request.page else request.budgets[device.name]
 
 
-def _shares(index: int, device: Device, room: Room) -> tuple[Share, ...]:
-    """What the use of a device costs once, in the order of `choices.PER_DEVICE`."""
+def _shares(index: int, device: Device, room: Room) -> tuple[Once, ...]:
+    """What the use of a device costs once, in the order of `layer_options.PER_DEVICE`."""
     shared = room.shared_bytes
+    in_use = Memory(compute=room.base_bytes, reserve=device.context_bytes)
     return (
-        Share(f"{device.name} in use", index, room.base_bytes + device.context_bytes),
-        Share(f"{device.name} streams or has the head", index, shared),
-        Share(f"{device.name} streams", index, room.staging_bytes - shared),
-        Share(f"{device.name} has the head", index, room.head_bytes - shared),
+        once(f"{device.name} in use", index, in_use),
+        once(f"{device.name} streams or has the head", index, Memory(compute=shared)),
+        once(f"{device.name} streams", index, Memory(compute=room.staging_bytes - shared)),
+        once(f"{device.name} has the head", index, Memory(compute=room.head_bytes - shared)),
     )
 
 
@@ -213,21 +221,21 @@ def _pool_index(pools: tuple[Pool, ...], device: Device) -> int:
     return next((i for i, pool in enumerate(pools) if pool.name == device.memory_pool), -1)
 
 
-def _decision(
+def _placed(
     chooser: Chooser,
     model: Model,
     name: str,
     units: tuple[Unit, ...],
     request: Request,
     wanted: Mapping[str, Wanted],
-) -> Decision:
+) -> list[Placed]:
+    """The options of a decision that constraints leave."""
     if name == INPUT:
         found = chooser.on_host(units)
     else:
-        held = model.kv.get(name, 0), model.state.get(name, 0)
-        found = chooser.layer(units, *held, reads=name in model.owners)
-    kept = [o for o in found if _allowed(chooser, o, name, units, request, wanted)]
-    return Decision(name, tuple(u.name for u in units), tuple(kept), name != INPUT)
+        kept = Memory(kv=model.kv.get(name, 0), state=model.state.get(name, 0))
+        found = chooser.layer(units, kept, reads=name in model.owners)
+    return [p for p in found if _allowed(chooser, p.option, name, units, request, wanted)]
 
 
 def _allowed(
@@ -248,6 +256,13 @@ def _allowed(
         for unit, site in zip(units, sites(option.sites), strict=True)
         if unit.name in wanted
     )
+
+
+def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Once, ...]:
+    """Where prompts bring experts without a slot: room for those of the largest layer, once a device."""
+    largest = max((u.size_bytes for u in model.units if u.kind is Kind.EXPERTS), default=0)
+    staged = Memory(compute=largest)
+    return tuple(once(f"{d.name} stages experts", i, staged) for i, d in enumerate(devices))
 
 
 def _edges(prices: Prices, devices: tuple[Device, ...], n: int) -> tuple[Edge, ...]:

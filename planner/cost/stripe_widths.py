@@ -11,7 +11,7 @@ from planner.model.units import Unit
 
 GRANULE = 2 * 2**20  # bytes; the driver maps no less at once
 _PPM = 10**6
-_STEPS = 16  # of a whole layer; widths tried are multiples of one
+STEPS = 16  # of a whole layer; widths tried are multiples of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def stripe_widths(unit: Unit, prices: Prices, curve: Sequence[float]) -> Iterato
         return
     sizes = [prices.tensors[name].size_bytes for name in unit.tensors]
     ubatch = prices.workload.n_ubatch
-    for k in dict.fromkeys(round(n * step / _STEPS) for step in range(1, _STEPS)):
+    for k in dict.fromkeys(round(n * step / STEPS) for step in range(1, STEPS)):
         if not 0 < k < n:
             continue
         hot = [_granules(size * k // n) for size in sizes]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import OptionProblem
+from planner.memory.memory import Reserve
 from planner.memory.weights import (
     compute_bytes,
     kv_bytes,
@@ -32,20 +33,6 @@ _WARM_SIDE = 46  # llama.cpp sizes a projector of free resolution for 46 x 46 ou
 _FREE_SIZE = frozenset(
     {"qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "pixtral", "kimivl", "kimik25"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """Memory on a device that the plan leaves to something else."""
-
-    name: str  # projector, draft model, other users
-    device: str
-    size_bytes: int
-
-    @property
-    def opens(self) -> bool:
-        """Whether its device is in use on its account, even where no layer of the model is."""
-        return self.name.startswith(("projector", "draft"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +73,9 @@ def reserves(
         *_projector(extras, extras.mmproj_device or gpu),
         *_nextn(inventory, workload, extras.rollback, gpu),
         *_draft(inventory, workload, extras, extras.draft_device or gpu, host),
-        Reserve("prompt cache", host, extras.prompt_cache_bytes),
-        Reserve("checkpoints", host, extras.checkpoints * checkpoint_bytes(inventory, workload)),
-        *(Reserve("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
+        _line("prompt cache", host, extras.prompt_cache_bytes),
+        _line("checkpoints", host, extras.checkpoints * checkpoint_bytes(inventory, workload)),
+        *(_line("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
     )
     return tuple(line for line in lines if line.size_bytes)
 
@@ -122,11 +109,15 @@ def _patches(mmproj: Inventory) -> int:
     return (number("vision.image_size", 336) // patch) ** 2
 
 
+def _line(name: str, device: str, size_bytes: int) -> Reserve:
+    return Reserve(name=name, device=device, size_bytes=size_bytes)
+
+
 def _projector(extras: Extras, device: str) -> Iterator[Reserve]:
     if extras.mmproj is None:
         return
-    yield Reserve("projector", device, weight_bytes(extras.mmproj.tensors, GPU_STEP))
-    yield Reserve("projector compute", device, projector_compute_bytes(extras.mmproj))
+    yield _line("projector", device, weight_bytes(extras.mmproj.tensors, GPU_STEP))
+    yield _line("projector compute", device, projector_compute_bytes(extras.mmproj))
 
 
 def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str) -> Iterator[Reserve]:
@@ -136,10 +127,10 @@ def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str)
         return
     blocks = range(shape.n_main, shape.n_all)
     plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=rollback)
-    yield Reserve(
+    yield _line(
         "MTP compute", device, compute_bytes(inventory, workload, layers=blocks, outputs=workload.n_seq)
     )
-    yield Reserve("MTP state", device, sum(kept) - sum(plain))
+    yield _line("MTP state", device, sum(kept) - sum(plain))
 
 
 def _draft(
@@ -155,9 +146,9 @@ def _draft(
     kept = state_bytes(inventory, workload, rollback=extras.rollback)
     rollback = sum(kept) - sum(state_bytes(inventory, workload))  # of the model itself
     tied = tied_copy_bytes(draft, head_on_host=device == host)
-    yield Reserve("draft", device, weight_bytes(rest, GPU_STEP) + tied)
-    yield Reserve("draft KV", device, sum(kv_bytes(draft, workload)))
-    yield Reserve("draft state", device, sum(state_bytes(draft, workload)))
-    yield Reserve("draft compute", device, compute_bytes(draft, workload, outputs=workload.n_seq))
-    yield Reserve("draft roll-back", device, rollback)
-    yield Reserve("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))
+    yield _line("draft", device, weight_bytes(rest, GPU_STEP) + tied)
+    yield _line("draft KV", device, sum(kv_bytes(draft, workload)))
+    yield _line("draft state", device, sum(state_bytes(draft, workload)))
+    yield _line("draft compute", device, compute_bytes(draft, workload, outputs=workload.n_seq))
+    yield _line("draft roll-back", device, rollback)
+    yield _line("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))

@@ -156,6 +156,12 @@ def _buffers(subject: Subject, budgets: Mapping[str, int]) -> Iterator[str]:
 def _routing(subject: Subject, request: Request, known: Known) -> Iterator[str]:
     """What became of the routing that was given: single experts on a GPU need more than stock llama.cpp."""
     striped = sum(p.site.kind is SiteKind.STRIPE for p in subject.placements)
+    if slotted := sum(p.site.kind is SiteKind.HYBRID for p in subject.placements):
+        layers = "1 layer" if slotted == 1 else f"{slotted} layers"
+        yield (
+            f"experts in slots in {layers}, the others computed by CPU and bus at the same time: needs this "
+            "program's device, in atsplan run, bench and serve or in stock tools (atsplan export)"
+        )
     if striped:
         layers = "1 layer" if striped == 1 else f"{striped} layers"
         yield (

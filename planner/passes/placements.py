@@ -168,8 +168,8 @@ def _faster(priced: Priced | None, plain: Priced) -> bool:
     """Whether some placement's prompt takes less time without copies to a GPU."""
     assert priced is not None
     for decision, other in zip(priced.problem.decisions, plain.problem.decisions, strict=True):
-        streamed = {(o.entry, o.sites, o.away): o.prefill_ns for o in decision.options}
-        if any(o.prefill_ns < streamed.get((o.entry, o.sites, o.away), 0) for o in other.options):
+        streamed = {o.key: o.prefill_ns for o in decision.options}
+        if any(o.prefill_ns < streamed.get(o.key, 0) for o in other.options):
             return True
     return False
 

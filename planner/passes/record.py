@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from planner.cost.build_problem import OUTPUT, Model, Priced, decision_of
-from planner.cost.expert_cache import cached, cached_bytes
+from planner.cost.expert_cache import cached
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
 from planner.machine.profile import Profile, to_text
+from planner.memory.memory import NOTHING, Memory
 from planner.model.units import Unit
 from planner.passes.chosen import Chosen
 from planner.passes.margin import error_ppm
@@ -31,7 +32,6 @@ from planner.plan.plan import (
     Placement,
     Plan,
     Prediction,
-    Reserved,
 )
 from planner.plan.request import Request
 from planner.records import digest
@@ -93,11 +93,10 @@ def constraints_of(request: Request, known: Known, settings: EngineSettings) -> 
         contiguous=request.contiguous,
         no_cpu=request.no_cpu,
         page=request.page,
-        reserves=tuple(
-            Reserved(name=r.name, device=r.device, size_bytes=r.size_bytes) for r in settings.reserves
-        ),
+        reserves=settings.reserves,
         heat_digest=known.heat_digest,
         stripes=request.stripes,
+        hybrid=True if request.hybrid else None,
         cache=known.cache or None,
     )
 
@@ -218,34 +217,20 @@ def _uses(chosen: Chosen, request: Request, pipeline: Pipeline) -> tuple[DeviceU
 
 def _use(chosen: Chosen, d: int, request: Request, copies: int) -> DeviceUse | None:
     """What fills one device, a pipeline's copies included; None when nothing does."""
-    problem, model, settings = chosen.priced.problem, chosen.priced.model, chosen.priced.settings
-    device, total = problem.devices[d], chosen.evaluation.memory[d]
-    kept = [decision.name for decision, option in chosen.pairs() if option.entry == d]
-    opened = any(r.opens and r.device == device.device for r in settings.reserves)
-    if not total and not kept and not opened:
+    priced = chosen.priced
+    device, held = priced.problem.devices[d], priced.ledger.held(priced.problem, chosen.solution)[d]
+    opened = any(r.opens and r.device == device.device for r in priced.settings.reserves)
+    if held == NOTHING and not opened and all(option.entry != d for _, option in chosen.pairs()):
         return None
-    kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
-    asked = {s for _, option in chosen.pairs() for s in option.shares}
-    mine = [s for i, s in enumerate(problem.shares) if i in asked and s.device == d]
-    away = [d.name for d, option in chosen.pairs() if option.away and d.name in kept]
-    once = sum(s.size_bytes for s in mine) + sum(model.kv[model.owners[name]] for name in away)
-    context = chosen.priced.prices.profile.device(device.device).context_bytes if once or opened else 0
-    placed = {u: site for d, o in chosen.pairs() for u, site in zip(d.units, sites(o.sites), strict=True)}
-    sizes = {u.name: chosen.priced.prices.moved_bytes(u) for u in model.units if u.name in placed}
-    slots = cached_bytes(placed, sizes, device.device)
+    context = priced.prices.profile.device(device.device).context_bytes if opened and held == NOTHING else 0
     # In whole MiB, as the stock tools' option says it; what is left over lies with the compute buffer.
-    cache = (slots + sum(s.size_bytes for s in mine if " cache of " in s.name)) // _MIB * _MIB
-    reserved = settings.reserved_bytes(device.device)
-    return DeviceUse(
-        name=device.device,
-        kind=device.kind,
-        budget_bytes=request.budgets[device.device],
-        weights_bytes=total - kv - state - once - slots,
-        kv_bytes=kv,
-        state_bytes=state,
-        compute_bytes=max(once + slots - cache - context, 0) + copies,
-        cache_bytes=cache,
-        reserve_bytes=context + reserved,
+    left = held.cache % _MIB
+    beside = priced.settings.reserved_bytes(device.device)
+    return DeviceUse.of(
+        device.device,
+        device.kind,
+        request.budgets[device.device],
+        held + Memory(compute=copies + left, cache=-left, reserve=context + beside),
     )
 
 
@@ -278,5 +263,5 @@ def _placement(chosen: Chosen, unit: Unit, site: Site) -> Placement:
 
 
 def _orders(placed: Mapping[str, Site], units: Sequence[Unit], known: Known) -> tuple[ExpertOrder, ...]:
-    striped = {u.layer for u in units if placed[u.name].kind is SiteKind.STRIPE}
+    striped = {u.layer for u in units if placed[u.name].kind in (SiteKind.STRIPE, SiteKind.HYBRID)}
     return tuple(order for order in known.orders if order.layer in striped)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.cost.build_problem import Priced
+from planner.cost.layer_options import PER_DEVICE
 from planner.errors import AnswerIsNo
+from planner.memory.memory import Memory, together
 from planner.plan.request import Request
 from planner.solver.problem import Problem
 
@@ -16,14 +18,11 @@ class Need:
 
     device: str
     budget_bytes: int
-    weights_bytes: int
-    cache_bytes: int  # KV and recurrent state
-    compute_bytes: int  # buffers and driver context
-    reserve_bytes: int
+    memory: Memory
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.cache_bytes + self.compute_bytes + self.reserve_bytes
+        return self.memory.total
 
 
 @dataclass(eq=False)
@@ -47,10 +46,11 @@ def _sentence(need: Need) -> str:
     parts = [
         f"{name} {mib(size)}"
         for name, size in (
-            ("weights", need.weights_bytes),
-            ("KV and state", need.cache_bytes),
-            ("compute", need.compute_bytes),
-            ("reserve", need.reserve_bytes),
+            ("weights", need.memory.weights),
+            ("KV and state", need.memory.kv + need.memory.state),
+            ("compute", need.memory.compute),
+            ("MoE cache", need.memory.cache),
+            ("reserve", need.memory.reserve),
         )
         if size
     ]
@@ -83,9 +83,10 @@ def crowded(priced: Priced, request: Request) -> Infeasible | None:
     )
     needs = []
     for name in opened:
-        reserve = priced.settings.reserved_bytes(name)
         context = priced.prices.profile.device(name).context_bytes
-        needs.append(Need(name, request.budgets[name], 0, 0, context, reserve))
+        needs.append(
+            Need(name, request.budgets[name], Memory(reserve=context + priced.settings.reserved_bytes(name)))
+        )
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
     draft = any(r.name.startswith("draft") for r in priced.settings.reserves)
     ours = ("no --", "--mmproj") if not draft else ("no --", "--")
@@ -96,18 +97,12 @@ def crowded(priced: Priced, request: Request) -> Infeasible | None:
 def refuse(priced: Priced, request: Request) -> Infeasible:
     """The refusal after a search: all devices together against all that must be held."""
     problem = priced.problem
-    sizes = [min(sum(o.memory) for o in d.options) for d in problem.decisions]
-    caches = sum(priced.model.kv.values()) + sum(priced.model.state.values())
-    compute = sum(s.size_bytes for s in problem.shares if s.name.endswith("in use"))
-    total, together = _room(priced, request)
-    need = Need(
-        together,
-        total,
-        max(sum(sizes) - caches, 0),
-        caches,
-        compute,
-        sum(r.size_bytes for r in priced.settings.reserves),
-    )
+    least = [(d, min(d.options, key=lambda o: sum(o.memory))) for d in problem.decisions]
+    used = [priced.ledger.shares[PER_DEVICE * d] for d in range(len(problem.devices))]
+    beside = Memory(reserve=sum(r.size_bytes for r in priced.settings.reserves))
+    held = together((*(together(priced.ledger.of(d, o)) for d, o in least), *used, beside))
+    total, name = _room(priced, request)
+    need = Need(name, total, held)
     if need.total_bytes <= total:
         return Infeasible((need,), hints(priced, request), "there is room, but not for whole units")
     return Infeasible((need,), hints(priced, request, any(d.host for d in problem.devices)))
@@ -127,23 +122,17 @@ def _room(priced: Priced, request: Request) -> tuple[int, str]:
 
 
 def _forced(priced: Priced, device: int, request: Request) -> Need:
-    problem = priced.problem
-    name = problem.devices[device].device
-    weights = caches = 0
-    for decision in problem.decisions:
-        least = min(decision.options, key=lambda o: o.memory[device])
-        kept = priced.model.kv.get(decision.name, 0) + priced.model.state.get(decision.name, 0)
-        held = least.memory[device]
-        here = kept if least.entry == device and held >= kept else 0
-        caches += here
-        weights += held - here
-    shares = _always(problem)
-    compute = sum(problem.shares[s].size_bytes for s in shares if problem.shares[s].device == device)
+    problem, name = priced.problem, priced.problem.devices[device].device
     reserve = priced.settings.reserved_bytes(name)
-    budget = min(request.budgets[name], problem.devices[device].capacity_bytes + reserve)
-    if problem.devices[device].capacity_bytes > budget:  # host memory that may be paged from disk
-        budget = problem.devices[device].capacity_bytes
-    return Need(name, budget, weights, caches, compute, reserve)
+    least = [(d, min(d.options, key=lambda o: o.memory[device])) for d in problem.decisions]
+    shares = [s for s in _always(problem) if problem.shares[s].device == device]
+    held = together(priced.ledger.of(d, o)[device] for d, o in least)
+    held += together(priced.ledger.shares[s] for s in shares) + Memory(reserve=reserve)
+    capacity = problem.devices[device].capacity_bytes
+    budget = min(request.budgets[name], capacity + reserve)
+    if capacity > budget:  # host memory that may be paged from disk
+        budget = capacity
+    return Need(name, budget, held)
 
 
 def _always(problem: Problem) -> set[int]:

@@ -117,8 +117,7 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
     for decision, wanted in zip(
         priced.problem.decisions, candidate.solution.chosen(free.problem), strict=True
     ):
-        key = (wanted.entry, wanted.sites, wanted.away)
-        same = [j for j, o in enumerate(decision.options) if (o.entry, o.sites, o.away) == key]
+        same = [j for j, o in enumerate(decision.options) if o.key == wanted.key]
         if not same:
             return None
         choices.append(same[0])
@@ -129,7 +128,7 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
 def _find(decision: Decision, home: str, device: int, sites: Mapping[str, Site], away: bool) -> int | None:
     wanted = tuple(sites.get(unit, Site.on(home)) for unit in decision.units)
     for index, option in enumerate(decision.options):
-        if not decision.layer or ((option.entry, option.sites, option.away) == (device, wanted, away)):
+        if not decision.layer or option.key == (device, wanted, away):
             return index
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.machine.host_memory import HostMemory
-from planner.memory.reserves import Reserve
+from planner.memory.memory import Reserve
 from planner.plan.plan import Projector, Speculation
 from planner.workload import Workload
 

@@ -18,7 +18,7 @@ from planner.model.inventory import Inventory
 from planner.model.units import Kind, Unit, movable
 from planner.plan.load_spec import CPU
 from planner.plan.plan import Override
-from planner.site import Site
+from planner.site import Site, SiteKind
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _TIED = "token_embd.weight"
@@ -82,7 +82,7 @@ def collate(wanted: Mapping[str, str]) -> tuple[Override, ...]:
     found: list[tuple[int, Override]] = []
     for name, buffer in wanted.items():
         block = _BLOCK.fullmatch(name)
-        if block is None or Site.of_buffer(buffer).divided:
+        if block is None or Site.of_buffer(buffer).kind is SiteKind.STRIPE:
             found.append((_first_layer(name), _exact(name, buffer)))
         else:
             stem, _, suffix = block[2].rpartition(".")

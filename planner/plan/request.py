@@ -42,6 +42,7 @@ class Request:
     host_memory: HostMemory | None = None  # of weights that the CPU computes; None: the planner chooses
     pinned_limit_bytes: int = 0  # where it does; 0: half of the host's memory
     stripes: bool = True  # single experts may live on a GPU
+    hybrid: bool = False  # experts in slots, the others by CPU and bus at the same time
     beside: Beside | None = None  # None: the settings that are given say it
     command: str = ""
 

@@ -30,7 +30,7 @@ def nearest(plan: Plan) -> Plan:
 def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cached: Site) -> Site:
     """The legal site; `cached` is that of host experts of device layers, the CPU without a MoE cache."""
     layer = _layer(placement.unit)
-    if placement.site.kind is SiteKind.STRIPE:
+    if placement.site.kind in (SiteKind.STRIPE, SiteKind.HYBRID):
         return cached
     if layer is not None and placement.unit.endswith(".experts") and placement.site in (ON_CPU, cached):
         return ON_CPU if after[layer] == CPU else cached

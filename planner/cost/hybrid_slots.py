@@ -1,0 +1,98 @@
+"""Experts with slots in device memory and the others beside them: what a step of such a layer takes.
+
+The device computes the choices that have a slot; at the same time the CPU computes some of the others
+and the bus brings the rest into guest slots, divided so that the later of the two ends first. The number
+of misses differs from step to step, and a maximum of lanes is not the maximum of their means: the time is
+an expectation over the distribution of misses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_PPM = 10**6
+# Read-back of the choice and the input, rewritten ids, rows sent back: 28 to 40 us a layer on an H200 with 16
+# cores (docs/findings-hybrid.md). A profile that measured it says its own.
+SYNC_NS = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Nanoseconds of one layer's lanes, for one expert chosen by one token unless said otherwise."""
+
+    gpu_ns: int  # the layer's experts on the device, all choices of a step
+    pair_ns: int  # the CPU computes one missing expert
+    upload_ns: int  # the bus brings one missing expert
+    guests: int  # how many the bus may bring in a step
+    sync_ns: int = SYNC_NS  # once a layer and step
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """One number of slots for a layer."""
+
+    k: int
+    step_ns: int  # expected, one step
+    cold_prefill_ppm: int  # of the bytes that a ubatch reads: those without a slot
+
+
+def step_ns(lanes: Lanes, misses: int) -> int:
+    """One step with so many distinct missing experts, divided between CPU and bus as well as it goes."""
+    ways = range(min(misses, lanes.guests) + 1)
+    lane = min((max((misses - b) * lanes.pair_ns, b * lanes.upload_ns) for b in ways), default=0)
+    return max(lanes.gpu_ns, lane) + lanes.sync_ns
+
+
+def expected_ns(lanes: Lanes, chosen: int, missing: float) -> int:
+    """The expectation of `step_ns` when `missing` of `chosen` distinct experts have no slot on average.
+
+    Each choice misses independently with the same probability: binomial.
+    """
+    found = sum(p * step_ns(lanes, m) for m, p in enumerate(binomial(chosen, missing / max(chosen, 1))))
+    return round(found)
+
+
+def binomial(n: int, p: float) -> tuple[float, ...]:
+    """Probabilities of 0 … n successes; by multiplication alone, so that every machine rounds alike."""
+    p = min(max(p, 0.0), 1.0)
+    found = [1.0]
+    for _ in range(n):
+        found = [
+            (found[m] if m < len(found) else 0.0) * (1.0 - p) + (found[m - 1] * p if m else 0.0)
+            for m in range(len(found) + 1)
+        ]
+    return tuple(found)
+
+
+def widths(
+    n: int, used: int, tokens: int, ubatch: int, curve: Sequence[float], lanes: Lanes, steps: int
+) -> Iterator[Slots]:
+    """Up to `steps` numbers of slots, evenly spaced, of a layer of `n` experts with `used` chosen a token.
+
+    `curve[k]` is the share of choices that the k hottest serve on tokens not seen before.
+    """
+    if n < 2 or len(curve) != n + 1:
+        return
+    shares = [b - a for a, b in itertools.pairwise(curve)]
+    touched = [_touched(used * share, tokens) for share in shares]
+    in_prompt = [_touched(used * share, ubatch) for share in shares]
+    chosen = min(n, used * tokens)
+    for k in dict.fromkeys(round(n * step / steps) for step in range(1, steps)):
+        if 0 < k < n:
+            cold = sum(in_prompt[k:]) / max(sum(in_prompt), 1e-12)
+            yield Slots(k, expected_ns(lanes, chosen, sum(touched[k:])), round(cold * _PPM))
+
+
+def _touched(rate: float, tokens: int) -> float:
+    """The probability that one of `tokens` chooses an expert that a token chooses with probability `rate`."""
+    missed = 1.0
+    for _ in range(tokens):
+        missed *= 1.0 - min(rate, 1.0)
+    return 1.0 - missed
+
+
+def flat(n: int) -> tuple[float, ...]:
+    """The curve of routing about which nothing is known."""
+    return tuple(k / n for k in range(n + 1))
