@@ -7,6 +7,9 @@ from pathlib import Path
 from pydantic import Field
 
 from planner.records import Record, dump, load
+from rewriter.journal import MANIFEST_SUFFIX
+
+MOST_BYTES = 64 << 20  # of a manifest: 65 536 tensors of long names have a quarter of it
 
 
 class ManifestFile(Record):
@@ -38,7 +41,7 @@ class Manifest(Record):
 
 def manifest_path(out: Path) -> Path:
     """Where the manifest of an output stands."""
-    return out.with_name(out.name + ".manifest.yaml")
+    return out.with_name(out.name + MANIFEST_SUFFIX)
 
 
 def to_text(manifest: Manifest) -> str:

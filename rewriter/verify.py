@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import AnswerIsNo
-from planner.model.gguf_file import ModelFile
+from planner.errors import AnswerIsNo, InputError
+from planner.model.gguf_file import ModelFile, read_model
 from planner.model.gguf_header import printable
 from planner.model.inventory import Tensor
 from planner.model.tensor_roles import Role, part_of
@@ -23,7 +23,17 @@ from planner.plan.plan import Plan
 from rewriter.manifest import ManifestTensor
 from rewriter.payloads import Payload, digests
 from rewriter.second_reader import Seen, Weight, look
-from rewriter.stamp import EXPERTS, PLAN_DIGEST, PREFIX, SOURCE_HEADER, SOURCE_ORDER, plan_digest
+from rewriter.stamp import (
+    EXPERTS,
+    PLAN_DIGEST,
+    PREFIX,
+    SOURCE_HEADER,
+    SOURCE_ORDER,
+    SOURCE_TRAILING,
+    plan_digest,
+    read_stamp,
+)
+from rewriter.stamps import source_of, trailing_of
 
 WEIGHTS_EXACT = "weights byte-exact: every tensor's bytes are those of the source"
 WEIGHTS_PERMUTED = "weights byte-exact under the recorded permutation of experts"
@@ -85,9 +95,35 @@ def verify(
     _raise(outputs, problems)
     before, after = _orders(ours[0]), _orders(theirs[0])
     found = _compare(source, ours, theirs, before, after, advance)
-    _raise(outputs, found[1])
+    _raise(outputs, [*found[1], *_trailing(source, outputs, theirs[0]), *_unreadable(outputs)])
     size = sum(tensor.size_bytes for tensor in found[0])
     return Verification(found[0], size, time.monotonic() - started, _moved(before, after))
+
+
+def _unreadable(outputs: Sequence[Path]) -> Iterator[str]:
+    """What was written must be a model to the first reader too."""
+    try:
+        found = read_model(outputs[0]).paths
+    except InputError as problem:
+        yield f"it cannot be read back: {problem}"
+        return
+    if [path.name for path in found] != [path.name for path in outputs]:
+        yield "other files are read back than were written"
+
+
+def _trailing(source: ModelFile, outputs: Sequence[Path], first: Seen) -> Iterator[str]:
+    """What lies behind the last tensor lies behind it again; older rewrites did not keep it."""
+    kept = trailing_of(source, source_of(source, read_stamp(source)))
+    if kept is None or (PLAN_DIGEST in first.entries and SOURCE_TRAILING not in first.entries):
+        return
+    size = outputs[-1].stat().st_size
+    jobs = [
+        Payload(source.paths[kept.shard], kept.start, kept.length),
+        Payload(outputs[-1], max(size - kept.length, 0), kept.length),
+    ]
+    before, after = digests(jobs, lambda _: None)
+    if before != after:
+        yield f"the {kept.length} bytes behind the last tensor differ"
 
 
 def _moved(before: Orders, after: Orders) -> tuple[int, ...]:

@@ -21,7 +21,15 @@ from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_b
 from planner.model.gguf_header import Header, KeyValue, TensorInfo, one_line, pad, parse_header
 from planner.model.gguf_magic import MAGIC, part_advice
 from planner.model.gguf_sanity import check_counts, check_layers
-from planner.model.gguf_shards import ShardProblems, check_set, find_first, parse_name, shard_paths
+from planner.model.gguf_shards import (
+    ShardProblems,
+    check_set,
+    find_first,
+    output_name,
+    parse_name,
+    shard_paths,
+)
+from planner.model.half_published import half_published
 from planner.model.inventory import Hparam, Inventory, Shard, Tensor
 from planner.texts import utf8
 
@@ -36,7 +44,7 @@ class ShardHeader:
     size_bytes: int
     header: Header
     sizes: tuple[int, ...]  # payload bytes per tensor, in the order of header.infos
-    trailing_bytes: int  # after the padded end of the last tensor of known type
+    trailing_bytes: int  # after the padded end of the last tensor, when its size is known
     sha256: str  # of the header bytes, hex
 
 
@@ -134,6 +142,8 @@ def _read_set(path: Path, paths: tuple[Path, ...], start: ShardHeader) -> tuple[
         except InputError as problem:
             missing = not shard.exists()
             problems.append(f"missing shard {shard.name}" if missing else _without_folder(problem, shard))
+    if problems and (hint := half_published(start.path.parent, output_name(start.path.name))):
+        problems.append(hint)
     if not problems:
         problems += check_set(paths, tuple(s.header for s in shards))
     if problems:
@@ -160,7 +170,7 @@ def _sizes(header: Header, file_bytes: int, path: str) -> tuple[tuple[int, ...],
         last = position == len(order) - 1
         size = _size(header, info, end - info.offset, last, exact.get(info.name), path)
         sizes[index] = size
-        if last and is_known(type_name(info.type)):
+        if last:
             trailing = max(0, end - pad(info.offset + size, header.alignment))
     return tuple(sizes), trailing
 
@@ -177,8 +187,8 @@ def _size(header: Header, info: TensorInfo, gap: int, last: bool, exact: object,
         if gap <= 0:
             raise FileProblem(path, f"damaged: tensor {name} shares its bytes with another")
         _refuse_overlap(name, _least(info), gap, path)
-        if isinstance(exact, int) and 0 < exact <= gap <= pad(exact, header.alignment):
-            return exact
+        if isinstance(exact, int) and 0 < exact <= gap and (last or gap <= pad(exact, header.alignment)):
+            return exact  # behind the last one may lie bytes that are no tensor's
         return gap
     _refuse_overlap(name, needed, gap, path)
     # A hole behind a known type is not padding: it may be an unknown layout under a known number.
