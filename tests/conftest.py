@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import computing_server, node_engine, portable_engine, server_engine, vulkan_engine
 
 from profiler.synth.synth import SynthSpec, write
 
-__all__ = ["computing_server", "node_engine", "portable_engine", "server_engine", "vulkan_engine"]
+__all__ = [
+    *("computing_server", "node_engine", "portable_engine", "server_engine", "vulkan_engine"),
+    "rpc_server",
+]
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from planner.check.consistency import Contradiction, check_agreement, check_order

@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 from engines import ENVIRONMENT
 from sample_plan import sample_plan
-from test_run import plan_for
-from test_stock import server_plan
+from small_plans import plan_for, server_plan
 
 from atsplan import main
 from commands.bench import _judge_prediction

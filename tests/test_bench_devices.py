@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from rpc_servers import moved, rpc_serving
-from test_stock import server_plan
+from small_plans import server_plan
 
 from atsplan import main
 from commands.bench import _say_unequal, _unused

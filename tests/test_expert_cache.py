@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import machine, moe, plan, sites
-from test_op_offload import asked, findings, linked
+from planning_models import findings, linked, machine, moe, plan, prompting, sites
 from twin_devices import Ask, ask
 
 from atsplan import main
@@ -143,7 +142,7 @@ def test_without_copied_prompts_there_is_a_cache_all_the_same() -> None:
     """Decoding goes through it either way; prompts are then computed by the CPU."""
     pins = (Pin("*.experts", "cache"),)
     known = Known(cache=CURVE)
-    made = plan(moe(), "1500", on=linked(3), workload=asked(8192), pins=pins, known=known)
+    made = plan(moe(), "1500", on=linked(3), workload=prompting(8192), pins=pins, known=known)
     assert not made.op_offload and len(sites(made, "experts")) == 8
     assert all(site.startswith("cache:") for site in sites(made, "experts").values())
     assert findings(made, moe(), linked(3)) == []

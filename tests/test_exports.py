@@ -16,8 +16,7 @@ import yaml
 from click.testing import CliRunner
 from engines import ENVIRONMENT, python
 from sample_plan import sample_plan
-from test_run import plan_for
-from test_stock import server_plan
+from small_plans import plan_for, server_plan
 
 from atsplan import main
 from planner.model.gguf_file import read_model

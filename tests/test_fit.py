@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner, Result
 from planning_models import machine, moe, plan, real
 from sparse_model import write_sparse
-from test_remote import rpc_server  # noqa: F401 - a fixture
 
 from atsplan import main
 from planner.check.check import CheckOptions, Inputs, check_plan
@@ -205,7 +204,7 @@ def test_engines_and_files_that_cannot_be_asked(dense_model: Path, tmp_path: Pat
 
 
 def test_fit_of_a_model_at_full_size_on_a_remote_gpu(
-    rpc_server: str,  # noqa: F811
+    rpc_server: str,
     server_engine: Path,
     tmp_path: Path,
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from engines import ROOT
-from test_run import HERE, plan_for
+from small_plans import HERE, plan_for
 
 from atsplan import main
 from planner.errors import EngineProblem, InputError

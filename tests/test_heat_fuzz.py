@@ -6,7 +6,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import test_heat_formats as samples
+import routing_files as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

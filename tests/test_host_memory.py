@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from planning_models import machine, moe, plan
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from commands.shared.plan_job import open_job

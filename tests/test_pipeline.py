@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning_models import dense, machine, plan, sites
-from test_op_offload import findings
+from planning_models import dense, findings, machine, plan, sites, twins
 from twin_devices import Answer, Ask, ask
 
 from planner.check.consistency import check_agreement
@@ -76,23 +75,6 @@ def kept(each: Ask) -> LoadSpec:
 
 
 # Plans, held to the engine.
-
-
-def twins(memory_mib: int) -> Profile:
-    """Two GPUs of one machine under names that the test engine has."""
-    two = machine("rtx3090-rtx3060-ddr4")
-    names = {"CUDA0": "TWIN0", "CUDA1": "TWIN1"}
-    size = {"memory_bytes": memory_mib * MIB, "free_bytes": memory_mib * MIB, "context_bytes": 0}
-    devices = tuple(
-        d.model_copy(update={"name": names[d.name], **size}) if d.name in names else d for d in two.devices
-    )
-    links = tuple(
-        li.model_copy(
-            update={"source": names.get(li.source, li.source), "target": names.get(li.target, li.target)}
-        )
-        for li in two.links
-    )
-    return two.model_copy(update={"devices": devices, "links": links})
 
 
 def planned(

@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning_models import machine, plan, problem_of, sites
-from test_op_offload import findings
-from test_pipeline import twins
+from planning_models import findings, machine, plan, problem_of, sites, twins
 from twin_devices import Ask, ask
 
 from planner.check.consistency import check_agreement

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from hand_plans import with_uses
 from planning_models import machine, moe, plan
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from planner.machine.profile import Profile

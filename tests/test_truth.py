@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from planner.model.gguf_file import read_model

@@ -14,9 +14,8 @@ from planner.memory.memory import NOTHING, Memory
 from planner.model.units import Unit
 from planner.passes.chosen import Chosen
 from planner.passes.margin import error_ppm
-from planner.passes.notes import Subject, notes_of
+from planner.passes.notes import Subject, notes_of, reason
 from planner.passes.prompt_pipeline import Pipeline, pipeline_of, unpiped
-from planner.passes.reasons import reason
 from planner.passes.stock_rules import Candidate
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
