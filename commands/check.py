@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -34,7 +35,7 @@ _FEW = 8  # plans that are not worth a second process
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @input_options
 @click.option("--no-resolve", is_flag=True, help="Do not solve again to look for a better placement.")
-@click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True, help="Seconds a plan.")
+@click.option("--time-limit", type=Number(0.1, 3600), help="Seconds to solve a plan again [work is limited].")
 @click.option(
     "--max-age",
     type=click.IntRange(1),
@@ -53,7 +54,7 @@ def command(
     paths: tuple[Path, ...],
     library: InputLibrary,
     no_resolve: bool,
-    time_limit: float,
+    time_limit: float | None,
     max_age: int,
     listed: bool,
     smoke: bool,
@@ -73,7 +74,7 @@ def command(
     from planner.check.check import CheckOptions
 
     files = plan_files(paths)
-    options = CheckOptions(not no_resolve, time_limit, datetime.now(UTC).date(), max_age)
+    options = CheckOptions(not no_resolve, time_limit or math.inf, datetime.now(UTC).date(), max_age)
     found = _check_all(files, library, options)
     for path in files if listed and not as_json else ():
         _list(path, library)

@@ -94,7 +94,7 @@ def command(
         report = carry_out(file, plan, work, target, options, told)
     _show_report(report, as_json)
     if undo:
-        _show_undone(file, target, as_json)
+        _show_undone(file, report.files[0], as_json)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -40,13 +40,18 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def lock(handle: int) -> None:
+    """Lock an open file or folder until it is closed; file systems without locks lock nothing."""
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Alone among the programs that lock this folder; file systems without locks lock nothing."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle)
         yield
     finally:
         os.close(handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -159,13 +158,8 @@ def staging(out: Path) -> Iterator[Path]:
     except OSError as problem:
         raise FileProblem(str(out), f"cannot write here: {problem.strerror}") from None
     try:
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # file systems without locks: a leftover is then kept, never a live run
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(folder):  # file systems without locks: a leftover is then kept, never a live run
             yield folder
-        finally:
-            os.close(lock)
     finally:
         if not (folder / JOURNAL).exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -105,7 +105,7 @@ def _answer(engine: Any, request: Mapping[str, Any], run: Mapping[str, Any], tar
     overrides = ((run["pattern"], device.buffer_name),) if device and run["pattern"] else ()
     spec = LoadSpec(
         devices=(name,),
-        tensor_split=(1.0,),
+        tensor_split=(1,),
         n_gpu_layers=99,
         overrides=overrides,
         workload=Workload(n_ctx=256),

@@ -79,14 +79,16 @@ def plan(
     known: Known | None = None,
     settings: EngineSettings | None = None,
     limit_s: float = 5.0,
+    clock: Clock | None = None,
     **asked: Any,
 ) -> Plan:
     """A plan as `atsplan solve` makes it; `asked` are fields of the request."""
     profile = on or machine()
     budgets = budgets_for(profile, parse_budget(budget) if budget else {})
     request = Request(budgets, workload or Workload(), **asked)
-    clock = Clock(limit_s)
-    return make_plan(model, profile, request, known or Known(), settings or EngineSettings(), clock)
+    return make_plan(
+        model, profile, request, known or Known(), settings or EngineSettings(), clock or Clock(limit_s)
+    )
 
 
 def priced(
@@ -181,7 +183,7 @@ def prompting(prompt: int) -> Workload:
 
 def findings(made: Plan, model: Inventory, profile: Profile) -> list[Finding]:
     """What a check says of a plan, solved again."""
-    return check_plan(made, to_text(made), "plan.yaml", Inputs(model, profile), CheckOptions(time_limit_s=5))
+    return check_plan(made, to_text(made), "plan.yaml", Inputs(model, profile), CheckOptions())
 
 
 def twins(memory_mib: int) -> Profile:

@@ -51,12 +51,12 @@ def test_every_architecture_in_every_lane(name: str, folder: Path) -> None:
     for lane in LANES.values():
         runs += [plain.on(**lane), Run(model, observe=True).on(**lane)]
     ran = run_all(runs, folder)
-    for n, lane in enumerate(LANES):
+    for n, called in enumerate(LANES):
         whole, cut = ran[2 + 2 * n : 4 + 2 * n]
-        assert distance(ran[0].logits, whole.logits) < EXACT, lane
+        assert distance(ran[0].logits, whole.logits) < EXACT, called
         # Cut at every node the two engines run the very same slices.
-        assert distance(ran[1].logits, cut.logits) < EXACT, lane
-        assert_lane(lane, whole)
+        assert distance(ran[1].logits, cut.logits) < EXACT, called
+        assert_lane(called, whole)
     model.unlink()
 
 

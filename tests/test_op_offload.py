@@ -15,7 +15,6 @@ from small_plans import plan_for
 from atsplan import main
 from planner.check.explain import sentences
 from planner.model.requantise import parse_rule, requantised
-from planner.passes.clock import Clock
 from planner.plan.load_spec import load_spec
 from planner.plan.plan import to_text
 from planner.plan.request import Pin
@@ -184,10 +183,3 @@ def test_a_batch_just_long_enough_to_be_copied_costs_no_more_than_one_that_is_no
         for n in (31, 32)
     ]
     assert times[1].predicted.objective_ns <= times[0].predicted.objective_ns
-
-
-def test_all_problems_of_a_plan_share_one_clock() -> None:
-    clock = Clock(10).begun()
-    assert clock.begun() is clock and 0 < clock.wall_s <= 60
-    assert replace(clock, ends=clock.ends - 3600).wall_s == 1
-    assert Clock(10).wall_s == 60

@@ -244,7 +244,7 @@ def test_undone_while_it_is_undone(tmp_path: Path) -> None:
                     raise OSError(28, "No space left on device")
                 real(*args, **more)  # type: ignore[arg-type]
 
-            os.link = refused  # type: ignore[assignment]
+            os.link = refused
             with pytest.raises(AtsplanError):
                 rewrite(source, plan, folder / "o.gguf", OPTIONS)
 
@@ -323,10 +323,16 @@ def test_of_two_rewrites_to_one_name_one_wins(tmp_path: Path, sites: int) -> Non
     for round_ in range(2):
         folder = tmp_path / str(round_)
         folder.mkdir()
-        words = [sys.executable, ROOT / "atsplan.py", "rewrite", source.paths[0], "--shard-by-device"]
+        words = [
+            sys.executable,
+            str(ROOT / "atsplan.py"),
+            "rewrite",
+            str(source.paths[0]),
+            "--shard-by-device",
+        ]
         running = [
             subprocess.Popen(
-                [*words, "--plan", plan, "-o", folder / "o.gguf"],
+                [*words, "--plan", str(plan), "-o", str(folder / "o.gguf")],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -36,6 +36,7 @@ REMOTE = "RPC0[10.0.0.2:50052]"
         ("cpu", Site(SiteKind.CPU)),
         ("gpu:CUDA0", Site(SiteKind.GPU, "CUDA0")),
         (f"gpu:{REMOTE}", Site(SiteKind.GPU, REMOTE)),
+        ("hybrid:CUDA1:12", Site(SiteKind.HYBRID, "CUDA1", 12)),
         ("stripe:CUDA1:12", Site(SiteKind.STRIPE, "CUDA1", 12)),
         (f"stripe:{REMOTE}:3", Site(SiteKind.STRIPE, REMOTE, 3)),
         ("cache:CUDA0:250000", Site(SiteKind.CACHE, "CUDA0", 250_000)),
@@ -124,7 +125,7 @@ def made(model: Path, heat: Path) -> Callable[[str], Plan]:
             if kind == "stripe":
                 known = known_of_heat(heat, inventory, work)
             budgets = budgets_for(profile, parse_budget("2000"))
-            request = Request(budgets, work, pins=tuple(map(parse_pin, pins)))
+            request = Request(budgets, work, pins=tuple(map(parse_pin, pins)), hybrid=kind == "hybrid")
             plans[kind] = make_plan(inventory, profile, request, known)
         return plans[kind]
 

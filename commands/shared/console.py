@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from planner.errors import FileProblem
+from planner.files import lock, place_new, sync_folder, try_lock
 from planner.texts import kind_of, named, utf8
 
 if TYPE_CHECKING:
@@ -129,18 +130,19 @@ def check_target(path: Path, kind: str) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all; it may replace a text of its own kind only."""
     check_target(path, kind_of(text))
-    with replacing(path) as file:
+    with replacing(path, kind_of(text)) as file:
         file.write(utf8(text).encode())
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file in the same folder, synced and renamed over `path` on success, else removed.
+def replacing(path: Path, kind: str) -> Iterator[IO[bytes]]:
+    """A temporary file in the same folder, synced and renamed to `path` on success, else removed.
 
+    A file that appears at `path` meanwhile is replaced only where `check_target` would let it.
     A link stays a link: what it leads to is replaced. A device or pipe is written to as it is.
     """
     try:
-        with _straight(path) if path.exists() and not path.is_file() else _renamed(path) as file:
+        with _straight(path) if path.exists() and not path.is_file() else _renamed(path, kind) as file:
             yield file
     except OSError as problem:
         raise FileProblem(str(path), f"cannot write here: {problem.strerror or problem}") from None
@@ -153,19 +155,43 @@ def _straight(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _renamed(path: Path) -> Iterator[IO[bytes]]:
+def _renamed(path: Path, kind: str) -> Iterator[IO[bytes]]:
     path = Path(os.path.realpath(path))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:200]}.", dir=path.parent)
+    prefix = f".{path.name[:200]}.atsplan-"
+    _sweep(path.parent, prefix)
+    descriptor, temporary = tempfile.mkstemp(prefix=prefix, dir=path.parent)
+    staged = Path(temporary)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            lock(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(path)
+            staged.chmod(0o666 & ~_umask())
+            _put(staged, path, kind)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
         raise
+
+
+def _put(staged: Path, path: Path, kind: str) -> None:
+    """The finished file to its name; what came there meanwhile is judged as what was there before."""
+    try:
+        place_new(staged, path)
+    except FileExistsError:
+        check_target(path, kind)
+        staged.replace(path)
+    sync_folder(path.parent)
+
+
+def _sweep(folder: Path, prefix: str) -> None:
+    """Remove what killed runs left of the same output; a file that a run still writes is locked."""
+    for path in folder.iterdir():
+        if path.name.startswith(prefix) and path.is_file() and not path.is_symlink():
+            handle = try_lock(path)
+            if handle is not None:
+                path.unlink(missing_ok=True)
+                os.close(handle)
 
 
 def _head(path: Path) -> bytes:

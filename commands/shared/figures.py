@@ -34,6 +34,6 @@ def pyplot() -> Any:
 def save(figure: Any, path: Path) -> None:
     """Write a figure whole or not at all, without dates and versions, and close it."""
     check_target(path, PICTURE)
-    with replacing(path) as file:
+    with replacing(path, PICTURE) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=130, metadata=_DATED[path.suffix])
     pyplot().close(figure)

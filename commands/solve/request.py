@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from commands.shared.models import load_inventory, load_profile
 from commands.solve.extras import accept_rate, extras_of, first_gpu
 from commands.solve.options import Asked
 from planner.errors import OptionProblem
+from planner.solver.deadline import Deadline
 from planner.texts import utf8
 from planner.workload import Workload, usual
 
@@ -34,8 +36,12 @@ class Inputs:
     profile: Profile
     request: Request
     known: Known
-    time_limit_s: float
+    deadline: Deadline
     fit_engine: str = ""  # whose --fit to ask; "": none
+
+    def within(self, share: float) -> Inputs:
+        """The same with this share of the time that is left."""
+        return replace(self, deadline=self.deadline.part(share))
 
     def plan(self, *, advise: bool = True) -> Plan:
         """The plan; what was decided for it is said. `advise`: a refusal says what was tried and fits."""
@@ -47,7 +53,7 @@ class Inputs:
             self.profile,
             self.request,
             self.known,
-            clock=Clock(self.time_limit_s),
+            clock=Clock(deadline=self.deadline),
             ask_engine=self._engine_fit if self.fit_engine else None,
             tell=say,
             advise=advise,
@@ -69,6 +75,7 @@ def inputs_of(asked: Asked) -> Inputs:
     from planner.model.units import holds_nextn
     from planner.plan.request import Beside, Request
 
+    deadline = Deadline(asked.time_limit or math.inf)
     profile = load_profile(asked.profile_path, asked.machine)
     _note_changes(profile, asked.profile_path)
     given = {} if asked.budget is None else parse_budget(asked.budget)
@@ -108,7 +115,7 @@ def inputs_of(asked: Asked) -> Inputs:
         profile,
         request,
         _known(asked, inventory, workload),
-        asked.time_limit,
+        deadline,
         asked.engine or "",
     )
 

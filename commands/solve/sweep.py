@@ -103,14 +103,18 @@ def _points(inputs: Inputs, device: str, sizes: Sequence[int]) -> list[Point]:
     from dataclasses import replace
 
     from planner.errors import AnswerIsNo
+    from planner.passes.refusal import OutOfTime
 
     found = []
     with progress() as bar:
         task = bar.add_task("budgets", total=len(sizes), rate="")
-        for size in sizes:
+        for n, size in enumerate(sizes):
             request = replace(inputs.request, budgets={**inputs.request.budgets, device: size * MIB})
+            here = replace(inputs.within(1 / (len(sizes) - n)), request=request)
             try:
-                plan = replace(inputs, request=request).plan(advise=False)
+                plan = here.plan(advise=False)
+            except OutOfTime:  # nothing is known of this budget
+                raise
             except AnswerIsNo:
                 plan = None
             found.append(Point(size * MIB, plan))

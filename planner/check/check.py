@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
@@ -19,14 +20,17 @@ from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.passes.margin import STOCK_TOLERANCE_PPM
 from planner.passes.prompt_pipeline import restated
+from planner.passes.refusal import OutOfTime
 from planner.plan.difference import Change, difference
 from planner.plan.known import Known
 from planner.plan.override_match import disagreements
 from planner.plan.overrides import wanted_buffers
 from planner.plan.plan import Plan, from_text, to_text
 from planner.records import Lines
+from planner.solver.deadline import Deadline
 
 _PPM = 10**6
+_NOT_SEARCHED = "the time limit ended the search: that nothing better exists was not shown again"
 _RULE_OF = {
     "devices": "memory",
     "overrides": "overrides",
@@ -57,7 +61,7 @@ class CheckOptions:
     """How far to look."""
 
     resolve: bool = True
-    time_limit_s: float = 20.0
+    time_limit_s: float = math.inf  # by the clock, for each plan
     today: date | None = None  # for the age of the profile; None: not judged
     max_age_days: int = 180
 
@@ -79,6 +83,7 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
             "canonical", "not in canonical form; atsplan fmt rewrites it", line=_first_change(plan, text)
         )
     _budgets(plan, report)
+    _search(plan, report)
     if problem := kv_problem(plan.workload):
         report.add("inputs", problem, "workload", "flash_attn")
     if inputs.inventory is not None:
@@ -136,6 +141,17 @@ def _budgets(plan: Plan, report: _Report) -> None:
         over = use.used_bytes - use.budget_bytes
         if over > 0 and not (plan.constraints.page and use.kind == "cpu"):
             report.add("memory", f"{use.name} holds {over} bytes more than its budget", "devices", i)
+
+
+def _search(plan: Plan, report: _Report) -> None:
+    """Whether another run would find this plan."""
+    if plan.search is not None and plan.search.ended_by == "clock":
+        seconds = plan.search.time_limit_ms / 1000
+        message = (
+            f"its search was ended by the clock after {seconds:g} s: another run may find another plan; "
+            "without --time-limit every run gives the same one"
+        )
+        report.add("search", message, "search", severity=Severity.NOTE)
 
 
 def _headroom(plan: Plan, profile: Profile, report: _Report) -> None:
@@ -278,14 +294,13 @@ def _optimal(
     report: _Report,
 ) -> None:
     """Solve again: nothing may be better than the recorded gap allows."""
-    best = make_plan(
-        inventory,
-        profile,
-        request_of(plan),
-        known_of(plan, known),
-        settings_of(plan),
-        Clock(options.time_limit_s),
-    )
+    deadline = Deadline(options.time_limit_s)
+    asked = request_of(plan), known_of(plan, known), settings_of(plan)
+    try:
+        best = make_plan(inventory, profile, *asked, Clock(deadline=deadline))
+    except OutOfTime:
+        report.add("search", _NOT_SEARCHED, "predicted", severity=Severity.NOTE)
+        return
     mine, found = plan.predicted.objective_ns, best.predicted.objective_ns
     if plan.predicted.status == "edited":
         loss = (mine - best.predicted.objective_ns) * 100 / max(found, 1)
@@ -301,7 +316,9 @@ def _optimal(
             "predicted",
             "objective_ns",
         )
-    if (
+    if deadline.ended_by == "clock":
+        report.add("search", _NOT_SEARCHED, "predicted", severity=Severity.NOTE)
+    elif (
         best.predicted.bound_ns < plan.predicted.bound_ns * 999 // 1000
         and best.predicted.status != "feasible"
     ):

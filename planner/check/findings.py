@@ -27,6 +27,7 @@ RULES = {
     "memory": "The byte counts of a device are wrong or above its budget",
     "cost": "A recorded prediction is not what the inputs give",
     "optimal": "A better placement exists",
+    "search": "The search of the plan, or of its check, was ended by a clock",
     "stale": "The profile is old or was made with another engine",
 }
 

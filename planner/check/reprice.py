@@ -115,7 +115,8 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
     chosen = _chosen(plan, priced)
     made = record(chosen, rows(alone, stock), profile, case.request, case.known)
     parts = breakdown(priced, chosen.solution, chosen.evaluation)
-    return Repriced(made.model_copy(update={"notes": plan.notes}), chosen.evaluation.violations, parts)
+    told = made.model_copy(update={"notes": plan.notes, "search": plan.search})
+    return Repriced(told, chosen.evaluation.violations, parts)
 
 
 def edited(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Plan:

@@ -1,37 +1,25 @@
-"""How long the problems of one plan may be worked on."""
+"""How long the problems of one plan may be worked on: counted work, and a deadline by the clock."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from planner.solver.deadline import Deadline
 from planner.solver.solve import Limits
-
-_SLACK = 6  # a machine may be as much slower, or busier, than the work is counted for
-_LEAST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The limit of each problem, and of all of them together."""
+    """The work for each problem, and when all of them must be done."""
 
-    time_limit_s: float = 20.0  # of work for each problem to solve
-    ends: float = 0.0  # the monotonic clock's time by which all of them must be done; 0: none set yet
+    work_s: float = 20.0  # deterministic seconds for each problem to solve: the same on every machine
+    deadline: Deadline = field(default_factory=Deadline, compare=False)  # by the clock, for all of them
 
-    def begun(self) -> Clock:
-        """The same with an end: all problems of one plan together take six times the limit by the clock."""
-        return self if self.ends else replace(self, ends=time.monotonic() + _SLACK * self.time_limit_s)
+    def part(self, share: float) -> Clock:
+        """The same with a share of the time that is left."""
+        return replace(self, deadline=self.deadline.part(share))
 
-    def shared(self, parts: int) -> Clock:
-        """The same time for several plans that are made together."""
-        return replace(self, time_limit_s=self.time_limit_s / parts)
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds by the clock that the next problem may take: a safety net, it differs between machines."""
-        most = _SLACK * self.time_limit_s
-        return max(min(most, self.ends - time.monotonic()), _LEAST_S) if self.ends else most
-
-    def limits(self) -> Limits:
-        """The limits of the next problem."""
-        return Limits(self.time_limit_s, self.wall_s)
+    def limits(self, share: float = 1.0) -> Limits:
+        """The limits of the next problem, which may take a share of the time that is left."""
+        deadline = self.deadline if share == 1.0 else self.deadline.part(share)
+        return Limits(self.work_s, deadline=deadline)

@@ -10,9 +10,8 @@ from functools import partial
 from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.memory.kv_cache import CELL_STEP
 from planner.passes.case import Case
-from planner.passes.refusal import Infeasible, forced, refuse
+from planner.passes.refusal import Infeasible, OutOfTime, forced, refuse
 from planner.plan.engine_settings import EngineSettings
-from planner.plan.request import Request
 from planner.solver.problem import Decision, Edge, Option, Problem
 from planner.solver.solve import Limits, solve
 from planner.workload import Workload
@@ -40,6 +39,8 @@ def largest_context(case: Case, settings: EngineSettings) -> tuple[int, Keep]:
     for keep in (Keep.ALL,) if request.no_cpu else Keep:
         if kept(lowest, keep):
             return bisect(partial(kept, keep=keep), lowest, request.workload.n_ctx), keep
+    if case.clock.deadline.over():
+        raise OutOfTime
     floor = _priced(case, settings, with_context(request.workload, lowest), Keep.ANY)
     refusal = forced(floor, request) or refuse(floor, request)
     raise Infeasible(refusal.needs, refusal.hints, f"not even a context of {lowest} cells fits")
@@ -47,9 +48,11 @@ def largest_context(case: Case, settings: EngineSettings) -> tuple[int, Keep]:
 
 def fits(case: Case, settings: EngineSettings, workload: Workload, keep: Keep = Keep.ANY) -> bool:
     """Whether some placement for this workload fits, prompts' host weights copied to a GPU or not."""
+    if case.clock.deadline.over():
+        return False
     whole = keep is Keep.ALL or case.request.no_cpu
     ways = (settings,) if whole else (settings, replace(settings, op_offload=False))
-    return any(_fits(_priced(case, way, workload, keep), case.request) for way in ways)
+    return any(_fits(_priced(case, way, workload, keep), case) for way in ways)
 
 
 def bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
@@ -87,10 +90,11 @@ def _priced(case: Case, settings: EngineSettings, workload: Workload, keep: Keep
     )
 
 
-def _fits(priced: Priced, request: Request) -> bool:
-    if forced(priced, request) is not None:
+def _fits(priced: Priced, case: Case) -> bool:
+    if forced(priced, case.request) is not None:
         return False
-    return solve(free_of_charge(priced.problem), None, Limits(2.0, 10.0)).solution is not None
+    limits = Limits(2.0, deadline=case.clock.deadline)
+    return solve(free_of_charge(priced.problem), None, limits).solution is not None
 
 
 def free_of_charge(problem: Problem) -> Problem:

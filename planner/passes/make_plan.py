@@ -16,13 +16,14 @@ from planner.passes.chosen import Chosen
 from planner.passes.clock import Clock
 from planner.passes.margin import simplest_within_error
 from planner.passes.placements import placements
-from planner.passes.record import record
+from planner.passes.record import record, search_of
 from planner.passes.remedies import with_remedies
 from planner.passes.settings_to_try import AskEngine, settings_to_try
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import Plan
 from planner.plan.request import Request
+from planner.solver.deadline import Deadline
 
 _PPM = 10**6
 
@@ -59,7 +60,7 @@ def make_plan(
     """
     if not layers_of(inventory).n_main:
         raise NothingToPlace(inventory.name, inventory.architecture)
-    case = Case(inventory, profile, request, known or Known(), (clock or Clock()).begun(), tell)
+    case = Case(inventory, profile, request, known or Known(), clock or Clock(), tell)
     start = start or EngineSettings()
     tried = Tried()
     for loading, settings in settings_to_try(case, start, tried, ask_engine):
@@ -67,16 +68,18 @@ def make_plan(
     if not tried.found:
         raise with_remedies(tried.refusals[0], case, start) if advise else tried.refusals[0]
     chosen = simplest_within_error(tried.found)
-    return _recorded(chosen, tried)
+    return _recorded(chosen, tried, case.clock.deadline)
 
 
-def _recorded(chosen: Chosen, tried: Tried) -> Plan:
+def _recorded(chosen: Chosen, tried: Tried, deadline: Deadline) -> Plan:
     """The plan of a placement, with what was looked at beside it."""
     loading = next(each for each in tried.loadings if any(found is chosen for found in each.found))
     case = loading.case
     made = record(chosen, loading.stock, case.profile, case.request, case.known)
+    search = search_of(deadline)
     left_out = [f"nothing partly on the CPU: {sentence(loading.fault)}"] if loading.fault else []
-    return made.model_copy(update={"notes": (*made.notes, *left_out, *_draft_lengths(tried.loadings))})
+    notes = (*made.notes, *left_out, *_draft_lengths(tried.loadings))
+    return made.model_copy(update={"notes": notes, "search": search})
 
 
 def _draft_lengths(loadings: list[Loading]) -> list[str]:

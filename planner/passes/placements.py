@@ -11,7 +11,7 @@ from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
 from planner.passes.margin import error_ppm
-from planner.passes.refusal import Infeasible, crowded, forced, refuse
+from planner.passes.refusal import Infeasible, OutOfTime, crowded, forced, refuse
 from planner.passes.stock_rules import Candidate, translated
 from planner.plan.engine_settings import EngineSettings
 from planner.solver.evaluate import evaluate
@@ -52,12 +52,14 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
     for stock in usable:
         yield _baseline(priced, stock, solved.bound_ns)
     if solved.solution is None and not usable:
-        tried.refusals.append(because(loading.fault, refusal or refuse(priced, loading.limits)))
+        late = refusal is None and case.clock.deadline.ended_by == "clock"
+        reason = refusal or refuse(priced, loading.limits)
+        tried.refusals.append(OutOfTime() if late else because(loading.fault, reason))
 
 
 def _solved(case: Case, priced: Priced, usable: list[Candidate]) -> Solved:
     hint = min(usable, key=lambda c: c.evaluation.objective_ns if c.evaluation else 0, default=None)
-    return solve(priced.problem, hint.solution if hint else None, case.clock.limits())
+    return solve(priced.problem, hint.solution if hint else None, case.clock.limits(0.7))
 
 
 def _chosen(priced: Priced, solution: Solution, solved: Solved, doubt_ns: int = 0) -> Chosen:

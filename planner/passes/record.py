@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
@@ -31,10 +32,12 @@ from planner.plan.plan import (
     Placement,
     Plan,
     Prediction,
+    Search,
 )
 from planner.plan.request import Request
 from planner.records import digest
 from planner.site import HOST, ON_CPU, Site, SiteKind, sites
+from planner.solver.deadline import Deadline
 
 _PPM = 10**6
 _MIB = 2**20
@@ -82,6 +85,13 @@ def record(
         overrides=(*overrides, *kept),
         experts=_orders(placed, units, known),
     )
+
+
+def search_of(deadline: Deadline) -> Search | None:
+    """What ended the search, where a clock might have; work alone is the same everywhere, and not told."""
+    if not deadline.limited:
+        return None
+    return Search(ended_by=deadline.ended_by, time_limit_ms=math.ceil(deadline.seconds * 1000))
 
 
 def constraints_of(request: Request, known: Known, settings: EngineSettings) -> Constraints:
@@ -170,7 +180,9 @@ def _used(chosen: Chosen) -> list[str]:
 
 def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bool:
     """Whether a token needs the CPU for more than looking up its row."""
-    return "CPU" in devices or any(p.site == ON_CPU and p.time_ns for p in placements)
+    return "CPU" in devices or any(
+        p.time_ns and (p.site == ON_CPU or p.site.kind is SiteKind.HYBRID) for p in placements
+    )
 
 
 def prediction(chosen: Chosen) -> Prediction:
@@ -263,4 +275,12 @@ def _placement(chosen: Chosen, unit: Unit, site: Site) -> Placement:
 
 def _orders(placed: Mapping[str, Site], units: Sequence[Unit], known: Known) -> tuple[ExpertOrder, ...]:
     striped = {u.layer for u in units if placed[u.name].kind in (SiteKind.STRIPE, SiteKind.HYBRID)}
-    return tuple(order for order in known.orders if order.layer in striped)
+    orders = {order.layer: order for order in known.orders}
+    slotted = {u.layer: u.experts for u in units if placed[u.name].kind is SiteKind.HYBRID}
+    found = []
+    for layer in sorted(layer for layer in striped if layer is not None):
+        if layer in orders:
+            found.append(orders[layer])
+        elif layer in slotted:  # of routing that nobody looked at, any experts are as good as others
+            found.append(ExpertOrder(layer=layer, order=tuple(range(slotted[layer]))))
+    return tuple(found)

@@ -47,8 +47,13 @@ def settings_to_try(
         except AnswerIsNo as refusal:
             tried.refusals.append(refusal)
             continue
-        for drafts in draft_lengths(case, beside):
-            for loading in _loadings(case, drafts, tried):
+        lengths = draft_lengths(case, beside)
+        work_s = case.clock.work_s / len(lengths)  # work and time are for all lengths together
+        for n, drafts in enumerate(lengths):
+            if n and case.clock.deadline.over():
+                break
+            part = replace(case.clock.part(1 / (len(lengths) - n)), work_s=work_s)
+            for loading in _loadings(replace(case, clock=part), drafts, tried):
                 yield from _placed(loading)
         if tried.found:
             if moved:
@@ -84,7 +89,8 @@ def _sized(asked: Case, settings: EngineSettings, ask_engine: AskEngine | None) 
     """The case with the largest context that fits, if it may shrink, and the engine's own --fit for it."""
     case = asked
     if asked.request.lowest_ctx:
-        largest, keep = largest_context(asked, settings)
+        half = replace(asked, clock=asked.clock.part(0.5))
+        largest, keep = largest_context(half, settings)
         case.tell(f"context {largest}: the largest with {keep.value}")
         workload = asked.request.workload.model_copy(update={"n_ctx": largest})
         case = replace(case, request=replace(case.request, workload=workload))
@@ -148,7 +154,9 @@ def _loadings(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Load
     if asked is None and case.inventory.size_bytes - on_gpus >= limit:
         kinds.remove(HostMemory.PINNED)
     for kind in kinds:
-        loading = loading_of(case, model, replace(drafts, host_memory=kind))
+        # The rest of the time is for mapped weights, should they turn out too many to be pinned.
+        clock = case.clock.part(0.6) if kind is not kinds[-1] else case.clock
+        loading = loading_of(replace(case, clock=clock), model, replace(drafts, host_memory=kind))
         tried.loadings.append(loading)
         yield loading
         best = loading.best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -111,7 +111,14 @@ class Prediction(Record):
     objective_ns: int = Field(ge=0)
     bound_ns: int = Field(ge=0)  # no placement under this budget, with this op_offload, has a lower objective
     gap_ppm: int = Field(ge=0)
-    status: str  # optimal, feasible (time limit), baseline
+    status: str  # optimal, feasible (the search ended before a proof), baseline, edited
+
+
+class Search(Record):
+    """How the search ended that a clock limited; a plan without this was limited by work alone."""
+
+    ended_by: Literal["proof", "work", "clock"]  # clock: another run may find another plan
+    time_limit_ms: int = Field(gt=0)  # for the whole of planning
 
 
 class Baseline(Record):
@@ -251,6 +258,7 @@ class Plan(Record):
     speculation: Speculation | None = None  # times of a token are then those of an accepted one
     predicted: Prediction
     baselines: tuple[Baseline, ...]
+    search: Search | None = None  # absent: no clock was looked at, so that every run gives this plan
     fit: EngineFit | None = None  # asked of an engine with solve --fit
     notes: tuple[str, ...] = ()
     units: tuple[Placement, ...]

@@ -140,11 +140,14 @@ def _less_stripes(devices: dict[str, Breakdown], model_path: Path, spec: LoadSpe
     if not any(Site.of_buffer(buffer).divided for _, buffer in spec.overrides):
         return devices
     from planner.model.gguf_file import read_model
-    from runtime.stripes.widths import host_bytes
+    from runtime.stripes.widths import host_bytes, slot_bytes
 
     found = dict(devices)
-    for device, size in host_bytes(read_model(model_path).inventory, spec).items():
-        for name, moved in ((device, -size), (CPU, size)):
+    inventory = read_model(model_path).inventory
+    moves = [(device, -size, size) for device, size in host_bytes(inventory, spec).items()]
+    moves += [(d, slots - whole, whole) for d, (slots, whole) in slot_bytes(inventory, spec).items()]
+    for device, here, host in moves:
+        for name, moved in ((device, here), (CPU, host)):
             found[name] = found.get(name, Breakdown(0, 0, 0)) + Breakdown(moved, 0, 0)
     return found
 
@@ -160,6 +163,7 @@ def from_json(data: Mapping[str, Any]) -> LoadSpec:
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
     for pairs in ("overrides", "mapped"):
         plain[pairs] = tuple((first, second) for first, second in data[pairs])
+    plain["residents"] = tuple((a, n, tuple(ids)) for a, n, ids in data["residents"])
     plain["workload"] = Workload(**data["workload"])
     return LoadSpec(**plain)
 
