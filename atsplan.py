@@ -50,6 +50,12 @@ def _end_politely() -> None:
             signal.signal(number, _interrupt)
 
 
+def _say(text: str) -> None:
+    from commands.shared.console import say
+
+    say(text)
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, and whose errors become exit codes."""
 
@@ -77,13 +83,13 @@ class LazyGroup(click.Group):
         except AtsplanError as problem:
             if ctx.params.get("debug"):
                 raise
-            click.echo(f"atsplan: {problem}", err=True)
+            _say(f"atsplan: {problem}")
             sys.exit(problem.exit_code)
         except click.UsageError as problem:
             path = problem.ctx.command_path if problem.ctx else "atsplan"
             if type(problem).__name__ == "NoArgsIsHelpError":  # a group alone shows its help
                 raise
-            click.echo(f"{path}: {' '.join(problem.format_message().split())} ({path} --help)", err=True)
+            _say(f"{path}: {' '.join(problem.format_message().split())} ({path} --help)")
             sys.exit(2)
         except (KeyboardInterrupt, click.Abort):
             with contextlib.suppress(OSError):  # the terminal may be gone
@@ -96,7 +102,7 @@ class LazyGroup(click.Group):
         except OSError as problem:
             if ctx.params.get("debug"):
                 raise
-            click.echo(f"atsplan: {problem.filename or 'system'}: {problem.strerror or problem}", err=True)
+            _say(f"atsplan: {problem.filename or 'system'}: {problem.strerror or problem}")
             sys.exit(3 if problem.errno == errno.ENOMEM else 2)
         except MemoryError:
             if ctx.params.get("debug"):

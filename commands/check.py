@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.fmt import plan_files
-from commands.shared.console import out, progress, read_text, say, write_text
+from commands.shared.console import out, out_text, progress, read_text, say, write_text
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import device_map_option, engine_options
@@ -85,7 +85,7 @@ def command(
         from importlib.metadata import version
 
         write_text(sarif, findings.to_sarif(found, version("atsplan")))
-    out(findings.to_json(names, found)) if as_json else _print(names, found)
+    out_text(findings.to_json(names, found)) if as_json else _print(names, found)
     code = findings.exit_code(found)
     if code:
         raise SystemExit(code)

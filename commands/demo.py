@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import click
 from commands.shared.console import out, say
 from commands.shared.option_types import Number
 from planner.errors import AtsplanError, FileProblem, MachineError
+from planner.quoting import shell
 
 if TYPE_CHECKING:
     from planner.machine.profile import Device, Profile
@@ -79,7 +79,8 @@ def command(folder: Path, small: bool, engine: str | None, seconds: float) -> No
     place = _folder(folder / "moe")
     write_moe(place / MOE.model)
     _walk(place, MOE, engine, seconds)
-    out(f"\nAll steps done in {time.monotonic() - started:.0f} s; the files are in {folder}")
+    out("")
+    out(f"All steps done in {time.monotonic() - started:.0f} s; the files are in {folder}")
 
 
 def _folder(path: Path) -> Path:
@@ -161,7 +162,8 @@ def _ended(arguments: Sequence[str], cwd: Path | None, environment: dict[str, st
 
 def _walk(folder: Path, walk: Walk, engine: str | None, seconds: float) -> None:
     """Every step for one model, with the command above each result."""
-    out(f"\n==== {walk.title} ====")
+    out("")
+    out(f"==== {walk.title} ====")
     with_engine = ["--engine", str(Path(engine).absolute())] if engine else []
     step = _Steps(folder)
     step("inventory", walk.model)
@@ -189,8 +191,9 @@ class _Steps:
     folder: Path
 
     def __call__(self, *arguments: str) -> None:
-        shown = f"atsplan {shlex.join(arguments)}"
-        out(f"\n$ {shown}")
+        shown = f"atsplan {shell(arguments)}"
+        out("")
+        out(f"$ {shown}")
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         _child([sys.executable, "-m", "atsplan", *arguments], shown, self.folder, PYTHONPATH=path)
 
@@ -239,7 +242,8 @@ def _used_mib(plan: Path, device: str) -> int:
 def _prove_same_logits(engine: str | None, model: Path, planned: Path) -> None:
     from runtime.verify.same_logits import same_logits
 
-    out(f"\n# logits of {model.name} and {planned.name} on the CPU")
+    out("")
+    out(f"# logits of {model.name} and {planned.name} on the CPU")
     found = same_logits(engine, model, planned)
     total = f"{found.n_tokens} x {found.n_vocab}"
     if not found.same:

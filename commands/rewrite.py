@@ -13,7 +13,7 @@ import click
 
 from commands.shared.console import mib, out, out_json, progress, read_text, say
 from planner.errors import OptionProblem
-from planner.texts import utf8
+from planner.quoting import utf8
 
 if TYPE_CHECKING:
     from planner.model.gguf_file import ModelFile

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
+from planner import quoting
 from planner.errors import FieldProblem
 from planner.texts import mistaken
 
@@ -49,10 +50,24 @@ Location = tuple[str | int, ...]
 
 try:  # libyaml is some twenty times faster and writes the same text
     _LOADER: Any = yaml.CSafeLoader
-    _DUMPER: Any = yaml.CSafeDumper
+    _DUMPER_BASE: Any = yaml.CSafeDumper
 except AttributeError:  # pragma: no cover - PyYAML without libyaml
     _LOADER = yaml.SafeLoader
-    _DUMPER = yaml.SafeDumper
+    _DUMPER_BASE = yaml.SafeDumper
+
+
+class _Dumper(_DUMPER_BASE):  # type: ignore[misc]
+    """Texts with letters that are not printable stand in double quotes, where they can be spelt out."""
+
+
+def _text_node(dumper: Any, text: str) -> yaml.Node:
+    text = quoting.utf8(text)
+    style = '"' if quoting.needs_escapes(text) else None
+    node: yaml.Node = dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    return node
+
+
+_Dumper.add_representer(str, _text_node)
 
 # PyYAML reads YAML 1.1, where `012` is ten and `12:30` seven hundred and fifty: other spellings are refused.
 _PLAIN_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
@@ -60,12 +75,12 @@ _PLAIN_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 
 def dump(record: Record, header: str = "") -> str:
     """Canonical text of a record; `header` lines are written first as comments."""
-    comments = "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines())
+    comments = "".join(quoting.comment("#", line) if line else "#\n" for line in header.splitlines())
     data = record.model_dump(mode="json", by_alias=True, exclude_none=True)
     body: str = yaml.dump(
-        data, Dumper=_DUMPER, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=True
+        data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=True
     )
-    return comments + body
+    return comments + quoting.yaml_escapes(body)
 
 
 def load(text: str, kind: type[R], path: str) -> R:

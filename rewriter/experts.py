@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from planner.errors import AnswerIsNo
 from planner.model.ggml_types import is_known, tensor_bytes
-from planner.model.gguf_header import printable
 from planner.model.inventory import Inventory, Tensor
 from planner.model.tensor_roles import Role, part_of
 
@@ -31,7 +30,7 @@ class OrderRefused(AnswerIsNo):
     why: str
 
     def message(self) -> str:
-        return printable(f"experts of layer {self.layer} cannot be reordered: {self.why}")
+        return f"experts of layer {self.layer} cannot be reordered: {self.why}"
 
 
 def gathers(

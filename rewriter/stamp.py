@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from planner.errors import FileProblem, InputError
 from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import MAX_ALIGNMENT, one_line, printable
+from planner.model.gguf_header import MAX_ALIGNMENT
 from planner.plan.plan import Plan, to_text
 from planner.records import digest
 
@@ -57,7 +57,7 @@ class PlanMismatch(InputError):
     found: str
 
     def message(self) -> str:
-        names = printable(f"{self.plan_model}, not {self.model}")
+        names = f"{self.plan_model}, not {self.model}"
         digests = f"{self.what} {self.expected[:19]} in the plan, {self.found[:19]} here"
         return f"{self.path}: the plan is for another model: {names} ({digests})"
 
@@ -80,7 +80,7 @@ def read_stamp(model: ModelFile) -> Stamp | None:
         if kv.key.startswith(EXPERTS):
             layer = kv.key[len(EXPERTS) :]
             if not (layer.isascii() and layer.isdecimal() and len(layer) <= _MOST_DIGITS):
-                raise _damaged(model, f"{one_line(kv.key)} names no layer")
+                raise _damaged(model, f"{kv.key} names no layer")
             experts[int(layer)] = _permutation(model, kv.key)
     alignment = _number(model, SOURCE_ALIGNMENT) or 0
     if alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
@@ -141,10 +141,10 @@ def _permutation(model: ModelFile, key: str) -> tuple[int, ...]:
     kv = model.get(key)
     values = kv.value if kv else None
     if not isinstance(values, tuple) or set(map(type, values)) - {int}:
-        raise _damaged(model, f"{one_line(key)} is not a permutation")
+        raise _damaged(model, f"{key} is not a permutation")
     numbers = tuple(int(value) for value in values)
     if sorted(numbers) != list(range(len(numbers))):
-        raise _damaged(model, f"{one_line(key)} is not a permutation")
+        raise _damaged(model, f"{key} is not a permutation")
     return numbers
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from planner.errors import AnswerIsNo, InputError
 from planner.model.gguf_file import ModelFile, read_model
-from planner.model.gguf_header import printable
 from planner.model.inventory import Tensor
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of
 from planner.plan.plan import Plan
+from planner.quoting import short
 from rewriter.manifest import ManifestTensor
 from rewriter.payloads import Payload, digests
 from rewriter.second_reader import Seen, Weight, look
@@ -54,7 +54,7 @@ class NotFaithful(AnswerIsNo):
 
     def message(self) -> str:
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
-        return printable(f"{self.path}: not a faithful rewrite: {self.problems[0]}{more}")
+        return f"{self.path}: not a faithful rewrite: {self.problems[0]}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def _patterns(theirs: list[Seen], plan: Plan) -> Iterator[str]:
     try:
         patterns = [re.compile(override.pattern) for override in plan.overrides]
     except re.error as problem:
-        yield f"override {problem.pattern!r} is no pattern: {problem}"
+        yield f"override {short(str(problem.pattern))} is no pattern: {problem}"
         return
     found = [0] * len(patterns)
     for name in (name for seen in theirs for name in seen.weights):

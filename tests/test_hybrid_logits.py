@@ -48,8 +48,8 @@ def test_every_architecture_in_every_lane(name: str, folder: Path) -> None:
     model = write(folder / f"{name}.gguf", specs()[name])
     plain = Run(model)
     runs = [plain, Run(model, observe=True)]
-    for lane in LANES.values():
-        runs += [plain.on(**lane), Run(model, observe=True).on(**lane)]
+    for settings in LANES.values():
+        runs += [plain.on(**settings), Run(model, observe=True).on(**settings)]
     ran = run_all(runs, folder)
     for n, called in enumerate(LANES):
         whole, cut = ran[2 + 2 * n : 4 + 2 * n]
@@ -98,7 +98,7 @@ def test_any_resident_set_gives_the_same_logits(folder: Path) -> None:
 
 
 def test_quantised_experts_stay_within_the_distance_of_placements(moe_model: Path, folder: Path) -> None:
-    lanes = [Run(moe_model).on(**lane) for lane in LANES.values()]
+    lanes = [Run(moe_model).on(**settings) for settings in LANES.values()]
     ran = run_all([Run(moe_model), *lanes], folder)
     for answer in ran[1:]:
         assert distance(ran[0].logits, answer.logits) < QUANTISED

@@ -225,3 +225,80 @@ def test_nothing_of_an_engine_is_remembered_by_a_function() -> None:
     for path in files("runtime"):
         text = path.read_text(encoding="utf-8")
         assert "lru_cache" not in text and "@cache" not in text, path
+
+
+# Who may spell a text for another language, and why; everybody else asks planner.quoting.
+QUOTERS: dict[str, dict[str, str]] = {
+    "shlex": {},
+    "html": {},
+    "xml.sax": {},
+    "urllib.parse": {},
+    "json.dumps": {
+        "planner/records.py": "between YAML and the validator, within a process",
+        "planner/plan/schema.py": "our own schema, keys sorted",
+        "runtime/child.py": "a pipe between our processes",
+        "runtime/stripes/server.py": "an argument of our own child",
+        "profiler/answers.py": "a pipe between our processes",
+        "profiler/runner.py": "a pipe between our processes",
+        "profiler/journal.py": "our own journal",
+        "profiler/routed/model.py": "metadata of files that we generate",
+        "profiler/routing_trace.py": "a pipe between our processes",
+    },
+    "yaml.dump": {"planner/records.py": "the canonical text of records"},
+    "xml.etree": {"planner/check/findings.py": "ElementTree, on texts that went through xml()"},
+    "repr": {
+        "rewriter/journal.py": "in a message, through terminal()",
+        "planner/model/inventory.py": "a digest",
+        "planner/model/gguf_magic.py": "bytes, in a message",
+        "runtime/session/draft_model.py": "bytes, in a message",
+    },
+    "isprintable": {},
+    "backslashreplace": {},
+    "print": {
+        "commands/shared/console.py": "the one place that prints",
+        "planner/plan/schema.py": "our own schema",
+        "profiler/answers.py": "a pipe between our processes; errors show themselves",
+        "profiler/routed/presets.py": "a developer's own figures",
+        "runtime/stripes/server.py": "errors show themselves; device names through terminal()",
+    },
+    "click.echo": {
+        "commands/shared/console.py": "the one place that prints",
+        "atsplan.py": "constants, when memory is short or the terminal gone",
+    },
+    "rich": {"commands/shared/console.py": "cells are Text, never markup"},
+}
+
+
+def _spellings(tree: ast.AST) -> Iterator[str]:
+    """The ways to spell texts by hand that a file uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.FormattedValue) and node.conversion in map(ord, "ra"):
+            yield "repr"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from ("repr" for _ in re.findall(r"\{\w+![ra]\}|%r", node.value))
+            yield from ("backslashreplace" for _ in re.findall("backslashreplace", node.value))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield {"ascii": "repr"}.get(node.func.id, node.func.id)
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            yield from (
+                node.attr,
+                f"{owner}.{node.attr}",
+                {"json.dump": "json.dumps"}.get(f"{owner}.{node.attr}", ""),
+            )
+
+
+def test_one_file_spells_texts_for_other_languages() -> None:
+    users: dict[str, set[str]] = {name: set() for name in QUOTERS}
+    for path in (ROOT / "atsplan.py", *(path for package in MAY_IMPORT for path in files(package))):
+        place = path.relative_to(ROOT).as_posix()
+        for found in _spellings(ast.parse(path.read_text(encoding="utf-8"))):
+            for name, places in users.items():
+                if found == name or found.startswith(f"{name}."):
+                    places.add(place)
+    for name, places in users.items():
+        assert places - {"planner/quoting.py"} == set(QUOTERS[name]), name

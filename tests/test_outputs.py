@@ -16,7 +16,8 @@ from atsplan import main
 from commands.shared.console import replacing
 from planner.errors import FileProblem
 from planner.files import try_lock
-from planner.texts import kind_of, utf8
+from planner.quoting import utf8
+from planner.texts import kind_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "plans/inputs/Qwen3.5-0.8B-q8_0.inventory.yaml"
@@ -179,7 +180,7 @@ def test_a_model_given_for_a_text_is_not_read_whole(tmp_path: Path) -> None:
 
 
 def test_names_in_no_encoding(tmp_path: Path, dense_model: Path) -> None:
-    """Bytes that are not UTF-8 in a path are escapes in what is recorded of it."""
+    """Bytes that are not UTF-8 in a path are escapes of the shell in the command that is recorded."""
     model, target = (
         Path(os.fsdecode(os.fsencode(tmp_path) + name)) for name in (b"/\xff.gguf", b"/\xfe.yaml")
     )
@@ -191,7 +192,7 @@ def test_names_in_no_encoding(tmp_path: Path, dense_model: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    assert "\\udcff.gguf" in target.read_text(encoding="utf-8")
+    assert "/\\377.gguf'" in target.read_text(encoding="utf-8")
     assert utf8("ü\udcff") == "ü\\udcff"
 
 

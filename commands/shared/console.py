@@ -4,73 +4,113 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from planner import quoting
 from planner.errors import FileProblem
 from planner.files import lock, place_new, sync_folder, try_lock
-from planner.texts import kind_of, named, utf8
+from planner.texts import kind_of, named
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from rich.table import Table
 
 PICTURE = "picture"
 _HEAD_BYTES = 4096
+_CELL_LETTERS = 400
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of texts under a head; each text is data, whatever it holds."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str) -> None:
+        """One more row; cells that are missing stay empty."""
+        self.rows.append(cells)
 
 
 def say(text: str) -> None:
-    """A message for the person at the terminal."""
-    click.echo(text, err=True)
+    """A message for the person at the terminal, on one line."""
+    click.echo(quoting.message(text), err=True)
 
 
 def out(text: str) -> None:
-    """A result."""
-    click.echo(utf8(text))
+    """One line of a result."""
+    click.echo(quoting.message(text))
+
+
+def out_text(text: str) -> None:
+    """A result of several lines."""
+    click.echo(quoting.document(text), nl=not text.endswith("\n"))
+
+
+def out_piece(text: str) -> None:
+    """The next piece of a text that a model writes, at once."""
+    import sys
+
+    click.echo(quoting.running(text), nl=False)
+    sys.stdout.flush()
 
 
 def out_json(data: Any) -> None:
     """A result for a program."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    out_text(quoting.json_text(data))
 
 
-def table(*columns: str, title: str = "") -> Table:
-    """A rich table with right-aligned columns after the first."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    made = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for index, name in enumerate(columns):
-        made.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
-    return made
+def table(*columns: str) -> Table:
+    """A table whose columns after the first are aligned to the right."""
+    return Table(columns)
 
 
 def out_table(made: Table) -> None:
     """A table on stdout, as wide as the terminal or, in a pipe, as it needs."""
     import sys
 
+    from rich import table
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.text import Text
 
+    shown = table.Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(made.columns):
+        justify = "left" if index == 0 else "right"
+        shown.add_column(Text(quoting.short(name)), justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in made.rows:
+        shown.add_row(*(Text(quoting.short(cell, _CELL_LETTERS)) for cell in row))
     width = None if sys.stdout.isatty() else 160
-    Console(file=sys.stdout, width=width, highlight=False).print(made)
+    Console(file=sys.stdout, width=width, highlight=False).print(shown)
 
 
 def progress() -> Progress:
     """A progress bar on stderr, where somebody watches; `rate` is a field of each task."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+    from rich.text import Text
+
+    class Words(ProgressColumn):
+        """A text of the task: data, whatever it holds."""
+
+        def __init__(self, of: Callable[[Task], str]) -> None:
+            super().__init__()
+            self.of = of
+
+        def render(self, task: Task) -> Text:
+            return Text(quoting.short(self.of(task)))
 
     console = Console(stderr=True)
     return Progress(
-        TextColumn("{task.description}"),
+        Words(lambda task: task.description),
         BarColumn(),
-        TextColumn("{task.fields[rate]}"),
+        Words(lambda task: str(task.fields["rate"])),
         TimeRemainingColumn(),
         console=console,
         transient=True,
@@ -131,7 +171,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all; it may replace a text of its own kind only."""
     check_target(path, kind_of(text))
     with replacing(path, kind_of(text)) as file:
-        file.write(utf8(text).encode())
+        file.write(quoting.utf8(text).encode())
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +13,8 @@ from commands.shared.models import load_inventory, load_profile
 from commands.solve.extras import accept_rate, extras_of, first_gpu
 from commands.solve.options import Asked
 from planner.errors import OptionProblem
+from planner.quoting import shell
 from planner.solver.deadline import Deadline
-from planner.texts import utf8
 from planner.workload import Workload, usual
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def inputs_of(asked: Asked) -> Inputs:
         stripes=asked.stripes,
         hybrid=asked.hybrid,
         beside=Beside(extras, gpu, accept_rate(asked), movable),
-        command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
+        command=shell(["atsplan", *sys.argv[1:]]),
         **_host_memory(asked),
     )
     return Inputs(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
-from planner.model.gguf_header import Header, KeyValue, TensorInfo, one_line, pad, parse_header
+from planner.model.gguf_header import Header, KeyValue, TensorInfo, pad, parse_header
 from planner.model.gguf_magic import MAGIC, part_advice
 from planner.model.gguf_sanity import check_counts, check_layers
 from planner.model.gguf_shards import (
@@ -31,7 +31,7 @@ from planner.model.gguf_shards import (
 )
 from planner.model.half_published import half_published
 from planner.model.inventory import Hparam, Inventory, Shard, Tensor
-from planner.texts import utf8
+from planner.quoting import short, utf8
 
 SIZE_KEY = "atsplan.size."  # + tensor name: exact bytes of an opaque tensor, written by the rewriter
 
@@ -76,7 +76,7 @@ class TruncatedTensor(InputError):
         more = "1 more tensor is" if self.others == 1 else f"{self.others} more tensors are"
         others = f", and {more} cut off" if self.others else ""
         lacks = "1 byte" if self.missing_bytes == 1 else f"{self.missing_bytes} bytes"
-        return f"{self.path}: truncated: tensor {one_line(self.tensor)} lacks {lacks}{others}{self.advice}"
+        return f"{self.path}: truncated: tensor {short(self.tensor)} lacks {lacks}{others}{self.advice}"
 
 
 def read_model(path: Path) -> ModelFile:
@@ -177,7 +177,7 @@ def _sizes(header: Header, file_bytes: int, path: str) -> tuple[tuple[int, ...],
 
 def _size(header: Header, info: TensorInfo, gap: int, last: bool, exact: object, path: str) -> int:
     """Payload bytes of one tensor from its gap; FileProblem when the gap is too small."""
-    name = one_line(info.name)
+    name = short(info.name)
     if info.offset % header.alignment:
         raise FileProblem(
             path, f"damaged: tensor {name} at offset {info.offset}, not a multiple of {header.alignment}"
@@ -215,7 +215,7 @@ def arithmetic_bytes(info: TensorInfo, path: str) -> int | None:
     try:
         return tensor_bytes(kind, info.dims or (1,))
     except ValueError as problem:
-        raise FileProblem(path, f"damaged: tensor {one_line(info.name)}: {problem}") from None
+        raise FileProblem(path, f"damaged: tensor {short(info.name)}: {problem}") from None
 
 
 def _refuse_truncation(header: Header, order: list[int], file_bytes: int, path: str) -> None:
@@ -270,7 +270,7 @@ def _holes(shards: tuple[ShardHeader, ...]) -> list[str]:
     ]
     if not longer:
         return []
-    first = one_line(longer[0])
+    first = short(longer[0])
     return [
         f"{_so_many(len(longer))} longer than type and shape say, {first} first: carried as they are, "
         "stock llama.cpp will not load the file"

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from planner.errors import FileProblem
 from planner.model.gguf_magic import MAGIC, not_gguf, part_advice
+from planner.quoting import short
 
 DEFAULT_ALIGNMENT = 32
 MAX_KVS = 65_536  # real files have fewer than a hundred
@@ -123,17 +124,6 @@ def pad(position: int, alignment: int) -> int:
     return -(-position // alignment) * alignment
 
 
-def one_line(name: str) -> str:
-    """A name as a message may show it: printable, on one line, not endless."""
-    text = name if name.isprintable() else ascii(name)
-    return text if len(text) <= 100 else f"{text[:97]}…"
-
-
-def printable(message: str) -> str:
-    """A message that quotes names from a file, on one line whatever they hold."""
-    return message if message.isprintable() else ascii(message)
-
-
 class _Reader:
     """A position in the file; every read is checked against the end first."""
 
@@ -207,7 +197,7 @@ def _key_value(reader: _Reader) -> KeyValue:
     key = reader.text("a key")
     if not key:
         raise reader.wrong("empty key")
-    shown = one_line(key)
+    shown = short(key)
     kind = reader.u32(f"the type of {shown}")
     value_start = reader.position
     element, length = -1, 1
@@ -268,7 +258,7 @@ def _tensor_info(reader: _Reader) -> TensorInfo:
     name = reader.text("a tensor name")
     if not name:
         raise reader.wrong("empty tensor name")
-    shown = one_line(name)
+    shown = short(name)
     n_dims = reader.u32(f"the dimension count of {shown}")
     if n_dims > 4:
         raise reader.wrong(f"tensor {shown} has {n_dims} dimensions, at most 4 are allowed")
@@ -302,5 +292,5 @@ def _refuse_repeats(path: str, what: str, names: list[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise FileProblem(path, f"{what} {one_line(name)} appears twice")
+            raise FileProblem(path, f"{what} {short(name)} appears twice")
         seen.add(name)

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 
 from planner.errors import FileProblem
-from planner.model.gguf_header import Header, one_line
+from planner.model.gguf_header import Header
 from planner.model.inventory import Hparam, too_many_used
+from planner.quoting import short
 
 MAX_LAYERS = 512  # the engine's own limit
 MAX_COUNT = 2**32 - 1  # what the widest of the format's usual counts can say
@@ -71,7 +72,7 @@ def check_counts(hparams: Mapping[str, Hparam], path: str) -> None:
         limit = MAX_LAYERS if key == "block_count" else MAX_COUNT
         for each in value if isinstance(value, tuple) else (value,):
             if not isinstance(each, int) or not 0 <= each <= limit:
-                raise FileProblem(path, f"damaged: {key} is {one_line(str(each))}")
+                raise FileProblem(path, f"damaged: {key} is {short(str(each))}")
     if why := too_many_used(hparams):
         raise FileProblem(path, f"damaged: {why}")
 
@@ -81,4 +82,4 @@ def check_layers(header: Header, path: str) -> None:
     for info in header.infos:
         block = _BLOCK.match(info.name)
         if block and (len(block[1]) > 9 or int(block[1]) >= MAX_LAYERS):
-            raise FileProblem(path, f"damaged: tensor {one_line(info.name)} belongs to no possible layer")
+            raise FileProblem(path, f"damaged: tensor {short(info.name)} belongs to no possible layer")

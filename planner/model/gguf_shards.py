@@ -8,7 +8,7 @@ from pathlib import Path
 
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import type_name
-from planner.model.gguf_header import OWN_PREFIX, Header, printable
+from planner.model.gguf_header import OWN_PREFIX, Header
 from planner.model.half_published import half_published
 
 SET_KEY = OWN_PREFIX + "set"  # in every shard of a rewritten model: the same text, of this set alone
@@ -39,7 +39,7 @@ class ShardProblems(InputError):
     problems: tuple[str, ...]
 
     def message(self) -> str:
-        return printable(f"{self.path}: {'; '.join(self.problems)}")
+        return f"{self.path}: {'; '.join(self.problems)}"
 
 
 def shard_file(prefix: str, number: int, count: int) -> str:

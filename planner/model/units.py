@@ -10,10 +10,10 @@ from enum import StrEnum
 from itertools import pairwise
 
 from planner.errors import InputError
-from planner.model.gguf_header import one_line
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import KNOWN, Layers, layers_of, shared_kv
 from planner.model.tensor_roles import Part, Role, part_of
+from planner.quoting import short
 
 
 class Kind(StrEnum):
@@ -276,7 +276,7 @@ _SKIPS_LAYERS = frozenset({"deci"})  # pruned layers may be empty
 
 def foreign_note(units: Iterable[Unit]) -> str:
     """A warning of tensors of other modalities in the same file; "" without them."""
-    names = [one_line(name) for unit in units if unit.kind is Kind.FOREIGN for name in unit.tensors]
+    names = [short(name) for unit in units if unit.kind is Kind.FOREIGN for name in unit.tensors]
     if not names:
         return ""
     who = f"1 tensor ({names[0]}) is" if len(names) == 1 else f"{len(names)} tensors ({names[0]} first) are"

@@ -12,7 +12,6 @@ from planner.machine.budgets import tight
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
 from planner.memory.memory_limits import room_of
-from planner.model.gguf_header import one_line
 from planner.model.units import BOUND, Kind, Unit, foreign_note
 from planner.passes.engine_fit import NAME as FIT
 from planner.passes.prompt_pipeline import Pipeline
@@ -20,6 +19,7 @@ from planner.passes.stock_rules import Candidate
 from planner.plan.known import Known
 from planner.plan.plan import DeviceUse, Placement
 from planner.plan.request import Request
+from planner.quoting import short
 from planner.site import ON_CPU, SiteKind, sites
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Decision, Option, Problem
@@ -99,7 +99,7 @@ def _devices(priced: Priced) -> list[Device]:
 def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
     """What this program does not know of the model, and what it did about it."""
     if model.table.unknown:
-        names = [one_line(name) for name in model.table.unknown]
+        names = [short(name) for name in model.table.unknown]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
     if any(model.layers.attention) and not any(model.kv.values()):

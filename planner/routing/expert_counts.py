@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from planner.errors import FieldProblem, InputError
 from planner.model.routed_layers import MoeShape
+from planner.quoting import heat_name
 from planner.texts import mistaken
 
 MAGIC = "# heat: 1"
@@ -84,7 +85,7 @@ def make(model: str, n_expert: int, n_used: int, parts: Iterable[Part]) -> Heat:
         kept = {layer: tuple(row) for layer, row in sorted(part.counts.items()) if any(row)}
         if any(len(row) != n_expert or min(row) < 0 for row in kept.values()):
             raise ValueError(f"expected {n_expert} non-negative counts a layer")
-        part = replace(part, source=" ".join(part.source.split()) or "unnamed", counts=kept)
+        part = replace(part, source=heat_name(part.source), counts=kept)
         key = (part.source, part.phase)
         found[key] = _join(found[key], part) if key in found else part
     return Heat(model, n_expert, n_used, tuple(found[key] for key in sorted(found) if found[key].counts))

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import FieldProblem
+from planner.quoting import heat_name
 from planner.routing import expert_counts as heats
 from planner.routing.expert_counts import MAX_EXPERTS, Heat, Part, Phase
 from planner.texts import mistaken
@@ -122,7 +123,7 @@ def _part(trace: Trace, rows: NDArray[np.int64], name: str, phase: Phase) -> Par
 def to_text(trace: Trace) -> str:
     """Canonical `trace.csv`."""
     head = [MAGIC, f"# model: {trace.model}".rstrip(), f"# experts: {trace.n_expert}"]
-    head += [f"# source: {' '.join(name.split())}" for name in trace.sources]
+    head += [f"# source: {heat_name(name)}" for name in trace.sources]
     phases = ("prefill", "decode")
     lines = [
         f"{source},{phases[decode]},{step},{layer},{' '.join(str(i) for i in ids if i >= 0)}"

@@ -7,6 +7,7 @@ layouts. A library that cannot be understood is refused with what was found and 
 from __future__ import annotations
 
 import ctypes as c
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -261,7 +262,7 @@ class Engine:
     def _load_backends(self) -> None:
         # Builds with loadable backends start with none; the others have theirs linked in.
         if self.lib.ggml_backend_dev_count() == 0 and self.path.is_absolute():
-            self.lib.ggml_backend_load_all_from_path(str(self.path.parent).encode())
+            self.lib.ggml_backend_load_all_from_path(os.fsencode(self.path.parent))
         if self.lib.ggml_backend_dev_count() == 0:
             raise EngineProblem(self.label, f"no backend could be loaded from {self.path.parent}")
 

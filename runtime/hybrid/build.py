@@ -70,13 +70,13 @@ def available() -> str:
     return "" if next(compilers(), None) else REMEDY
 
 
-def source_digest(options: Sequence[str] = ()) -> str:
-    """Of the sources, the compiler's options and the kind of machine: 32 hexadecimal digits."""
+def source_digest(options: Sequence[str] = (), machine: str = "") -> str:
+    """Of the sources, the compiler's options and the kind of machine ("": this): 32 hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".cpp", ".h"):
             digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    digest.update(" ".join((*_OPTIONS, *options, sys.platform, platform.machine())).encode())
+    digest.update(" ".join((*_OPTIONS, *options, sys.platform, machine or _machine())).encode())
     return digest.hexdigest()[:32]
 
 
@@ -134,6 +134,30 @@ def command(compiler: Sequence[str], target: Path, options: Sequence[str] = ()) 
     return [*compiler, *_OPTIONS, *_WARNINGS, *options, *sources, "-o", str(target)]
 
 
+def prebuild(machines: Sequence[str] = ("x86_64", "aarch64")) -> list[Path]:
+    """Libraries for the wheel, for an old glibc; needs ziglang. Others in that folder are removed.
+
+    Raises HybridRefused.
+    """
+    PREBUILT.mkdir(exist_ok=True)
+    for old in PREBUILT.glob("*.so"):
+        old.unlink()
+    made = []
+    for machine in machines:
+        compiler = next(compilers(machine), None)
+        if compiler is None:
+            raise HybridRefused("pip install ziglang")
+        target = PREBUILT / f"{source_digest(machine=machine)}.so"
+        if fault := _compile(command((*compiler, "-s"), target)):
+            raise HybridRefused(f"{machine}: {fault}")
+        made.append(target)
+    return made
+
+
+def _machine() -> str:
+    return {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+
+
 def _build(target: Path, options: Sequence[str]) -> None:
     faults = []
     for compiler in compilers():
@@ -161,3 +185,7 @@ def _compile(line: Sequence[str]) -> str:
         return ""
     said = [text for text in done.stderr.splitlines() if "error" in text] or done.stderr.splitlines()
     return said[0] if said else f"exit {done.returncode}"
+
+
+if __name__ == "__main__":
+    print(*prebuild(sys.argv[1:] or ("x86_64", "aarch64")), sep="\n")

@@ -146,6 +146,11 @@ def read_report(text: str) -> Report:
     return Report(**said)
 
 
+def read_blocks(text: str) -> tuple[Block, ...]:
+    """Blocks of the models that were freed, in a report file."""
+    return tuple(_block(block) for block in json.loads(text)["freed"])
+
+
 def _block(said: dict[str, Any]) -> Block:
     return Block(**{**said, "resident": tuple(said["resident"]), "chosen": tuple(said["chosen"])})
 

@@ -7,6 +7,7 @@ layer count, split and overrides.
 from __future__ import annotations
 
 import ctypes as c
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,7 @@ def _fit_here(request: Mapping[str, Any]) -> dict[str, Any]:
     split, overrides = (c.c_float * engine.max_devices)(), (Override * _ROOM)()
     margins = (c.c_size_t * engine.max_devices)(*_margins(engine, spec, budgets))
     status = function(
-        request["model"].encode(),
+        os.fsencode(request["model"]),
         *(c.byref(model), c.byref(context), split, overrides, margins, _CONTEXT_LEAST, *extra, _ERRORS_ONLY),
     )
     if status == _NO_FIT:

@@ -15,12 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from planner.errors import EngineProblem, MachineError
 from runtime import child
 
+LOOPBACK = "127.0.0.1"
+_KEYS = ("--api-key", "--api-key-file")
 _LINES = 2000
 _PAUSE_S = 0.1
 
@@ -93,7 +97,7 @@ def find_program(engine: str | None, name: str = "llama-server") -> Path:
 def serving(
     program: Path,
     arguments: Sequence[str],
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
     port: int = 0,
     on_line: Callable[[str], None] = lambda line: None,
     timeout_s: float = 600,
@@ -137,6 +141,21 @@ def free_port(host: str, port: int = 0) -> int:
             return int(probe.getsockname()[1])
     except OSError as problem:
         raise NoPort(host, port, problem.strerror or str(problem)) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on this address or name."""
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        return False
+    return bool(found) and all(ip_address(each.partition("%")[0]).is_loopback for each in found)
+
+
+def has_key(extra: Sequence[str]) -> bool:
+    """Whether llama-server asks for a key: given by its options, or in the environment it inherits."""
+    given = any(word in _KEYS and value for word, value in pairwise(extra))
+    return given or bool(os.environ.get("LLAMA_API_KEY"))
 
 
 def _until_healthy(server: Server, reader: threading.Thread, timeout_s: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from planner.errors import FileProblem
+from planner.quoting import short
 from planner.routing import trace as traces
 from planner.routing.expert_counts import MAX_EXPERTS, Phase
 from planner.routing.found import Found, RawPart
@@ -110,7 +111,7 @@ def _pairs(listed: Sequence[Any]) -> dict[int, int]:
 
 def _unsigned(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no unsigned integer")
+        raise ValueError(f"{short(str(value))} is no unsigned integer")
     return value
 
 

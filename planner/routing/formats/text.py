@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.errors import FieldProblem, FileProblem
 from planner.model.routed_layers import MoeShape
+from planner.quoting import short
 from planner.routing import expert_counts as heats
 from planner.routing import trace as traces
 from planner.routing.expert_counts import Phase
@@ -67,7 +68,7 @@ def _fields(text: str, path: str, names: Sequence[str]) -> Iterator[tuple[int, d
 def _whole(row: dict[str, str], name: str, path: str, number: int) -> int:
     value = row[name]
     if not (value.isascii() and value.isdigit()):
-        raise FieldProblem(path, number, name, f"{value!r} is no whole number")
+        raise FieldProblem(path, number, name, f"{short(value)} is no whole number")
     return int(value)
 
 
@@ -133,7 +134,8 @@ def _bare_integers(text: str, path: str, shape: MoeShape | None) -> Found:
     ]
     if not rows:
         first = next((line for line in text.splitlines() if line.strip()), "")
-        raise FileProblem(path, f"no routing profile that this program knows: it starts with {first[:40]!r}")
+        start = short(first, 40)
+        raise FileProblem(path, f"no routing profile that this program knows: it starts with {start}")
     widths = {len(row) for row in rows}
     if widths == {2}:
         return _choices([(layer, expert) for layer, expert in rows])
