@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 from sample_plan import sample_plan
 
-from planner.memory.weights import compute_bytes, kv_bytes, nextn_kv_bytes, state_bytes
+from planner.memory.compute_buffer import compute_bytes
+from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.model.gguf_file import ModelFile
 from planner.model.inventory import Inventory
 from planner.model.units import Kind, Unit, units_of

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.errors import AnswerIsNo
+from planner.memory.compute_buffer import compute_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.reserves import check_extras, projector_compute_bytes
-from planner.memory.weights import compute_bytes, kv_bytes, state_bytes
 from planner.model.ggml_types import is_known
 from planner.model.inventory import Inventory, by_name
 from planner.model.layers import Layers, layers_of

@@ -11,16 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import OptionProblem
+from planner.memory.compute_buffer import compute_bytes, output_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.memory import Reserve
-from planner.memory.weights import (
-    compute_bytes,
-    kv_bytes,
-    loaded_tensors,
-    output_bytes,
-    state_bytes,
-    tied_copy_bytes,
-    weight_bytes,
-)
+from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.sliding_window import sliding_layers
