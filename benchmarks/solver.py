@@ -21,6 +21,7 @@ from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
 from planner.model.inventory import Inventory, from_text
 from planner.model.routed_layers import moe_shape
+from planner.model.structure import structure_of
 from planner.passes import stock_rules
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
@@ -112,7 +113,9 @@ def measure(case: Case, inventory: Inventory, limit_s: float) -> Result:
     started = time.process_time()
     workload = Workload()
     request = Request(budgets, workload, page=True)
-    priced = build_problem(analyse(inventory, workload), profile, request, EngineSettings(), known)
+    priced = build_problem(
+        analyse(structure_of(inventory), workload), profile, request, EngineSettings(), known
+    )
     stock = [c for c in stock_rules.candidates(priced) if c.feasible and c.evaluation]
     hint = min(stock, key=lambda c: c.evaluation.objective_ns if c.evaluation else 0, default=None)
     solved = solve(priced.problem, hint.solution if hint else None, Limits(limit_s))

@@ -20,6 +20,7 @@ from commands.shared.plan_job import (
     review,
 )
 from planner.errors import AnswerIsNo, MachineError, OptionProblem
+from planner.model.structure import structure_of
 
 if TYPE_CHECKING:
     from runtime.bench.intervals import Interval
@@ -130,7 +131,7 @@ def _arms(
         raise MachineError(
             f"there is nothing to compare with: {'; '.join(missing)}; --against cpu or a plan can be"
         )
-    checks = {a.name: Checks(None, expected_devices(job.file.inventory, a.spec)) for a in arms}
+    checks = {a.name: Checks(None, expected_devices(structure_of(job.file.inventory), a.spec)) for a in arms}
     return [mine, *arms], {"plan": job.checks(), **checks}
 
 

@@ -15,6 +15,7 @@ from planner.machine.presets import load
 from planner.machine.profile import Device, OpTiming, Profile
 from planner.model.ggml_types import tensor_bytes
 from planner.model.inventory import Hparam, Inventory, from_text
+from planner.model.structure import structure_of
 from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.plan.engine_settings import EngineSettings
@@ -100,7 +101,7 @@ def priced(
     settings: EngineSettings | None = None,
 ) -> Priced:
     """The problem of a request, and what it was made from; with the engine's own settings unless said."""
-    analysed = analyse(model, request.workload)
+    analysed = analyse(structure_of(model), request.workload)
     return build_problem(analysed, profile, request, settings or EngineSettings(), known or Known())
 
 

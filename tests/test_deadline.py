@@ -22,6 +22,7 @@ from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Severity, exit_code
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.memory.reserves import Extras
+from planner.model.structure import structure_of
 from planner.passes.case import Case
 from planner.passes.clock import Clock
 from planner.passes.largest_context import largest_context
@@ -132,7 +133,7 @@ def test_check_tells_of_a_clock_in_the_plan_and_in_the_check() -> None:
 def test_no_refusal_where_only_the_time_was_too_short() -> None:
     model, profile = moe(24), machine(TWO_GPUS)
     budgets = budgets_for(profile, parse_budget("CUDA0=9000,CUDA1=9000"))
-    case = Case(model, profile, Request(budgets, lowest_ctx=256), clock=within(1, FakeClock(2)))
+    case = Case(structure_of(model), profile, Request(budgets, lowest_ctx=256), clock=within(1, FakeClock(2)))
     with pytest.raises(OutOfTime, match="give a longer --time-limit, or none"):
         largest_context(case, EngineSettings())
 

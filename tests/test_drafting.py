@@ -22,6 +22,7 @@ from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.profile import Profile
 from planner.memory.reserves import Extras
 from planner.model.inventory import Inventory, to_text
+from planner.model.structure import structure_of
 from planner.model.units import Kind, units_of
 from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
@@ -125,7 +126,7 @@ def test_experts_on_the_host_make_checking_dear() -> None:
 def measured(batch: int, factor: int) -> Profile:
     """The machine with the matrices of LARGE measured at batches 1 and `batch`."""
     profile = machine()
-    prices = Prices(LARGE, profile, Workload())
+    prices = Prices(structure_of(LARGE), profile, Workload())
     unit = next(u for u in units_of(LARGE).units if u.kind is Kind.FFN)
     ns = prices.on(unit, "CUDA0").decode_ns // 3
     cases = [

@@ -17,6 +17,7 @@ from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Severity
 from planner.machine.profile import to_text as profile_text
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.passes.engine_fit import dealt, fit_record, readings
 from planner.plan.known import Known
 from planner.plan.load_spec import LoadSpec
@@ -58,16 +59,16 @@ def test_layers_are_dealt_by_the_engine_s_rule() -> None:
 
 
 def test_a_cut_feed_forward_is_read_both_ways() -> None:
-    (whole,) = readings(moe(), fitted(EXPERTS.format(0), EXPERTS.format("[12]")), Workload())
+    (whole,) = readings(structure_of(moe()), fitted(EXPERTS.format(0), EXPERTS.format("[12]")), Workload())
     assert whole.layer_devices == ("CUDA0",) * 9 and whole.setting == "-ngl 9, 2 overrides"
     assert set(whole.sites) == {"blk.0.experts", "blk.1.experts", "blk.2.experts"}
-    gpu, cpu = readings(moe(), fitted(EXPERTS.format(0), DOWN.format(2)), Workload())
+    gpu, cpu = readings(structure_of(moe()), fitted(EXPERTS.format(0), DOWN.format(2)), Workload())
     assert set(gpu.sites) == {"blk.0.experts"} and gpu.setting.endswith("blk.2 cut: counted on the GPU")
     assert set(cpu.sites) == {"blk.0.experts", "blk.2.experts"} and cpu.setting.endswith("on the CPU")
 
 
 def test_layers_on_the_cpu_and_patterns_of_layers_that_are_not_there() -> None:
-    (given,) = readings(moe(), fitted(EXPERTS.format(4), EXPERTS.format(40), ngl=4), Workload())
+    (given,) = readings(structure_of(moe()), fitted(EXPERTS.format(4), EXPERTS.format(40), ngl=4), Workload())
     assert given.layer_devices == ("CPU",) * 5 + ("CUDA0",) * 4
     assert given.sites == {}  # layer 4 is on the CPU as a whole
 

@@ -13,6 +13,7 @@ from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.profile import Profile
 from planner.memory.memory import NOTHING, Memory, Reserve, together
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.load_spec import plan_layer_devices
@@ -70,7 +71,7 @@ def test_a_plan_says_what_its_layers_hold(name: str) -> None:
     model, profile, budget, way = CASES[name]
     work = Workload(n_ctx=8192)
     made = plan(model, budget, on=profile, workload=work, stripes=False, **way)
-    kept, homes = analyse(model, work), plan_layer_devices(made)
+    kept, homes = analyse(structure_of(model), work), plan_layer_devices(made)
     for use in made.devices:
         layers = [f"blk.{n}" for n, home in enumerate(homes[:-1]) if home == use.name]
         assert use.memory.kv == sum(kept.kv.get(n, 0) for n in layers)

@@ -8,6 +8,7 @@ from planning_models import MIB, dense, machine, plan, problem_of, real
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.passes.case import Case
 from planner.passes.largest_context import Keep, largest_context
 from planner.passes.refusal import Infeasible
@@ -47,7 +48,7 @@ def test_what_fits_a_context_fits_every_smaller_one(name: str, no_cpu: bool) -> 
     model, profile = real(name), machine()
     budgets = budgets_for(profile, {"CUDA0": 21_500 * MIB})
     request = Request(budgets, Workload(n_ctx=131_072), lowest_ctx=STEP, no_cpu=no_cpu, page=True)
-    largest, keep = largest_context(Case(model, profile, request), EngineSettings())
+    largest, keep = largest_context(Case(structure_of(model), profile, request), EngineSettings())
     whole = no_cpu or keep is Keep.ALL
     for n_ctx in {largest, max(largest - STEP, STEP), max(largest - 2 * STEP, STEP), largest // 2, STEP}:
         if n_ctx:
@@ -83,7 +84,7 @@ def test_the_largest_context_on_five_unequal_cards() -> None:
     budget = ",".join(f"CUDA{n}={g}" for n, g in enumerate(sizes))
     budgets = budgets_for(profile, parse_budget(budget))
     request = Request(budgets, Workload(n_ctx=131_072), lowest_ctx=1024, no_cpu=True)
-    largest, keep = largest_context(Case(model, profile, request), EngineSettings())
+    largest, keep = largest_context(Case(structure_of(model), profile, request), EngineSettings())
     assert keep is Keep.ALL and largest % STEP == 0
     for n_ctx in (largest, largest - STEP):
         made = plan(model, budget, on=profile, workload=Workload(n_ctx=n_ctx), no_cpu=True, limit_s=2)

@@ -15,6 +15,7 @@ from planner.machine.op_time import UNFUSED_DELTA_NET
 from planner.machine.profile import OpTiming, Profile
 from planner.memory.memory import Reserve
 from planner.model.requantise import parse_rule, requantised, tensor_types
+from planner.model.structure import structure_of
 from planner.passes.case import Case
 from planner.passes.largest_context import Keep, largest_context
 from planner.passes.predict import predict
@@ -133,7 +134,7 @@ def _roomy(budgets: Mapping[str, int]) -> Request:
 def test_context_shrinks_before_anything_spills() -> None:
     profile, model = machine(), moe()
     budgets = budgets_for(profile, parse_budget("3900"))
-    found, keep = largest_context(Case(model, profile, _roomy(budgets)), EngineSettings())
+    found, keep = largest_context(Case(structure_of(model), profile, _roomy(budgets)), EngineSettings())
     assert 8192 <= found < 65536 and found % 256 == 0 and keep is Keep.ALL
     made = plan(model, "3900", workload=Workload(n_ctx=found), no_cpu=True)
     assert {p.unit for p in made.units if p.site == ON_CPU} == {"token_embd"}
@@ -144,13 +145,14 @@ def test_context_shrinks_before_anything_spills() -> None:
 def test_not_even_the_floor_fits() -> None:
     budgets = budgets_for(machine(), parse_budget("600"))
     with pytest.raises(Infeasible, match="not even a context of 8192"):
-        largest_context(Case(moe(), machine(), _roomy(budgets)), EngineSettings())
+        largest_context(Case(structure_of(moe()), machine(), _roomy(budgets)), EngineSettings())
 
 
 def test_the_largest_context_may_spill_experts_but_not_the_cache() -> None:
     budgets = budgets_for(machine(), parse_budget("1500"))
     found, keep = largest_context(
-        Case(moe(), machine(), Request(budgets, Workload(n_ctx=131072), lowest_ctx=4096)), EngineSettings()
+        Case(structure_of(moe()), machine(), Request(budgets, Workload(n_ctx=131072), lowest_ctx=4096)),
+        EngineSettings(),
     )
     assert keep is Keep.CACHE and found > 4096
 

@@ -18,6 +18,7 @@ from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.profile import Profile
 from planner.model.ggml_types import tensor_bytes
 from planner.model.inventory import Hparam, Inventory
+from planner.model.structure import structure_of
 from planner.passes.case import Case
 from planner.passes.clock import Clock
 from planner.passes.largest_context import Keep, fits, free_of_charge, largest_context, with_context
@@ -162,7 +163,7 @@ def test_the_largest_context_of_caches_that_are_shared() -> None:
     model, profile = gemma(8, 4, period=2, width=1024), machine("2x-rtx4060ti-16gb")
     budgets = budgets_for(profile, parse_budget("700"))
     work = Workload(n_ctx=131072, n_ubatch=256)
-    case = Case(model, profile, Request(budgets, work, lowest_ctx=4096))
+    case = Case(structure_of(model), profile, Request(budgets, work, lowest_ctx=4096))
     found, keep = largest_context(case, EngineSettings())
     assert fits(case, EngineSettings(), with_context(work, found), keep)
     assert found == work.n_ctx or not fits(case, EngineSettings(), with_context(work, found + 256), keep)

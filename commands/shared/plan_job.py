@@ -13,6 +13,8 @@ from commands.shared.companions import first_gpu
 from commands.shared.console import say
 from commands.shared.models import load_plan
 from planner.errors import OptionProblem
+from planner.model.structure import structure_of
+from planner.model.units import units_of
 
 if TYPE_CHECKING:
     from planner.machine.engine_builds import Demands
@@ -56,7 +58,7 @@ class Job:
         inventory = self.file.inventory
         shared = sorted(set(shared_kv(inventory, layers_of(inventory)).values()))
         plan = None if self.mapped else self.plan
-        placed = expected_devices(inventory, self.spec)
+        placed = expected_devices(structure_of(inventory), self.spec)
         checks = Checks(plan, placed, tuple(shared), self._demands(placed), path=str(self.plan_path))
         known = self.plan.machine.measured_on
         if not known or self.mapped or self.elsewhere:
@@ -67,7 +69,7 @@ class Job:
         """What the placement asks of a build; the plan's own range counts on its own devices only."""
         from planner.machine.engine_builds import Demands, computing_devices
 
-        devices = computing_devices(self.file.inventory, placed)
+        devices = computing_devices(units_of(self.file.inventory).units, placed)
         architecture = self.file.inventory.architecture
         if self.mapped:
             return Demands(architecture, devices)
@@ -226,7 +228,7 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
         use_mmap=job.spec.use_mmap,
         rollback=n_guess,
     )
-    return Draft(file.paths[0], spec, n_guess, expected_devices(file.inventory, spec))
+    return Draft(file.paths[0], spec, n_guess, expected_devices(structure_of(file.inventory), spec))
 
 
 def review(job: Job, engine: str | None, llama_h: Path | None) -> None:

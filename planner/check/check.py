@@ -15,7 +15,8 @@ from planner.machine.attention_kernels import kv_problem
 from planner.machine.budgets import tight
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
-from planner.model.units import foreign_note, units_of
+from planner.model.structure import Structure, structure_of
+from planner.model.units import foreign_note
 from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.passes.margin import STOCK_TOLERANCE_PPM
@@ -87,10 +88,11 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     if problem := kv_problem(plan.workload):
         report.add("inputs", problem, "workload", "flash_attn")
     if inputs.inventory is not None:
-        for fault in workload_faults(plan.workload, inputs.inventory):
+        structure = structure_of(inputs.inventory)
+        for fault in workload_faults(plan.workload, structure.layers):
             report.add("inputs", fault, "workload", "mtp")
-        _overrides(plan, inputs.inventory, report)
-        if foreign := foreign_note(units_of(inputs.inventory).units):
+        _overrides(plan, structure, report)
+        if foreign := foreign_note(structure.units):
             report.add("inputs", foreign, "model", severity=Severity.NOTE)
         if inputs.profile is not None and not inputs.heat_missing(plan):
             _derived(plan, inputs.inventory, inputs.profile, inputs.known, options, report)
@@ -162,10 +164,10 @@ def _headroom(plan: Plan, profile: Profile, report: _Report) -> None:
             report.add("memory", text, "devices", i, severity=Severity.NOTE)
 
 
-def _overrides(plan: Plan, inventory: Inventory, report: _Report) -> None:
+def _overrides(plan: Plan, structure: Structure, report: _Report) -> None:
     """The patterns against the real tensor list."""
     sites = {p.unit: p.site for p in plan.units}
-    units = units_of(inventory).units
+    inventory, units = structure.inventory, structure.units
     if {u.name for u in units} != sites.keys():
         return  # reported by the comparison of units
     devices = [entry.device for entry in plan.layers for _ in range(entry.first, entry.last + 1)]

@@ -10,6 +10,7 @@ from planner.cost.pins import parse_pin
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.passes import stock_rules
 from planner.passes.case import Case, loading_of
 from planner.passes.chosen import Chosen
@@ -98,7 +99,7 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
 
     Bound, gap and status are taken over, since only solving again can tell them. Raises NotPlaceable.
     """
-    case = Case(inventory, profile, request_of(plan), known_of(plan, known))
+    case = Case(structure_of(inventory), profile, request_of(plan), known_of(plan, known))
     settings = settings_of(plan)
     loading = loading_of(case, case.analysed(settings), settings)
     everything = loading.free(settings)

@@ -20,8 +20,9 @@ from planner.memory import kv_cache
 from planner.memory.memory import NOTHING, Memory
 from planner.memory.memory_limits import Room, room_of
 from planner.model.inventory import Inventory
-from planner.model.layers import Layers, layers_of, shared_kv
-from planner.model.units import Kind, Unit, UnitTable, units_of
+from planner.model.layers import Layers, shared_kv
+from planner.model.structure import Structure
+from planner.model.units import Kind, Unit
 from planner.plan.engine_settings import MAX_ENGINE_DEVICES, EngineSettings
 from planner.plan.known import Known
 from planner.plan.request import Request
@@ -40,25 +41,31 @@ _NOT_LOADED = frozenset({Kind.FOREIGN})
 class Model:
     """A model analysed for one use: its units by decision, its caches."""
 
-    inventory: Inventory
+    structure: Structure
     workload: Workload
-    table: UnitTable
-    layers: Layers
     groups: tuple[tuple[str, tuple[Unit, ...]], ...]  # decision name and its units, in graph order
     kv: Mapping[str, int]  # bytes by decision
     state: Mapping[str, int]
     owners: Mapping[str, str]  # decision of a layer that reads another's KV cache, and of that other
 
     @property
+    def inventory(self) -> Inventory:
+        return self.structure.inventory
+
+    @property
+    def layers(self) -> Layers:
+        return self.structure.layers
+
+    @property
     def units(self) -> tuple[Unit, ...]:
-        return self.table.units
+        return self.structure.units
 
 
-def analyse(inventory: Inventory, workload: Workload) -> Model:
+def analyse(structure: Structure, workload: Workload) -> Model:
     """Group the units of a model into decisions: the input tables, each layer, the output head."""
-    table, layers = units_of(inventory), layers_of(inventory)
+    inventory, layers = structure.inventory, structure.layers
     groups: dict[str, list[Unit]] = {INPUT: []}
-    for unit in table.units:
+    for unit in structure.units:
         if unit.kind in _NOT_LOADED or (unit.kind is Kind.NEXTN and not workload.mtp):
             continue
         groups.setdefault(decision_of(unit), []).append(unit)
@@ -69,10 +76,8 @@ def analyse(inventory: Inventory, workload: Workload) -> Model:
         caches |= dict(zip(names, kv_cache.nextn_kv_bytes(inventory, workload), strict=True))
     state = dict(zip(_names(layers.n_main), kv_cache.state_bytes(inventory, workload), strict=True))
     return Model(
-        inventory,
+        structure,
         workload,
-        table,
-        layers,
         tuple((k, tuple(v)) for k, v in groups.items() if v),
         caches,
         state,
@@ -120,10 +125,10 @@ def build_problem(
     # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
     repack = settings.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
     workload, drafts, memory = model.workload, settings.speculation, settings.host_memory
-    prices = Prices(model.inventory, profile, workload, known.distinct, repack, drafts, memory)
+    prices = Prices(model.structure, profile, workload, known.distinct, repack, drafts, memory)
     rooms = {d.name: room_of(model.inventory, workload, d, settings.op_offload) for d in devices}
     fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, rooms[d.name])]
-    fixed += cache_shares(model.inventory, model.units, devices, known.cache)
+    fixed += cache_shares(model.structure, devices, known.cache)
     fixed += _stages(model, devices) if request.hybrid else ()
     chooser = Chooser(prices, devices, Choices.of(request, settings, known), rooms)
     units = [u for _, g in model.groups for u in g]

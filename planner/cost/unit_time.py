@@ -14,9 +14,9 @@ from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory, copy_rate
 from planner.machine.profile import Calibration, Profile
 from planner.machine.unknown_types import product_of
 from planner.memory.kv_cache import head_widths, kv_heads, state_widths
-from planner.model.inventory import Inventory, Tensor, by_name
-from planner.model.layers import layers_of
-from planner.model.sliding_window import sliding_layers, window
+from planner.model.inventory import Inventory, Tensor
+from planner.model.sliding_window import window
+from planner.model.structure import Structure
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import Kind, Unit, movable
 from planner.plan.plan import Speculation
@@ -66,7 +66,7 @@ class Prices:
     part of it that falls to one accepted token.
     """
 
-    inventory: Inventory
+    structure: Structure
     profile: Profile
     workload: Workload
     distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
@@ -76,10 +76,9 @@ class Prices:
     _memo: dict[object, tuple[int, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tensors = by_name(self.inventory)
+        self.inventory, self.tensors = self.structure.inventory, self.structure.tensors
         self._parts = {name: part_of(tensor) for name, tensor in self.tensors.items()}
-        self._layers = layers_of(self.inventory)
-        self._slides = sliding_layers(self.inventory, self._layers.n_main)
+        self._layers, self._slides = self.structure.layers, self.structure.slides
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
         self._state = state_case(self.inventory, 1)
         self._repacked = {(t.op, t.type) for t in self.profile.timings if t.buffer == REPACKED}

@@ -14,8 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from planner.model.inventory import Inventory
-from planner.model.units import Kind, units_of
+from planner.model.units import Kind, Unit
 from planner.records import Record, load
 
 _FILE = Path(__file__).with_name("engine_faults.yaml")
@@ -123,14 +122,10 @@ def same_build(one: str, other: str) -> bool:
     return numbers[0] == numbers[1] if all(numbers) else one == other
 
 
-def computing_devices(inventory: Inventory, placed: Mapping[str, str]) -> tuple[str, ...]:
+def computing_devices(units: Iterable[Unit], placed: Mapping[str, str]) -> tuple[str, ...]:
     """The devices whose weights are computed with, sorted; `placed` maps tensors to devices."""
     named = {
-        placed[name]
-        for unit in units_of(inventory).units
-        if unit.kind not in _APART
-        for name in unit.tensors
-        if name in placed
+        placed[name] for unit in units if unit.kind not in _APART for name in unit.tensors if name in placed
     }
     return tuple(sorted(named))
 

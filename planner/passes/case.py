@@ -10,6 +10,7 @@ from planner.errors import AnswerIsNo
 from planner.machine.engine_builds import Fault, mixing_fault
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
+from planner.model.structure import Structure
 from planner.passes.chosen import Chosen
 from planner.passes.clock import Clock
 from planner.passes.margin import simplest_within_error
@@ -23,16 +24,20 @@ from planner.plan.request import Request
 class Case:
     """Model, machine, request and knowledge: what stays while settings of the engine are tried."""
 
-    inventory: Inventory
+    structure: Structure
     profile: Profile
     request: Request
     known: Known = field(default_factory=Known)
     clock: Clock = field(default_factory=Clock)
     tell: Callable[[str], None] = lambda text: None  # what was decided on the way
 
+    @property
+    def inventory(self) -> Inventory:
+        return self.structure.inventory
+
     def analysed(self, settings: EngineSettings) -> Model:
         """The model for the requested use with these settings."""
-        return analyse(self.inventory, settings.workload(self.request.workload))
+        return analyse(self.structure, settings.workload(self.request.workload))
 
 
 @dataclass(eq=False)

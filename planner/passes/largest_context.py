@@ -73,7 +73,7 @@ def with_context(workload: Workload, n_ctx: int) -> Workload:
 
 def _priced(case: Case, settings: EngineSettings, workload: Workload, keep: Keep) -> Priced:
     request = replace(case.request, no_cpu=case.request.no_cpu or keep is Keep.ALL)
-    model = analyse(case.inventory, workload)
+    model = analyse(case.structure, workload)
     priced = build_problem(model, case.profile, request, settings, case.known)
     if keep is not Keep.CACHE:
         return priced

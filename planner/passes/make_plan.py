@@ -10,7 +10,7 @@ from planner.machine.engine_builds import sentence
 from planner.machine.profile import Profile
 from planner.memory.reserves import PROJECTOR
 from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
+from planner.model.structure import structure_of
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
 from planner.passes.clock import Clock
@@ -58,9 +58,10 @@ def make_plan(
     `tell` is told what was decided on the way, `advise` tries what a refusal names. Raises Infeasible with
     what is needed, what is there, and what to change; NothingToPlace for a file without layers.
     """
-    if not layers_of(inventory).n_main:
+    structure = structure_of(inventory)
+    if not structure.layers.n_main:
         raise NothingToPlace(inventory.name, inventory.architecture)
-    case = Case(inventory, profile, request, known or Known(), clock or Clock(), tell)
+    case = Case(structure, profile, request, known or Known(), clock or Clock(), tell)
     start = start or EngineSettings()
     tried = Tried()
     for loading, settings in settings_to_try(case, start, tried, ask_engine):

@@ -98,8 +98,8 @@ def _devices(priced: Priced) -> list[Device]:
 
 def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
     """What this program does not know of the model, and what it did about it."""
-    if model.table.unknown:
-        names = [short(name) for name in model.table.unknown]
+    if model.structure.table.unknown:
+        names = [short(name) for name in model.structure.table.unknown]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
     if any(model.layers.attention) and not any(model.kv.values()):

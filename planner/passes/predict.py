@@ -9,6 +9,7 @@ from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.errors import InputError
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.passes.margin import error_ppm
 from planner.passes.stock_rules import realise
 from planner.plan.engine_settings import EngineSettings
@@ -59,7 +60,9 @@ def predict(
     """
     budgets = {d.name: _NO_LIMIT for d in profile.devices if d.kind == "cpu" or d.name in layer_devices}
     request = Request(budgets, workload, page=True)
-    priced = build_problem(analyse(inventory, workload), profile, request, EngineSettings(), Known())
+    priced = build_problem(
+        analyse(structure_of(inventory), workload), profile, request, EngineSettings(), Known()
+    )
     solution = realise(priced, layer_devices, sites)
     if solution is None:
         raise NoSuchPlacement

@@ -167,7 +167,7 @@ def _engines(model: Model, placed: Mapping[str, Site]) -> EngineRange | None:
         for unit in model.units
         for t in unit.tensors
     }
-    devices = computing_devices(model.inventory, computed)
+    devices = computing_devices(model.units, computed)
     behind = bool(cached(placed.values()))
     return range_of(model.inventory.architecture, devices, cache=behind, nextn=model.workload.mtp)
 

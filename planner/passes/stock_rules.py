@@ -62,7 +62,7 @@ def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate,
 
 
 def _fitted(priced: Priced, fit: EngineFit) -> Candidate:
-    read = readings(priced.model.inventory, fit, priced.prices.workload)
+    read = readings(priced.model.structure, fit, priced.prices.workload)
     rules = [Rule(FIT, each.setting, each.layer_devices, each.sites) for each in read]
     return _best(priced, FIT, rules) if rules else Candidate(FIT, "finds no placement", None, None)
 

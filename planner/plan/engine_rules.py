@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
-from planner.model.units import Kind, units_of
+from planner.model.structure import Structure
+from planner.model.units import Kind
 from planner.plan.load_spec import CPU, LoadSpec
 from planner.plan.override_match import placed
 from planner.plan.overrides import home
@@ -30,13 +29,13 @@ def spec_layer_devices(spec: LoadSpec, n_blocks: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def expected_devices(inventory: Inventory, spec: LoadSpec) -> dict[str, str]:
+def expected_devices(structure: Structure, spec: LoadSpec) -> dict[str, str]:
     """Tensor to device for every tensor the engine loads; a striped tensor belongs to its device."""
-    layers = spec_layer_devices(spec, layers_of(inventory).n_all)
+    layers = spec_layer_devices(spec, structure.layers.n_all)
     found: dict[str, str] = {}
-    for unit in units_of(inventory).units:
+    for unit in structure.units:
         if unit.kind is not Kind.FOREIGN:
             found.update(dict.fromkeys(unit.tensors, home(unit, layers)))
-    for name, buffer in placed(inventory, spec.overrides).items():
+    for name, buffer in placed(structure.inventory, spec.overrides).items():
         found[name] = Site.of_buffer(buffer).device
     return found

@@ -11,6 +11,7 @@ from planner.cost.build_problem import analyse, build_problem
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
+from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, units_of
 from planner.passes.stock_rules import realise
 from planner.plan.engine_settings import EngineSettings
@@ -62,7 +63,7 @@ class Predictor:
     workload: Workload
 
     def __post_init__(self) -> None:
-        self._model = analyse(self.inventory, self.workload)
+        self._model = analyse(structure_of(self.inventory), self.workload)
 
     def evaluate(self, profile: Profile, placement: Placement) -> Evaluation:
         """What the planner thinks of a placement. Raises ValueError when it knows no such option."""

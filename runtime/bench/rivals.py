@@ -12,6 +12,7 @@ from pathlib import Path
 from planner.errors import EngineProblem
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
+from planner.model.structure import structure_of
 from planner.model.units import Kind, units_of
 from planner.passes.engine_fit import dealt
 from planner.plan.engine_rules import expected_devices, spec_layer_devices
@@ -156,7 +157,7 @@ def _effect(inventory: Inventory, spec: LoadSpec) -> tuple[object, ...]:
         threads=spec.threads or usable_cores(),
     )
     layers = spec_layer_devices(spec, layers_of(inventory).n_all)
-    return plain, layers, expected_devices(inventory, spec), stripe_widths(inventory, spec)
+    return plain, layers, expected_devices(structure_of(inventory), spec), stripe_widths(inventory, spec)
 
 
 def _all_layers(field: Field) -> int:
