@@ -21,6 +21,7 @@ from commands.shared.plan_job import (
 )
 from planner.errors import AnswerIsNo, MachineError, OptionProblem
 from planner.model.structure import structure_of
+from planner.plan.stock_rule import ALL_CPU, FIT, N_CPU_MOE, NGL
 
 if TYPE_CHECKING:
     from runtime.bench.intervals import Interval
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from runtime.engine.locate import Place
     from runtime.session.draft_model import Draft
 
-RULES = ("fit", "ngl", "ncmoe", "cpu")
+RULES = (FIT, NGL, N_CPU_MOE, ALL_CPU)
 _EQUAL_BYTES = 2**20
 _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
 
@@ -39,9 +40,9 @@ _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
 @plan_options
 @click.option(
     "--against",
-    default="fit,ngl,ncmoe",
+    default=",".join(RULES[:3]),
     show_default=True,
-    help="Rivals: fit, ngl, ncmoe, cpu, or plan files; comma-separated.",
+    help="Rivals: fit, ngl, n-cpu-moe, all-cpu, or plan files; comma-separated.",
 )
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Loads of each.")
 @click.option("--prompts", default="50,500,2000", show_default=True, help="Prompt lengths in tokens.")
@@ -129,7 +130,7 @@ def _arms(
         _say_unequal(mine, arms[-1])
     if names and not arms:
         raise MachineError(
-            f"there is nothing to compare with: {'; '.join(missing)}; --against cpu or a plan can be"
+            f"there is nothing to compare with: {'; '.join(missing)}; --against all-cpu or a plan can be"
         )
     checks = {a.name: Checks(None, expected_devices(structure_of(job.file.inventory), a.spec)) for a in arms}
     return [mine, *arms], {"plan": job.checks(), **checks}

@@ -169,10 +169,10 @@ def test_stock_rules_keep_the_engine_s_default(moe_model: Path, tmp_path: Path) 
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(made))
     base = ["bench", str(moe_model), "--plan", str(path), "--device-map", "CUDA0=CPU", "--rounds", "1"]
-    done = CliRunner().invoke(main, [*base, "--against", "cpu", "--prompts", "4", "-n", "2", "--json"])
+    done = CliRunner().invoke(main, [*base, "--against", "all-cpu", "--prompts", "4", "-n", "2", "--json"])
     assert done.exit_code in (0, 1), done.output  # two tokens may call either faster
     offload = {each["name"]: each["op_offload"] for each in json.loads(done.stdout)["contenders"]}
-    assert offload == {"plan": False, "cpu": True}
+    assert offload == {"plan": False, "all-cpu": True}
 
 
 def test_a_batch_just_long_enough_to_be_copied_costs_no_more_than_one_that_is_not() -> None:

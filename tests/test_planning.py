@@ -20,7 +20,7 @@ from planner.passes.case import Case
 from planner.passes.largest_context import Keep, largest_context
 from planner.passes.predict import predict
 from planner.passes.refusal import Infeasible
-from planner.passes.stock_rules import layer_devices
+from planner.plan.engine_rules import layers_by_ngl
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import CachePoint, Plan, to_text
@@ -434,7 +434,7 @@ def test_the_same_inputs_give_the_same_bytes() -> None:
 
 @pytest.mark.parametrize(("ngl", "on_gpu"), [(0, 0), (1, 1), (2, 2), (28, 28), (29, 29), (30, 29)])
 def test_the_last_layers_go_first_and_the_head_is_one_of_them(ngl: int, on_gpu: int) -> None:
-    devices = layer_devices(28, ngl, [("CUDA0", 1)])
+    devices = layers_by_ngl(28, ngl, [("CUDA0", 1)])
     assert len(devices) == 29 and devices.count("CUDA0") == on_gpu
     assert list(devices) == sorted(devices)  # CPU before CUDA0: offloaded from the end
 
@@ -455,7 +455,7 @@ def test_speculative_blocks_count_as_layers() -> None:
 
 
 def test_layers_are_dealt_by_memory() -> None:
-    devices = layer_devices(12, 13, [("CUDA0", 24), ("CUDA1", 12)])
+    devices = layers_by_ngl(12, 13, [("CUDA0", 24), ("CUDA1", 12)])
     assert devices.count("CUDA0") == 9 and devices.count("CUDA1") == 4
     assert list(devices) == sorted(devices)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.build_problem import Priced
+from planner.cost.build_problem import OUTPUT, Priced
+from planner.plan.load_spec import CPU
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Decision, Option, Solution
 
@@ -49,3 +50,10 @@ class Chosen:
         return list(
             zip(self.priced.problem.decisions, self.solution.chosen(self.priced.problem), strict=True)
         )
+
+    def layer_devices(self) -> tuple[str, ...]:
+        """The layer device of each layer, speculative blocks included, and of the output head."""
+        names = [d.device for d in self.priced.problem.devices]
+        by_name = {decision.name: names[o.entry] for decision, o in self.pairs() if decision.layer}
+        head = by_name.get(OUTPUT, CPU)
+        return (*(by_name.get(f"blk.{n}", head) for n in range(self.priced.model.layers.n_all)), head)

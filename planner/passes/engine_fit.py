@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
@@ -13,19 +12,9 @@ from planner.model.units import Kind
 from planner.plan.engine_rules import expected_devices, spec_layer_devices
 from planner.plan.load_spec import CPU, LoadSpec
 from planner.plan.plan import EngineFit, FitOverride
-from planner.site import ON_CPU, Site
+from planner.plan.stock_rule import FIT, Rule
+from planner.site import ON_CPU
 from planner.workload import Workload
-
-NAME = "fit"
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """One reading of a placement made elsewhere."""
-
-    setting: str
-    layer_devices: tuple[str, ...]  # one a layer, speculative blocks included, the output head last
-    sites: Mapping[str, Site]  # movable units that do not live on their layer device
 
 
 def fit_record(inventory: Inventory, engine: str, spec: LoadSpec | None, workload: Workload) -> EngineFit:
@@ -50,7 +39,7 @@ def dealt(inventory: Inventory, spec: LoadSpec) -> LoadSpec:
     return replace(spec, tensor_split=split, n_gpu_layers=sum(split))
 
 
-def readings(structure: Structure, fit: EngineFit, workload: Workload) -> tuple[Given, ...]:
+def readings(structure: Structure, fit: EngineFit, workload: Workload) -> tuple[Rule, ...]:
     """The placement, once or twice; nothing where --fit found none.
 
     --fit cuts the feed-forward of at most one layer a device: some of its tensors on the GPU, some on
@@ -65,10 +54,10 @@ def readings(structure: Structure, fit: EngineFit, workload: Workload) -> tuple[
     whole, cut = _on_host(structure, spec, devices)
     setting = _setting(fit)
     if not cut:
-        return (Given(setting, devices, dict.fromkeys(whole, ON_CPU)),)
+        return (Rule(FIT, setting, devices, dict.fromkeys(whole, ON_CPU)),)
     layers = ", ".join(name.rpartition(".")[0] for name in cut)
     return tuple(
-        Given(f"{setting}, {layers} cut: counted on the {place}", devices, dict.fromkeys(moved, ON_CPU))
+        Rule(FIT, f"{setting}, {layers} cut: counted on the {place}", devices, dict.fromkeys(moved, ON_CPU))
         for place, moved in (("GPU", whole), ("CPU", (*whole, *cut)))
     )
 

@@ -13,12 +13,12 @@ from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
 from planner.memory.memory_limits import room_of
 from planner.model.units import BOUND, Kind, Unit, foreign_note
-from planner.passes.engine_fit import NAME as FIT
 from planner.passes.prompt_pipeline import Pipeline
 from planner.passes.stock_rules import Candidate
 from planner.plan.known import Known
 from planner.plan.plan import DeviceUse, Placement
 from planner.plan.request import Request
+from planner.plan.stock_rule import FIT
 from planner.quoting import short
 from planner.site import ON_CPU, SiteKind, sites
 from planner.solver.evaluate import Evaluation

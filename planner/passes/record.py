@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
-from planner.cost.build_problem import OUTPUT, Model, Priced, decision_of
+from planner.cost.build_problem import Model, Priced, decision_of
 from planner.cost.expert_cache import cached
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
@@ -20,13 +20,13 @@ from planner.passes.prompt_pipeline import Pipeline, pipeline_of, unpiped
 from planner.passes.stock_rules import Candidate
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
+from planner.plan.load_spec import layer_ranges
 from planner.plan.overrides import overrides_of
 from planner.plan.plan import (
     Baseline,
     Constraints,
     DeviceUse,
     ExpertOrder,
-    LayerRange,
     MachineRef,
     ModelRef,
     Placement,
@@ -53,7 +53,7 @@ def record(
 ) -> Plan:
     """The plan of a chosen placement."""
     priced, settings = chosen.priced, chosen.priced.settings
-    devices = layer_devices(chosen)
+    devices = chosen.layer_devices()
     placed = sites_of(chosen, devices)
     units = priced.model.units
     placements = tuple(_placement(chosen, unit, placed[unit.name]) for unit in units)
@@ -71,7 +71,7 @@ def record(
         workload=priced.model.workload,
         constraints=constraints_of(request, known, settings),
         devices=uses,
-        layers=ranges(devices),
+        layers=layer_ranges(devices),
         op_offload=settings.op_offload,
         repack=None if settings.repack else False,
         projector=settings.projector,
@@ -110,15 +110,6 @@ def constraints_of(request: Request, known: Known, settings: EngineSettings) -> 
     )
 
 
-def layer_devices(chosen: Chosen) -> tuple[str, ...]:
-    """The layer device of each layer, speculative blocks included, and of the output head."""
-    priced = chosen.priced
-    names = [d.device for d in priced.problem.devices]
-    by_name = {decision.name: names[option.entry] for decision, option in chosen.pairs() if decision.layer}
-    head = by_name.get(OUTPUT, "CPU")
-    return (*(by_name.get(f"blk.{n}", head) for n in range(priced.model.layers.n_all)), head)
-
-
 def sites_of(chosen: Chosen, devices: Sequence[str]) -> dict[str, Site]:
     """The site of every unit; those that are not loaded stay with their layer's device."""
     found: dict[str, Site] = {}
@@ -128,17 +119,6 @@ def sites_of(chosen: Chosen, devices: Sequence[str]) -> dict[str, Site]:
         home = devices[-1] if unit.layer is None else devices[min(unit.layer, len(devices) - 1)]
         found.setdefault(unit.name, Site.on(home))
     return found
-
-
-def ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:
-    """Consecutive layers with one device."""
-    found: list[LayerRange] = []
-    for n, device in enumerate(devices):
-        if found and found[-1].device == device:
-            found[-1] = LayerRange(first=found[-1].first, last=n, device=device)
-        else:
-            found.append(LayerRange(first=n, last=n, device=device))
-    return tuple(found)
 
 
 def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> MachineRef:

@@ -167,6 +167,17 @@ def layer_devices(ranges: Iterable[LayerRange], n_blocks: int = 0) -> tuple[str,
     return (*found, *[found[-1]] * (n_blocks + 1 - len(found)))
 
 
+def layer_ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:
+    """Consecutive layers with one device."""
+    found: list[LayerRange] = []
+    for n, device in enumerate(devices):
+        if found and found[-1].device == device:
+            found[-1] = LayerRange(first=found[-1].first, last=n, device=device)
+        else:
+            found.append(LayerRange(first=n, last=n, device=device))
+    return tuple(found)
+
+
 def map_devices(spec: LoadSpec, names: Mapping[str, str]) -> LoadSpec:
     """The same placement on other devices, `names` from the plan's to those here; CPU stays CPU.
 

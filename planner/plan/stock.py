@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
-from planner.plan.load_spec import CPU, plan_layer_devices
-from planner.plan.plan import LayerRange, Placement, Plan
+from planner.plan.load_spec import CPU, layer_ranges, plan_layer_devices
+from planner.plan.plan import Placement, Plan
 from planner.site import ON_CPU, Site, SiteKind
 
 _FREE = (".experts", ".ffn")  # units that need not be where their layer is
@@ -24,7 +23,7 @@ def nearest(plan: Plan) -> Plan:
     units = tuple(p.model_copy(update={"site": _site(p, before, after, cached)}) for p in plan.units)
     # Pins name units whose layers have moved.
     free = plan.constraints.model_copy(update={"pins": ()})
-    return plan.model_copy(update={"layers": _ranges(after), "units": units, "constraints": free})
+    return plan.model_copy(update={"layers": layer_ranges(after), "units": units, "constraints": free})
 
 
 def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cached: Site) -> Site:
@@ -45,12 +44,3 @@ def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cac
 def _layer(unit: str) -> int | None:
     parts = unit.split(".")
     return int(parts[1]) if parts[0] == "blk" and len(parts) > 1 and parts[1].isdecimal() else None
-
-
-def _ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:
-    found, at = [], 0
-    for device, group in groupby(devices):
-        count = len(list(group))
-        found.append(LayerRange(first=at, last=at + count - 1, device=device))
-        at += count
-    return tuple(found)
