@@ -19,6 +19,7 @@ from commands.shared.plan_job import (
     plan_options,
     review,
 )
+from planner.constants import CPU
 from planner.errors import AnswerIsNo, MachineError, OptionProblem
 from planner.model.structure import structure_of
 from planner.plan.stock_rule import ALL_CPU, FIT, N_CPU_MOE, NGL
@@ -192,7 +193,7 @@ def _show(results: list[Result], comparisons: list[Comparison]) -> None:
 
     made = table("contender", "setting", "device memory", "prompt", "prefill t/s", "ms/token", "tokens/s")
     for result in results:
-        memory = sum(sizes.total for name, sizes in result.memory.items() if name != "CPU")
+        memory = sum(sizes.total for name, sizes in result.memory.items() if name != CPU)
         for prompt in sorted(result.decode):
             decode, prefill = summary(result.decode[prompt]), summary(result.prefill[prompt])
             assert decode is not None and prefill is not None

@@ -74,7 +74,8 @@ def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:
 
 def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float | None) -> Plan | None:
     """The plan with 1 GiB more on the device that limits it."""
-    from planner.check.explain import GIB, binding, with_more
+    from planner.check.explain import binding, with_more
+    from planner.constants import GIB
     from planner.passes.clock import Clock
 
     tight = binding(plan)

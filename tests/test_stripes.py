@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from engines import ROOT, device_names, python
 
+from planner.constants import STRIPE_GRANULE as GRANULE
 from planner.cost.stripe_widths import GRANULE as PLANNED
 from planner.model.gguf_file import read_model
 from planner.plan.load_spec import LoadSpec

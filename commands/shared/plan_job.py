@@ -193,11 +193,12 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
 
     None without a path; where the plan counts on a draft that is said.
     """
+    from planner.constants import CPU
     from planner.memory.reserves import check_extras
     from planner.model.gguf_file import read_model
     from planner.model.layers import layers_of
     from planner.plan.engine_rules import expected_devices
-    from planner.plan.load_spec import CPU, LoadSpec
+    from planner.plan.load_spec import LoadSpec
     from runtime.load.load_params import most_rollback
     from runtime.session.draft_model import Draft
 
@@ -240,7 +241,8 @@ def review(job: Job, engine: str | None, llama_h: Path | None) -> None:
 
 def parse_map(texts: tuple[str, ...], plan: Plan) -> dict[str, str]:
     """`CUDA0=CPU` options as a mapping; OptionProblem for a device that the plan does not use."""
-    from planner.plan.load_spec import CPU, devices_of, load_spec
+    from planner.constants import CPU
+    from planner.plan.load_spec import devices_of, load_spec
 
     known = {*devices_of(load_spec(plan)), *(use.name for use in plan.devices)} - {CPU}
     found: dict[str, str] = {}

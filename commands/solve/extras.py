@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from commands.shared.models import load_inventory
+from planner.constants import CPU
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _RATE = re.compile(r"0(\.[0-9]+)?|\.[0-9]+|1(\.0*)?")
 
 def first_gpu(profile: Profile, budgets: Mapping[str, int]) -> str:
     """The device of what names none; the CPU where there is no GPU."""
-    return next((d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets), "CPU")
+    return next((d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets), CPU)
 
 
 def extras_of(asked: Asked, profile: Profile, budgets: Mapping[str, int]) -> Extras:
@@ -40,7 +41,7 @@ def extras_of(asked: Asked, profile: Profile, budgets: Mapping[str, int]) -> Ext
         raise OptionProblem("--mmproj-device", asked.eyes, "needs --mmproj")
     return Extras(
         mmproj=load_inventory(asked.mmproj) if asked.mmproj else None,
-        mmproj_device="CPU" if asked.eyes == "cpu" else "",
+        mmproj_device=CPU if asked.eyes == "cpu" else "",
         draft=load_inventory(asked.draft) if asked.draft else None,
         reserved={name: size for name, size in kept.items() if size},
     )

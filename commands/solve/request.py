@@ -12,6 +12,7 @@ from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
 from commands.solve.extras import accept_rate, extras_of, first_gpu
 from commands.solve.options import Asked
+from planner.constants import CPU
 from planner.errors import OptionProblem
 from planner.quoting import shell
 from planner.solver.deadline import Deadline
@@ -93,7 +94,7 @@ def inputs_of(asked: Asked) -> Inputs:
         raise OptionProblem("--fit", "", "expected a library, a folder, or auto")
     if asked.engine and asked.model.suffix in (".yaml", ".yml"):
         raise OptionProblem("--fit", asked.engine, "needs the model file itself, not its inventory")
-    movable = asked.mmproj is not None and asked.eyes == "auto" and gpu != "CPU"
+    movable = asked.mmproj is not None and asked.eyes == "auto" and gpu != CPU
     request = Request(
         budgets=budgets,
         workload=workload,

@@ -14,13 +14,13 @@ from commands.shared.figures import check_name, pyplot, save
 from commands.shared.option_types import Target
 from commands.solve.options import Asked, asking
 from commands.solve.request import Inputs, inputs_of
+from planner.constants import MIB
 from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import mathtext
 
 if TYPE_CHECKING:
     from planner.plan.plan import Plan
 
-MIB = 2**20
 _MOST = 500  # plans in one sweep
 
 

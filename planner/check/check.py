@@ -10,6 +10,7 @@ from datetime import date
 from planner.check.consistency import workload_faults
 from planner.check.findings import Finding, Severity
 from planner.check.reprice import NotPlaceable, known_of, reprice, request_of, settings_of
+from planner.constants import PPM
 from planner.errors import AtsplanError, FieldProblem
 from planner.machine.attention_kernels import kv_problem
 from planner.machine.budgets import tight
@@ -30,7 +31,6 @@ from planner.plan.plan import Plan, from_text, to_text
 from planner.records import Lines
 from planner.solver.deadline import Deadline
 
-_PPM = 10**6
 _NOT_SEARCHED = "the time limit ended the search: that nothing better exists was not shown again"
 _RULE_OF = {
     "devices": "memory",
@@ -262,7 +262,7 @@ def _bound(plan: Plan, again: Plan, report: _Report) -> None:
     if recorded.bound_ns > objective:
         report.add("optimal", "bound_ns is above the plan's own objective", "predicted", "bound_ns")
         return
-    gap = (objective - recorded.bound_ns) * _PPM // max(objective, 1)
+    gap = (objective - recorded.bound_ns) * PPM // max(objective, 1)
     if gap != recorded.gap_ppm:
         report.add("optimal", f"gap_ppm is {recorded.gap_ppm}, bound and objective give {gap}", "predicted")
     if recorded.status == "optimal" and gap > 0:
@@ -309,7 +309,7 @@ def _optimal(
         message = f"edited by hand: {loss:.2f} % above the best placement found"
         report.add("optimal", message, "predicted", "status", severity=Severity.NOTE)
         return
-    slack = mine * (plan.predicted.gap_ppm + _tolerance(plan, best)) // _PPM
+    slack = mine * (plan.predicted.gap_ppm + _tolerance(plan, best)) // PPM
     if found < mine - slack:
         report.add(
             "optimal",

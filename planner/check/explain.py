@@ -19,7 +19,6 @@ from planner.plan.load_spec import pins_host_weights, works_from_host
 from planner.plan.plan import Baseline, DeviceUse, Plan, Speculation
 from planner.site import ON_CPU, Site, SiteKind
 
-GIB = 2**30
 _SHOWN = 6  # largest parts of a token's time
 
 

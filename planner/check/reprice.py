@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planner.cost.build_problem import OUTPUT, Priced
+from planner.block_names import block_of
+from planner.cost.build_problem import Priced
 from planner.cost.pins import parse_pin
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
@@ -180,7 +181,7 @@ def _culprit(priced: Priced, devices: tuple[str, ...], sites: Mapping[str, Site]
     for decision in priced.problem.decisions:
         if not decision.layer:
             continue
-        home = devices[-1] if decision.name == OUTPUT else devices[int(decision.name.removeprefix("blk."))]
+        home = devices[-1 if (layer := block_of(decision.name)) is None else layer]
         if home not in names:
             return NotPlaceable("", f"{decision.name}: there is no device {home}")
         problem = _fault(decision, names.index(home), home, sites)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from planner.constants import MAX_ENGINE_DEVICES
 from planner.cost.expert_cache import cache_shares
 from planner.cost.layer_options import Choices, Chooser
 from planner.cost.ledger import Ledger, Once, Parts, Placed, once
@@ -23,7 +24,7 @@ from planner.model.inventory import Inventory
 from planner.model.layers import Layers, shared_kv
 from planner.model.structure import Structure
 from planner.model.units import Kind, Unit
-from planner.plan.engine_settings import MAX_ENGINE_DEVICES, EngineSettings
+from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.request import Request
 from planner.site import ON_CPU, sites

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from planner.constants import CPU
 from planner.cost.ledger import Once, once
 from planner.machine.profile import Device
 from planner.memory.memory import NOTHING, Memory
 from planner.model.structure import Structure
 from planner.model.units import Kind, movable
-from planner.plan.load_spec import CPU, plan_layer_devices
+from planner.plan.load_spec import plan_layer_devices
 from planner.plan.plan import CachePoint, Placement, Plan
 from planner.site import ON_CPU, Site, SiteKind
 

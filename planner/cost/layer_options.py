@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from planner.constants import PPM
 from planner.cost import hybrid_slots
 from planner.cost.ledger import Parts, Placed, spread, summed, totals
 from planner.cost.stripe_widths import STEPS, Stripe, stripe_widths
@@ -26,7 +27,6 @@ from planner.solver.problem import Option
 
 PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
 _CACHED_BATCH = 32  # tokens a step up to which the engine uses its MoE cache
-_PPM = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Chooser:
         for slots in hybrid_slots.widths(unit.experts, unit.used, tokens, work, curve, lanes, STEPS):
             here_bytes = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
             held = self._weights({d: here_bytes, self.cpu: moved})
-            prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // _PPM
+            prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // PPM
             times = Times(slots.step_ns, prefill, 0)
             share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)
             yield Spot(Site(SiteKind.HYBRID, device.name, slots.k), held, times, shares=share)
@@ -214,7 +214,7 @@ class Chooser:
         for n, point in enumerate(self.choices.cache):
             if not serves(point, unit, self.prices.step_tokens):
                 continue
-            slots = Memory(unit.size_bytes - moved, cache=moved * point.share_ppm // _PPM)
+            slots = Memory(unit.size_bytes - moved, cache=moved * point.share_ppm // PPM)
             held = spread({d: slots, self.cpu: Memory(moved)}, len(self.devices))
             times = Times(here.decode_ns + self._misses_ns(unit, d, point), prefill, 0)
             shares = (*streaming, self._cache_share(d, n))
@@ -224,11 +224,11 @@ class Chooser:
     def _misses_ns(self, unit: Unit, d: int, point: CachePoint) -> int:
         """The router's choice read back, a new split, and every expert that is not there copied."""
         host, device = self.devices[self.cpu].name, self.devices[d].name
-        copy, missing = self.prices.copy_ns, _PPM - point.hit_ppm
+        copy, missing = self.prices.copy_ns, PPM - point.hit_ppm
         wanted = unit.used * self.prices.step_tokens
-        missed = unit.active_bytes * self.prices.step_tokens * missing // _PPM
+        missed = unit.active_bytes * self.prices.step_tokens * missing // PPM
         each = copy(host, device, 0)
-        uploads = copy(host, device, missed) - each + each * wanted * missing // _PPM
+        uploads = copy(host, device, missed) - each + each * wanted * missing // PPM
         waited = self.prices.calibration.split_ns + copy(device, host, 4 * wanted) + uploads
         return self.prices.per_token(waited)
 
@@ -311,7 +311,7 @@ class Chooser:
 
 def serves(point: CachePoint, unit: Unit, tokens: int) -> bool:
     """Whether the engine caches a layer at this size and asks the cache for a step of this many tokens."""
-    slots = unit.experts * point.share_ppm // _PPM
+    slots = unit.experts * point.share_ppm // PPM
     wanted = min(unit.used * tokens, unit.experts)
     return slots >= max(unit.used, wanted) and tokens <= _CACHED_BATCH
 
@@ -320,7 +320,7 @@ def _blend(hot: Times, cold: Times, stripe: Stripe) -> Times:
     """Experts read partly from the device's memory and partly across the bus."""
 
     def mix(near: int, far: int, cold_ppm: int) -> int:
-        return near + max(far - near, 0) * cold_ppm // _PPM
+        return near + max(far - near, 0) * cold_ppm // PPM
 
     return Times(
         mix(hot.decode_ns, cold.decode_ns, stripe.cold_decode_ppm),

@@ -6,11 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from planner.constants import PPM, STRIPE_GRANULE
 from planner.cost.unit_time import Prices
 from planner.model.units import Unit
 
-GRANULE = 2 * 2**20  # bytes; the driver maps no less at once
-_PPM = 10**6
 STEPS = 16  # of a whole layer; widths tried are multiples of one
 
 
@@ -39,19 +38,19 @@ def stripe_widths(unit: Unit, prices: Prices, curve: Sequence[float]) -> Iterato
         whole = [_granules(size) for size in sizes]
         yield Stripe(
             k,
-            sum(hot) * GRANULE,
-            sum(w - h for w, h in zip(whole, hot, strict=True)) * GRANULE,
-            round((1.0 - curve[k]) * _PPM),
+            sum(hot) * STRIPE_GRANULE,
+            sum(w - h for w, h in zip(whole, hot, strict=True)) * STRIPE_GRANULE,
+            round((1.0 - curve[k]) * PPM),
             _cold_share(curve, k, unit.used, ubatch),
         )
 
 
 def _granules(size: int) -> int:
-    return -(-size // GRANULE)
+    return -(-size // STRIPE_GRANULE)
 
 
 def _cold_share(curve: Sequence[float], k: int, used: int, batch: int) -> int:
     """Of the distinct experts that a batch touches, those beyond the k hottest."""
     shares = [b - a for a, b in itertools.pairwise(curve)]
     touched = [1.0 - (1.0 - min(1.0, used * share)) ** batch for share in shares]
-    return round(sum(touched[k:]) / max(sum(touched), 1e-12) * _PPM)
+    return round(sum(touched[k:]) / max(sum(touched), 1e-12) * PPM)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planner.constants import CPU, PPM
 from planner.machine import op_time
 from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory, copy_rate
 from planner.machine.profile import Calibration, Profile
@@ -24,7 +25,6 @@ from planner.workload import Workload
 
 REPACKED = "CPU_REPACK"  # the buffer type of weights in the layout of the CPU's kernels
 _FEW_TOKENS = 8  # the calibration of decode counts launches alone
-_PPM = 10**6
 # Operators without weights that a unit adds to the graph: rope, cache writes, softmax, top-k, residual …
 _SMALL_OPS = {
     Kind.ATTENTION: 6,
@@ -221,8 +221,8 @@ class Prices:
             ns, known = self._tensor(unit, self.tensors["token_embd.weight"], device, buffer, batch, rows)
             total, measured = total + ns, measured + (ns if known else 0)
         total += _SMALL_OPS.get(unit.kind, 0) * self._small(device, batch, self._width(unit))
-        scale = self.calibration.scale_ppm.get(device, _PPM)
-        return total * scale // _PPM, measured * scale // _PPM
+        scale = self.calibration.scale_ppm.get(device, PPM)
+        return total * scale // PPM, measured * scale // PPM
 
     def _width(self, unit: Unit) -> int:
         """Values a token that a small operator of a unit reads and writes once each."""
@@ -275,7 +275,7 @@ class Prices:
         )
 
     def _lookup(self, case: op_time.Case, device: str, buffer: str) -> tuple[int, bool]:
-        if self.repack and device == "CPU" and not buffer and (case.op, case.type) in self._repacked:
+        if self.repack and device == CPU and not buffer and (case.op, case.type) in self._repacked:
             buffer = REPACKED
         key = (case, device, buffer)
         if key not in self._memo:

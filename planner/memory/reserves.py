@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from planner.constants import CPU
 from planner.errors import OptionProblem
 from planner.memory.compute_buffer import compute_bytes, output_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
@@ -53,7 +54,7 @@ def check_extras(mmproj: Inventory | None, draft: Inventory | None) -> None:
 
 
 def reserves(
-    inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = "CPU"
+    inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = CPU
 ) -> tuple[Reserve, ...]:
     """Every line that something beside the model's own weights, caches and compute takes.
 

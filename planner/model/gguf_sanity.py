@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
+from planner.block_names import block_digits
+from planner.constants import MAX_COUNT, MAX_LAYERS
 from planner.errors import FileProblem
 from planner.model.gguf_header import Header
 from planner.model.inventory import Hparam, too_many_used
 from planner.quoting import short
-
-MAX_LAYERS = 512  # the engine's own limit
-MAX_COUNT = 2**32 - 1  # what the widest of the format's usual counts can say
-_BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
 
 # What the planner's arithmetic reads as whole numbers, alone or one per layer.
 COUNTS = frozenset(
@@ -80,6 +77,6 @@ def check_counts(hparams: Mapping[str, Hparam], path: str) -> None:
 def check_layers(header: Header, path: str) -> None:
     """FileProblem for a tensor of a layer that cannot be."""
     for info in header.infos:
-        block = _BLOCK.match(info.name)
-        if block and (len(block[1]) > 9 or int(block[1]) >= MAX_LAYERS):
+        block = block_digits(info.name)
+        if block and (len(block) > 9 or int(block) >= MAX_LAYERS):
             raise FileProblem(path, f"damaged: tensor {short(info.name)} belongs to no possible layer")

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
+from planner.block_names import block_digits
+from planner.constants import MAX_COUNT, MAX_LAYERS
 from planner.errors import FieldProblem
 from planner.records import Lines, Record, Shape, digest, dump, load
 
@@ -19,9 +21,6 @@ _COUNT = re.compile(
     r".*(_count|_count_kv|_length|_length_mla|_length_swa|_size|_rank|_kernel|_interval|head_dim|_layers"
     r"|l_cache|_window|kpool|compress_ratios)"
 )
-_BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
-_MAX_LAYERS = 512  # the engine's own limit
-_MAX_COUNT = 2**32 - 1
 
 
 class Shard(Record):
@@ -104,9 +103,7 @@ def from_text(text: str, path: str) -> Inventory:
             raise FieldProblem(path, line, f"tensor {tensor.name}", why)
         seen.add(tensor.name)
     for key, value in inventory.hparams.items():
-        if _COUNT.fullmatch(key) and not _is_count(
-            value, _MAX_LAYERS if key == "block_count" else _MAX_COUNT
-        ):
+        if _COUNT.fullmatch(key) and not _is_count(value, MAX_LAYERS if key == "block_count" else MAX_COUNT):
             line = Lines(text, path).of("hparams", key)
             raise FieldProblem(path, line, f"hparams.{key}", "expected a count, or one for each layer")
     if why := too_many_used(inventory.hparams):
@@ -125,8 +122,8 @@ def too_many_used(hparams: Mapping[str, Hparam]) -> str:
 
 def _impossible(tensor: Tensor, n_shards: int) -> str:
     """Why no model file can hold this tensor; "" when one may."""
-    block = _BLOCK.match(tensor.name)
-    if block and (len(block[1]) > 9 or int(block[1]) >= _MAX_LAYERS):
+    block = block_digits(tensor.name)
+    if block and (len(block) > 9 or int(block) >= MAX_LAYERS):
         return "belongs to no possible layer"
     if len(tensor.shape) > 4 or not 0 < math.prod(tensor.shape) < 1 << 63:
         return "has a shape that cannot be"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Priced
-from planner.plan.load_spec import CPU
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Decision, Option, Solution
 

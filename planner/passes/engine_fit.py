@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from planner.constants import CPU
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.structure import Structure
 from planner.model.units import Kind
 from planner.plan.engine_rules import expected_devices, spec_layer_devices
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import EngineFit, FitOverride
 from planner.plan.stock_rule import FIT, Rule
 from planner.site import ON_CPU
@@ -58,7 +59,7 @@ def readings(structure: Structure, fit: EngineFit, workload: Workload) -> tuple[
     layers = ", ".join(name.rpartition(".")[0] for name in cut)
     return tuple(
         Rule(FIT, f"{setting}, {layers} cut: counted on the {place}", devices, dict.fromkeys(moved, ON_CPU))
-        for place, moved in (("GPU", whole), ("CPU", (*whole, *cut)))
+        for place, moved in (("GPU", whole), (CPU, (*whole, *cut)))
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 
+from planner.constants import CELL_STEP
 from planner.cost.build_problem import Priced, analyse, build_problem
-from planner.memory.kv_cache import CELL_STEP
 from planner.passes.case import Case
 from planner.passes.refusal import Infeasible, OutOfTime, forced, refuse
 from planner.plan.engine_settings import EngineSettings

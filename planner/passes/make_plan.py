@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from planner.constants import PPM
 from planner.errors import InputError
 from planner.machine.engine_builds import sentence
 from planner.machine.profile import Profile
@@ -24,8 +25,6 @@ from planner.plan.known import Known
 from planner.plan.plan import Plan
 from planner.plan.request import Request
 from planner.solver.deadline import Deadline
-
-_PPM = 10**6
 
 
 @dataclass(eq=False)
@@ -95,4 +94,4 @@ def _draft_lengths(loadings: list[Loading]) -> list[str]:
     drafts = loadings[0].settings.speculation
     assert drafts is not None
     told = ", ".join(f"{n}: {times[n] / 1e6:.2f} ms" for n in sorted(times))
-    return [f"drafted tokens a step and time of a token, acceptance {drafts.accept_ppm / _PPM:g}: {told}"]
+    return [f"drafted tokens a step and time of a token, acceptance {drafts.accept_ppm / PPM:g}: {told}"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.constants import PPM
 from planner.cost.unit_time import Prices
 from planner.machine.profile import Calibration
 from planner.passes.chosen import Chosen
 
-_PPM = 10**6
 _LEAST_PPM, _MOST_PPM = 5_000, 20_000
 _UNCALIBRATED_PPM = 10_000
 STOCK_TOLERANCE_PPM = _MOST_PPM  # how far a kept stock rule may be from the best that another run finds
@@ -37,6 +37,6 @@ def simplest_within_error(found: Sequence[Chosen]) -> Chosen:
     `found` is not empty, its placements are priced with one calibration.
     """
     best = min(each.doubted_ns for each in found)
-    limit = best + best * indistinct_ppm(found[0].priced.prices.calibration) // _PPM
+    limit = best + best * indistinct_ppm(found[0].priced.prices.calibration) // PPM
     near = [each for each in found if each.doubted_ns <= limit]
     return min(near, key=lambda each: (each.rank, each.evaluation.objective_ns, each.opens_gpus))

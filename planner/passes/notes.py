@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.constants import CPU
 from planner.cost.build_problem import UNFUSED, Model, Priced, unfused_ns
 from planner.cost.expert_cache import told
 from planner.machine.attention_kernels import kv_note
@@ -51,7 +52,7 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
         found.append(f"same as the stock rule {subject.rule}, or not told apart from it")
     if not any(r.name.startswith("projector") for r in settings.reserves):
         found.append("no memory reserved for a vision projector (--mmproj)")
-    if settings.projector is not None and settings.projector.device == "CPU":
+    if settings.projector is not None and settings.projector.device == CPU:
         found.append(
             f"the vision projector {settings.projector.name} computes on the CPU: images take longer"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planner.constants import PPM
 from planner.cost.build_problem import Priced
 from planner.machine.engine_builds import Fault, sentence
 from planner.passes import stock_rules
@@ -18,8 +19,6 @@ from planner.solver.evaluate import evaluate
 from planner.solver.problem import Option, Solution
 from planner.solver.solve import Solved, solve
 from planner.solver.tie_break import tidied
-
-_PPM = 10**6
 
 
 def placements(loading: Loading, settings: EngineSettings, tried: Tried) -> Iterator[Chosen]:
@@ -148,7 +147,7 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     found = _chosen(plain, tidied(plain.problem, solved.solution), solved)
     if streamed is not None and _copies(streamed, start):
         # The speed of a link and that of a CPU do not share their errors, as two placements do.
-        doubt = found.evaluation.prefill_ns * error_ppm(plain.prices) // _PPM
+        doubt = found.evaluation.prefill_ns * error_ppm(plain.prices) // PPM
         found = replace(found, doubt_ns=doubt)
     yield found
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
+from planner.constants import CPU, IDLE_THREADS, MIB, PPM
 from planner.cost.build_problem import Model, Priced, decision_of
 from planner.cost.expert_cache import cached
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
@@ -38,10 +39,6 @@ from planner.plan.request import Request
 from planner.records import digest
 from planner.site import HOST, ON_CPU, Site, SiteKind, sites
 from planner.solver.deadline import Deadline
-
-_PPM = 10**6
-_MIB = 2**20
-_FEW_THREADS = 4
 
 
 def record(
@@ -128,7 +125,7 @@ def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> Ma
     Threads of a CPU that computes nothing only wait: 16 of them cost a token on a GPU 8 %, 4 next to nothing.
     """
     best = next((d.threads for d in profile.devices if d.kind == "cpu"), 0)
-    few = min(best or profile.fingerprint.cores or _FEW_THREADS, _FEW_THREADS)
+    few = min(best or profile.fingerprint.cores or IDLE_THREADS, IDLE_THREADS)
     return MachineRef(
         name=profile.name,
         profile_digest=digest(to_text(profile)),
@@ -160,7 +157,7 @@ def _used(chosen: Chosen) -> list[str]:
 
 def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bool:
     """Whether a token needs the CPU for more than looking up its row."""
-    return "CPU" in devices or any(
+    return CPU in devices or any(
         p.time_ns and (p.site == ON_CPU or p.site.kind is SiteKind.HYBRID) for p in placements
     )
 
@@ -169,7 +166,7 @@ def prediction(chosen: Chosen) -> Prediction:
     """Predicted times, their error bar, and how close to the optimum they are proven to be."""
     found = chosen.evaluation
     bound = min(chosen.bound_ns, found.objective_ns)
-    gap = (found.objective_ns - bound) * _PPM // max(found.objective_ns, 1)
+    gap = (found.objective_ns - bound) * PPM // max(found.objective_ns, 1)
     return Prediction(
         tpot_ns=found.decode_ns,
         prefill_ns=found.prefill_ns,
@@ -215,7 +212,7 @@ def _use(chosen: Chosen, d: int, request: Request, copies: int) -> DeviceUse | N
         return None
     context = priced.prices.profile.device(device.device).context_bytes if opened and held == NOTHING else 0
     # In whole MiB, as the stock tools' option says it; what is left over lies with the compute buffer.
-    left = held.cache % _MIB
+    left = held.cache % MIB
     beside = priced.settings.reserved_bytes(device.device)
     return DeviceUse.of(
         device.device,

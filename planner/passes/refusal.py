@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.constants import CPU
 from planner.cost.build_problem import Priced
 from planner.cost.layer_options import PER_DEVICE
 from planner.errors import AnswerIsNo
@@ -162,7 +163,7 @@ def hints(priced: Priced, request: Request, host: bool = False) -> tuple[str, ..
         found.append(f"--ubatch {workload.n_ubatch // 2}")
     eyes = [r.device for r in priced.settings.reserves if r.name.startswith("projector")]
     if eyes:
-        found.append("no --mmproj" if "CPU" in eyes else "--mmproj-device cpu")
+        found.append("no --mmproj" if CPU in eyes else "--mmproj-device cpu")
     if any(r.name.startswith("draft") for r in priced.settings.reserves):
         found.append("no --draft")
     if request.pins:

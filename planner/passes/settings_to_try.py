@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from planner.constants import CPU
 from planner.cost.unit_time import calibration_for
 from planner.errors import AnswerIsNo
 from planner.machine.host_memory import HostMemory, can_be_pinned
@@ -30,7 +31,6 @@ LONGEST_DRAFT = 7  # with the model's own next token, the batches of 2 to 8 that
 # DeepSeek-V3's NextN block accepts 3.20 tokens a step of seven drafted (model card of nebius/MTP-DeepSeek-V3-
 # 0324): 0.70 each. Small models drafting for large ones: 0.53 to 0.75 (Leviathan et al. 2023, table 2).
 PUBLISHED_PPM = 700_000
-_CPU = "CPU"
 
 AskEngine = Callable[[Workload, EngineSettings], EngineFit]  # what the engine's own --fit chooses
 
@@ -73,7 +73,7 @@ def projector_places(case: Case, start: EngineSettings) -> Iterator[EngineSettin
 
 
 def _projector_on_cpu(beside: Beside) -> Beside:
-    return replace(beside, extras=replace(beside.extras, mmproj_device=_CPU))
+    return replace(beside, extras=replace(beside.extras, mmproj_device=CPU))
 
 
 def _with_beside(case: Case, start: EngineSettings, beside: Beside) -> EngineSettings:
@@ -105,7 +105,7 @@ def draft_lengths(case: Case, start: EngineSettings) -> list[EngineSettings]:
     beside = case.request.beside
     if beside is None or beside.accept_ppm is None:
         return [start]
-    if start.projector is not None and start.projector.device == _CPU:
+    if start.projector is not None and start.projector.device == CPU:
         beside = _projector_on_cpu(beside)
     each = speculation(case.inventory, case.profile, case.request.workload, beside)
     found = []

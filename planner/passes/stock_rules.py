@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Model, Priced
 from planner.model.units import Kind, Unit
 from planner.passes.engine_fit import readings
@@ -86,7 +87,7 @@ def realise(priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Si
     homes[OUTPUT] = layer_devices[-1]
     choices: list[int] = []
     for decision in priced.problem.decisions:
-        home = homes.get(decision.name, "CPU")
+        home = homes.get(decision.name, CPU)
         if home not in names and decision.layer:
             return None
         owner = priced.model.owners.get(decision.name)

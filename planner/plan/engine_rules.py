@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.constants import CPU
 from planner.model.structure import Structure
 from planner.model.units import Kind
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.plan.override_match import placed
 from planner.plan.overrides import home
 from planner.site import Site

@@ -9,8 +9,6 @@ from planner.memory.memory import Reserve
 from planner.plan.plan import Projector, Speculation
 from planner.workload import Workload
 
-MAX_ENGINE_DEVICES = 16  # llama_max_devices: entries of the device list, repeats included
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.plan.load_spec import CPU, layer_ranges, plan_layer_devices
+from planner.block_names import block_of
+from planner.constants import CPU
+from planner.plan.load_spec import layer_ranges, plan_layer_devices
 from planner.plan.plan import Placement, Plan
 from planner.site import ON_CPU, Site, SiteKind
 
@@ -28,7 +30,7 @@ def nearest(plan: Plan) -> Plan:
 
 def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cached: Site) -> Site:
     """The legal site; `cached` is that of host experts of device layers, the CPU without a MoE cache."""
-    layer = _layer(placement.unit)
+    layer = block_of(placement.unit)
     if placement.site.kind in (SiteKind.STRIPE, SiteKind.HYBRID):
         return cached
     if layer is not None and placement.unit.endswith(".experts") and placement.site in (ON_CPU, cached):
@@ -39,8 +41,3 @@ def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cac
     if after[layer] == CPU or (placement.unit.endswith(_FREE) and placement.site == ON_CPU):
         return ON_CPU
     return Site.on(after[layer])
-
-
-def _layer(unit: str) -> int | None:
-    parts = unit.split(".")
-    return int(parts[1]) if parts[0] == "blk" and len(parts) > 1 and parts[1].isdecimal() else None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from planner.constants import CPU
 from planner.cost.build_problem import analyse, build_problem
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
@@ -16,7 +17,7 @@ from planner.model.units import Kind, Unit, units_of
 from planner.passes.stock_rules import realise
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.plan.overrides import overrides_of
 from planner.plan.request import Request
 from planner.site import ON_CPU, Site

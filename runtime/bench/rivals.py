@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from planner.constants import CPU
 from planner.errors import EngineProblem
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
@@ -16,7 +17,7 @@ from planner.model.structure import structure_of
 from planner.model.units import Kind, units_of
 from planner.passes.engine_fit import dealt
 from planner.plan.engine_rules import expected_devices, spec_layer_devices
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.plan.overrides import collate
 from planner.plan.stock_rule import ALL_CPU, FIT, N_CPU_MOE, NGL
 from runtime.engine.locate import Place
