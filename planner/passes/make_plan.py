@@ -64,7 +64,8 @@ def make_plan(
     start = start or EngineSettings()
     tried = Tried()
     for loading, settings in settings_to_try(case, start, tried, ask_engine):
-        loading.found += placements(loading, settings, tried)  # build the problem, solve, tie-break, evaluate
+        found = list(placements(loading, settings, tried))  # build the problem, solve, tie-break, evaluate
+        loading.found.extend(found)
     if not tried.found:
         raise with_remedies(tried.refusals[0], case, start) if advise else tried.refusals[0]
     chosen = simplest_within_error(tried.found)
