@@ -14,6 +14,6 @@ def block_digits(name: str) -> str:
 
 
 def block_of(name: str) -> int | None:
-    """The layer of a tensor, unit or decision; None for names of no layer."""
+    """The layer of a tensor, unit or decision; None for names of no layer, and of one that cannot be."""
     digits = block_digits(name)
-    return int(digits) if digits else None
+    return int(digits) if digits and len(digits) < 10 else None

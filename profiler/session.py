@@ -98,6 +98,8 @@ def look(request: Request, watch: Watcher) -> Found:
     until_s = time.monotonic() + request.seconds
     fingerprint = host.fingerprint("")
     journal = Journal(*map(str, (request.engine, request.devices, request.threads)))
+    if journal.damaged:
+        watch.note(f"what an interrupted profile had left was damaged: put aside as {journal.damaged}")
     forget_another(journal, _facts(request, fingerprint), watch.note)
     if not any(line["kind"] == "link-end" for line in journal.lines):
         load = host.load()

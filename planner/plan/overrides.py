@@ -20,7 +20,7 @@ from planner.model.units import Kind, Unit, movable
 from planner.plan.plan import Override
 from planner.site import Site, SiteKind
 
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
 _TIED = "token_embd.weight"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from planner.block_names import block_of
@@ -11,6 +12,8 @@ from planner.plan.plan import Placement, Plan
 from planner.site import ON_CPU, Site, SiteKind
 
 _FREE = (".experts", ".ffn")  # units that need not be where their layer is
+
+_BLOCK = re.compile(r"blk\.([0-9]{1,4})(?:\.|$)")
 
 
 def nearest(plan: Plan) -> Plan:
