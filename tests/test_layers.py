@@ -23,7 +23,18 @@ MAY_IMPORT = {
 }
 # The rooms of the planner in the order data flows: each may import those before it.
 ROOMS = (
-    *("constants", "block_names", "quoting", "texts", "errors", "files", "records", "workload", "site"),
+    *(
+        "constants",
+        "block_names",
+        "quoting",
+        "texts",
+        "errors",
+        "files",
+        "yaml_reader",
+        "records",
+        "remember",
+    ),
+    *("workload", "site"),
     *("model", "machine", "memory", "solver", "plan", "routing", "cost", "passes", "check"),
 )
 MOST_FILES = 16  # of a folder: what a person can look over
