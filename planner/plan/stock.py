@@ -1,8 +1,8 @@
 """The nearest placement that stock llama.cpp tools can load, of a plan and of a load spec.
 
 The tools list no CPU among devices, split a device list of at most 15 entries, and know no stripes. A plan
-gets legal decisions, CPU layers first, to be priced again; a spec keeps its decisions as far as overrides can say
-them: layers of the CPU between device layers keep their weights there.
+gets legal decisions, CPU layers first, to be priced again; a spec keeps its decisions as far as overrides
+can say them: layers of the CPU between device layers keep their weights there.
 """
 
 from __future__ import annotations
