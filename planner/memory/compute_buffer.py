@@ -18,7 +18,7 @@ from planner.memory.kv_cache import INDEXED, cells_of, head_widths, is_latent, k
 from planner.model.ggml_types import row_bytes
 from planner.model.inventory import Inventory, Tensor, by_name
 from planner.model.layers import Layers, layers_of
-from planner.model.sliding_window import sliding_layers
+from planner.model.sliding_window import all_sliding
 from planner.workload import Workload
 
 PIPELINE_COPIES = 4  # buffers of each split input when several GPUs work in a pipeline
@@ -205,7 +205,7 @@ def _attends(shape: Layers, layer: int) -> bool:
 
 
 def _slides(inventory: Inventory, shape: Layers) -> tuple[bool, ...]:
-    return (*sliding_layers(inventory, shape.n_main), *(False,) * shape.n_nextn)
+    return all_sliding(inventory, shape.n_main, shape.n_all)
 
 
 def _stages(

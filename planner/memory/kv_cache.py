@@ -13,7 +13,7 @@ from planner.errors import InputError
 from planner.model.ggml_types import BY_NAME, row_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import Layers, layers_of, shared_kv, stems_by_layer
-from planner.model.sliding_window import sliding_layers, window
+from planner.model.sliding_window import all_sliding, sliding_layers, window
 from planner.workload import Workload
 
 CELL_STEP = 256  # the engine rounds contexts and sliding windows up to this many cells
@@ -33,6 +33,10 @@ _MIXERS = (
     ("ssm", "ssm_conv1d"),
 )
 _UNGROUPED = frozenset({"mamba", "jamba"})  # Mamba-1: the convolution sees the inner width alone
+# Architectures that say which of their layers have an indexer, and those whose speculative block has none.
+_TYPED = frozenset({"glm-dsa", "glm5-next", "dots3note", "hy_v4"})
+_PLAIN_NEXTN = frozenset({"glm-dsa", "deepseek32", "dots3note"})
+_GLM_5_2, _GLM_LAYERS = 1 << 20, 78  # context and layers of the first that shares them
 INDEXED = frozenset({"deepseek32", "glm-dsa", "glm5-next", "qwen4exp", "minimax-m3", "dots3note", "hy_v4"})
 
 
@@ -114,11 +118,16 @@ def check_types(inventory: Inventory, workload: Workload) -> None:
 
 
 def nextn_kv_bytes(inventory: Inventory, workload: Workload) -> tuple[int, ...]:
-    """KV cache of each NextN block in its own context, which has the cells of the main one."""
+    """KV cache of each NextN block in its own context, which has the cells of the main one.
+
+    A block slides where the file's pattern or the architecture says so; one cache of the whole context
+    holds those of Dots3-note all the same.
+    """
     layers = layers_of(inventory)
-    cells = cells_of(inventory, workload)
+    cells = cells_of(inventory, workload, swa_full=inventory.architecture == "dots3note")
+    slides = all_sliding(inventory, layers.n_main, layers.n_all)
     return tuple(
-        _layer_kv(inventory, workload, layers, cells, layer, False)
+        _layer_kv(inventory, workload, layers, cells, layer, slides[layer])
         for layer in range(layers.n_main, layers.n_all)
     )
 
@@ -218,12 +227,12 @@ def _layer_kv(
         # Without flash attention values are stored transposed, all layers as wide as the widest.
         widest = value * heads[layer] if workload.flash_attn else _widest_value(inventory, layers)
         total += _row(workload.type_v, widest) * rows
-    return total + _indexer(inventory, workload, layer) * rows
+    return total + _indexer(inventory, workload, layer, layers.n_main) * rows
 
 
 def _widest_value(inventory: Inventory, layers: Layers) -> int:
     heads = kv_heads(inventory, layers.n_all)
-    slides = (*sliding_layers(inventory, layers.n_main), *(False,) * layers.n_nextn)
+    slides = all_sliding(inventory, layers.n_main, layers.n_all)
     return max(head_widths(inventory, slides[n])[1] * heads[n] for n in range(layers.n_all))
 
 
@@ -231,10 +240,10 @@ def _row(type_name: str, width: int) -> int:
     return row_bytes(type_name, width) if width else 0
 
 
-def _indexer(inventory: Inventory, workload: Workload, layer: int) -> int:
+def _indexer(inventory: Inventory, workload: Workload, layer: int, n_main: int) -> int:
     """Bytes per cell that a sparse attention keeps beside keys and values."""
     width = inventory.number("attention.indexer.key_length")
-    if inventory.architecture not in INDEXED or not width or not _has_indexer(inventory, layer):
+    if inventory.architecture not in INDEXED or not width or not _has_indexer(inventory, layer, n_main):
         return 0
     if inventory.architecture == "glm5-next" and inventory.number("attention.indexer.kpool"):
         width *= 3  # key, gate and pooled value
@@ -244,11 +253,22 @@ def _indexer(inventory: Inventory, workload: Workload, layer: int) -> int:
     return row
 
 
-def _has_indexer(inventory: Inventory, layer: int) -> bool:
-    if inventory.architecture == "minimax-m3":
+def _has_indexer(inventory: Inventory, layer: int, n_main: int) -> bool:
+    """Whether a layer keeps keys of an indexer of its own; a speculative block counts from `n_main` on."""
+    arch = inventory.architecture
+    if layer >= n_main:
+        return arch not in _PLAIN_NEXTN
+    if arch == "minimax-m3":
         return layer >= inventory.number("leading_dense_block_count")
+    if arch == "hy_v4" and not inventory.number("attention.indexer.top_k"):
+        return False
     kinds = inventory.hparams.get("attention.indexer.types")
-    return bool(kinds[layer]) if isinstance(kinds, tuple) and layer < len(kinds) else True
+    if arch not in _TYPED or kinds is None:
+        # GLM 5.2 and later, told by their context, share indexers where the file does not say which.
+        late = arch == "glm-dsa" and inventory.number("context_length") >= _GLM_5_2
+        return not late or layer < 2 or (layer % 4 == 2 and layer < _GLM_LAYERS)
+    each = kinds if isinstance(kinds, tuple) else (kinds,) * n_main
+    return layer < len(each) and bool(each[layer])
 
 
 def _history_width(inventory: Inventory) -> int:
