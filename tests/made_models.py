@@ -56,7 +56,6 @@ _NEXTN = """
 cohere2moe deepseek2 deepseek32 glm-dsa glm4moe hy_v3 qwen35 qwen35moe qwen3next qwen4exp
 """
 NEXTN = tuple(_NEXTN.split())
-)
 
 
 def hparams(name: str) -> dict[str, Hparam]:

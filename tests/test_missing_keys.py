@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from dry_loads import Bytes, Load, attempt
 from made_models import CONTEXTS, NEXTN, hparams, make
+from planning_models import plan
 from sparse_model import write_sparse
 
+from planner.memory.kv_cache import unstated_heads
 from planner.memory.weights import (
     compute_bytes,
     context_bytes,
@@ -120,3 +122,24 @@ def test_step_has_three_speculative_blocks_that_slide() -> None:
         update={"n_ctx": 35072, "n_seq": 1, "n_batch": 2048, "n_ubatch": 1024, "mtp": True}
     )
     assert nextn_kv_bytes(model, work) == (6 * MIB,) * 3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SynthSpec("llama", n_embd=640, n_head_kv=4, head_dim=128),
+        SynthSpec("gpt-oss", n_embd=576, n_head=16, head_dim=64),
+    ],
+    ids=lambda spec: spec.arch,
+)
+def test_heads_that_only_shapes_tell_are_counted_by_them_and_said(spec: SynthSpec, tmp_path: Path) -> None:
+    whole = read_model(write(tmp_path / "model.gguf", spec)).inventory
+    silent = without(without(whole, "attention.key_length"), "attention.value_length")
+    assert kv_bytes(silent, WORK) == kv_bytes(whole, WORK)
+    (said,) = attempt([Load(write_sparse(tmp_path / "silent.gguf", silent), WORK)])
+    assert isinstance(said, str)  # the engine does not load it
+    assert unstated_heads(whole) == ""
+    width = spec.n_embd // spec.n_head
+    assert f"{spec.head_dim} by the shape of its attn_k, {width} to llama.cpp" in unstated_heads(silent)
+    made = plan(silent, "2000", workload=WORK)
+    assert unstated_heads(silent) in made.notes

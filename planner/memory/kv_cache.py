@@ -32,6 +32,7 @@ _MIXERS = (
     ("kda", "ssm_conv1d_q"),
     ("ssm", "ssm_conv1d"),
 )
+_BLOCK = re.compile(r"blk\.([0-9]+)\.")
 _UNGROUPED = frozenset({"mamba", "jamba"})  # Mamba-1: the convolution sees the inner width alone
 # Architectures that say which of their layers have an indexer, and those whose speculative block has none.
 _TYPED = frozenset({"glm-dsa", "glm5-next", "dots3note", "hy_v4"})
@@ -187,15 +188,53 @@ def mixer_kind(inventory: Inventory) -> str:
 
 
 def head_widths(inventory: Inventory, slides: bool) -> tuple[int, int]:
-    """Width of one key head and one value head."""
-    heads = inventory.per_layer("attention.head_count", 1)[0]
-    plain = inventory.number("embedding_length") // heads if heads else 0
-    key = inventory.number("attention.key_length", plain)
-    value = inventory.number("attention.value_length", plain)
+    """Width of one key head and one value head.
+
+    Where the file does not state them, those of its projections: the engine takes the width of the model
+    over its heads, and refuses the file, or dies of it, where that is another.
+    """
+    key, value = (_head(inventory, name) for name in ("key", "value"))
     if slides:
         key = inventory.number("attention.key_length_swa", key)
         value = inventory.number("attention.value_length_swa", value)
     return key, value
+
+
+def _head(inventory: Inventory, name: str) -> int:
+    stated = f"attention.{name}_length"
+    if stated in inventory.hparams:
+        return inventory.number(stated)
+    return _shaped(inventory, name) or _even(inventory)
+
+
+def unstated_heads(inventory: Inventory) -> str:
+    """What is amiss with the heads' widths that a file leaves to its reader; "" when nothing is."""
+    for name in ("key", "value"):
+        shaped, even = _shaped(inventory, name), _even(inventory)
+        if f"attention.{name}_length" not in inventory.hparams and shaped and shaped != even:
+            return (
+                f"the file does not say attention.{name}_length: {shaped} by the shape of its "
+                f"attn_{name[0]}, {even} to llama.cpp, which cannot load it so"
+            )
+    return ""
+
+
+def _even(inventory: Inventory) -> int:
+    heads = inventory.per_layer("attention.head_count", 1)[0]
+    return inventory.number("embedding_length") // heads if heads else 0
+
+
+def _shaped(inventory: Inventory, name: str) -> int:
+    """Width of a head by the first projection of keys or values; 0 where there is none of its own."""
+    if is_latent(inventory) or inventory.architecture == "deepseek4":
+        return 0
+    ending = f".attn_{name[0]}.weight"
+    found = next((t for t in inventory.tensors if t.name.endswith(ending) and len(t.shape) == 2), None)
+    block = _BLOCK.match(found.name) if found else None
+    if found is None or block is None:
+        return 0
+    heads = kv_heads(inventory, int(block[1]) + 1)[-1]
+    return found.shape[1] // heads if heads and found.shape[1] % heads == 0 else 0
 
 
 def kv_heads(inventory: Inventory, n_layers: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from planner.machine.attention_kernels import kv_note
 from planner.machine.budgets import tight
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
+from planner.memory.kv_cache import unstated_heads
 from planner.memory.memory_limits import room_of
 from planner.model.gguf_header import one_line
 from planner.model.units import foreign_note
@@ -100,6 +101,8 @@ def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
         yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
     if any(model.layers.attention) and not any(model.kv.values()):
         yield "the file does not say how wide its attention is: the KV cache is not counted"
+    if heads := unstated_heads(model.inventory):
+        yield heads
     if foreign := foreign_note(model.units):
         yield foreign
     products = {(product_of(tensor), tensor.type) for tensor in model.inventory.tensors}
