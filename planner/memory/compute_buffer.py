@@ -14,15 +14,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from planner.machine.host_memory import OFFLOAD_BATCH
-from planner.memory.kv_cache import INDEXED, cells_of, head_widths, is_latent, kv_heads, state_widths
+from planner.memory.kv_cache import INDEXED, Cells, cells_of, head_widths, is_latent, kv_heads, state_widths
 from planner.model.ggml_types import row_bytes
 from planner.model.inventory import Inventory, Tensor, by_name
-from planner.model.layers import Layers, layers_of
+from planner.model.layers import CACHELESS, ENCODERS, Layers, layers_of
 from planner.model.sliding_window import all_sliding
 from planner.workload import Workload
 
 PIPELINE_COPIES = 4  # buffers of each split input when several GPUs work in a pipeline
 _LIVE = 5  # copies of the residual stream alive in the middle of a layer
+_SYMMETRIC = frozenset({"modern-bert", "gemma-embedding"})  # encoders with a window to both sides
 _INPUT_BYTES = 64  # per token: ids, positions, cell indices, output rows
 
 
@@ -65,6 +66,7 @@ def compute_items(
     """
     tokens = batch_tokens(workload)
     shape = layers_of(inventory)
+    head = head and inventory.architecture not in ENCODERS
     chosen = range(shape.n_main) if layers is None else sorted(layers)
     tensors = _layer_tensors(inventory)
     stages = [s for n in chosen for s in _stages(inventory, workload, shape, n, tensors, swa_full)]
@@ -135,8 +137,9 @@ def host_bytes(inventory: Inventory, workload: Workload, *, copies: int = 1, swa
 
 
 def output_bytes(inventory: Inventory, workload: Workload) -> int:
-    """The host buffer from which logits are read: one row per sequence."""
-    return 4 * vocabulary(inventory) * workload.n_seq
+    """The host buffer from which logits are read, or an encoder's vectors: one row per sequence."""
+    encodes = inventory.architecture in ENCODERS
+    return 4 * (inventory.number("embedding_length") if encodes else vocabulary(inventory)) * workload.n_seq
 
 
 def staging_bytes(
@@ -189,14 +192,24 @@ def _per_layer_inputs(inventory: Inventory, shape: Layers, tokens: int) -> int:
 def _masks(
     inventory: Inventory, workload: Workload, shape: Layers, layers: Collection[int], swa_full: bool
 ) -> Iterator[int]:
-    cells = cells_of(inventory, workload, swa_full=swa_full)
+    cells = _seen(inventory, workload, swa_full)
     slides = _slides(inventory, shape)
     one = (2 if workload.flash_attn else 4) * batch_tokens(workload)
     kinds = {slides[n] for n in layers if _attends(shape, n)}
+    if inventory.architecture in _SYMMETRIC and inventory.number("attention.sliding_window"):
+        kinds = {False, True}  # made whether a layer slides or not
     if False in kinds:
         yield cells.full * one
     if True in kinds:
         yield cells.sliding * one
+
+
+def _seen(inventory: Inventory, workload: Workload, swa_full: bool = False) -> Cells:
+    """What a batch attends to: the cells of the cache, or itself where there is none."""
+    if inventory.architecture in CACHELESS:
+        tokens = batch_tokens(workload)
+        return Cells(tokens, tokens, 1)
+    return cells_of(inventory, workload, swa_full=swa_full)
 
 
 def _attends(shape: Layers, layer: int) -> bool:
@@ -219,7 +232,7 @@ def _stages(
     """Bytes beside the residual stream, of each stage of a layer."""
     tensors = by_layer.get(layer, {})
     tokens = 4 * batch_tokens(workload)
-    yield tokens * _dense_values(tensors), "ffn"
+    yield tokens * _dense_values(inventory, tensors), "ffn"
     yield tokens * _expert_values(inventory, tensors, layer), "experts"
     if _attends(shape, layer):
         values = _attention_values(inventory, workload, shape, layer, swa_full)
@@ -239,10 +252,11 @@ def _layer_tensors(inventory: Inventory) -> Mapping[int, Mapping[str, Tensor]]:
     return found
 
 
-def _dense_values(tensors: Mapping[str, Tensor]) -> int:
-    """Gate, up and their product are alive together."""
+def _dense_values(inventory: Inventory, tensors: Mapping[str, Tensor]) -> int:
+    """Gate, up and their product are alive together; encoders without a gate have one of the three."""
     inner = max((tensors[n].shape[0] for n in ("ffn_down", "ffn_down_shexp") if n in tensors), default=0)
-    return 3 * inner
+    plain = "ffn_up" in tensors and "ffn_gate" not in tensors and _rows(tensors["ffn_up"]) == inner
+    return (1 if plain and inventory.architecture in ENCODERS else 3) * inner
 
 
 def _expert_values(inventory: Inventory, tensors: Mapping[str, Tensor], layer: int) -> int:
@@ -269,7 +283,7 @@ def _attention_values(
         values = 4 * heads * max(key, value)
     if workload.flash_attn:
         return values
-    cells = cells_of(inventory, workload, swa_full=swa_full)
+    cells = _seen(inventory, workload, swa_full)
     return values + heads * (cells.sliding if slides else cells.full)
 
 
@@ -280,7 +294,7 @@ def _cast_bytes(inventory: Inventory, workload: Workload, shape: Layers, layer: 
     are a view of the keys.
     """
     slides = _slides(inventory, shape)[layer]
-    cells = cells_of(inventory, workload, swa_full=swa_full)
+    cells = _seen(inventory, workload, swa_full)
     rows = (cells.sliding if slides else cells.full) * cells.streams
     if not workload.flash_attn:
         value = head_widths(inventory, slides)[1] if is_latent(inventory) else 0
@@ -295,9 +309,7 @@ def _indexer_values(inventory: Inventory, workload: Workload) -> int:
     if inventory.architecture not in INDEXED and inventory.architecture != "deepseek4":
         return 0
     heads = inventory.number("attention.indexer.head_count")
-    return (
-        2 * heads * inventory.number("attention.indexer.key_length") + 4 * cells_of(inventory, workload).full
-    )
+    return 2 * heads * inventory.number("attention.indexer.key_length") + 4 * _seen(inventory, workload).full
 
 
 def _recurrent_bytes(inventory: Inventory, workload: Workload, tensors: Mapping[str, Tensor]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from planner.errors import InputError
 from planner.model.ggml_types import BY_NAME, row_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import Layers, layers_of, shared_kv, stems_by_layer
+from planner.model.layers import CACHELESS, Layers, layers_of, shared_kv, stems_by_layer
 from planner.model.sliding_window import all_sliding, sliding_layers, window
 from planner.workload import Workload
 
@@ -80,13 +80,15 @@ def cells_of(
 def kv_bytes(
     inventory: Inventory, workload: Workload, *, unified: bool = False, swa_full: bool = False
 ) -> tuple[int, ...]:
-    """KV cache of each main layer in bytes; 0 for layers that keep none or read another's.
+    """KV cache of each main layer in bytes; 0 for layers that keep none or read another's, and encoders.
 
     Source: llama_kv_cache and its relatives; indexer keys of sparse attention are included. Raises
     KvTypeProblem for types the engine would refuse.
     """
     check_types(inventory, workload)
     layers = layers_of(inventory)
+    if inventory.architecture in CACHELESS:
+        return (0,) * layers.n_main
     cells = cells_of(inventory, workload, unified=unified, swa_full=swa_full)
     readers = shared_kv(inventory, layers)
     slides = sliding_layers(inventory, layers.n_main)

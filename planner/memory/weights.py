@@ -21,7 +21,7 @@ from planner.memory.compute_buffer import (
 )
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, padded, state_bytes, state_widths
 from planner.model.inventory import Inventory, Tensor
-from planner.model.layers import layers_of
+from planner.model.layers import ENCODERS, layers_of
 
 __all__ = [
     "BUFFER_STEP",
@@ -64,10 +64,12 @@ def loaded_tensors(inventory: Inventory, *, mtp: bool = False) -> tuple[Tensor, 
 def tied_copy_bytes(inventory: Inventory, *, head_on_host: bool) -> int:
     """The second copy of token_embd.weight that serves as output head; 0 when there is none.
 
-    On the host both are the same tensor, but for Gemma 3n and 4.
+    On the host both are the same tensor, but for Gemma 3n and 4. Encoders have no head.
     """
     sizes = {t.name: t.size_bytes for t in inventory.tensors}
-    if "output.weight" in sizes or (head_on_host and inventory.architecture not in _ALWAYS_TWICE):
+    if "output.weight" in sizes or inventory.architecture in ENCODERS:
+        return 0
+    if head_on_host and inventory.architecture not in _ALWAYS_TWICE:
         return 0
     return sizes.get("token_embd.weight", 0)
 

@@ -14,6 +14,7 @@ from planner.machine.unknown_types import host_types, product_of
 from planner.memory.kv_cache import unstated_heads
 from planner.memory.memory_limits import room_of
 from planner.model.gguf_header import one_line
+from planner.model.layers import CACHELESS
 from planner.model.units import foreign_note
 from planner.passes.engine_fit import NAME as FIT
 from planner.passes.prompt_pipeline import Pipeline
@@ -95,11 +96,12 @@ def _devices(priced: Priced) -> list[Device]:
 
 def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
     """What this program does not know of the model, and what it did about it."""
+    cached = model.inventory.architecture not in CACHELESS
     if model.table.unknown:
         names = [one_line(name) for name in model.table.unknown]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
-    if any(model.layers.attention) and not any(model.kv.values()):
+    if any(model.layers.attention) and not any(model.kv.values()) and cached:
         yield "the file does not say how wide its attention is: the KV cache is not counted"
     if heads := unstated_heads(model.inventory):
         yield heads
