@@ -40,6 +40,7 @@ class Inputs:
     fit_engine: str = ""  # whose --fit to ask; "": none
     drafting: Drafting | None = None  # the draft length is to be chosen
     movable: Extras | None = None  # what runs beside it, where the projector in it may go to the CPU
+    notes: tuple[str, ...] = ()  # what the plan must say of files beside the model
 
     def plan(self) -> Plan:
         """The plan; with a context that may shrink, the largest that fits.
@@ -95,13 +96,16 @@ class Inputs:
         if self.drafting:
             from planner.passes.draft_length import best_length
 
-            return best_length(self.inventory, self.profile, self.budgets, workload, options, self.drafting)
-        return make_plan(self.inventory, self.profile, self.budgets, workload, options)
+            made = best_length(self.inventory, self.profile, self.budgets, workload, options, self.drafting)
+        else:
+            made = make_plan(self.inventory, self.profile, self.budgets, workload, options)
+        return made.model_copy(update={"notes": (*made.notes, *self.notes)})
 
 
 def inputs_of(asked: Asked) -> Inputs:
     """Read every file and option of a command line; raises InputError with the option at fault."""
     from planner.machine.budgets import budgets_for, parse_budget
+    from planner.memory.reserves import estimates
     from planner.model.layers import layers_of
     from planner.model.units import holds_nextn
 
@@ -134,6 +138,7 @@ def inputs_of(asked: Asked) -> Inputs:
         asked.engine or "",
         drafting_of(asked, extras, gpu),
         extras if asked.mmproj and asked.eyes == "auto" and gpu != "CPU" else None,
+        tuple(estimates(extras)),
     )
 
 

@@ -22,7 +22,7 @@ from planner.memory.weights import (
     weight_bytes,
 )
 from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
+from planner.model.layers import KNOWN, layers_of
 from planner.model.sliding_window import sliding_layers
 from planner.model.tensor_roles import Role, part_of
 from planner.workload import Workload
@@ -56,6 +56,16 @@ def check_extras(mmproj: Inventory | None, draft: Inventory | None) -> None:
         raise OptionProblem("--mmproj", mmproj.name, why)
     if draft is not None and draft.architecture == PROJECTOR:
         raise OptionProblem("--draft", draft.name, "is a vision projector; a language model is needed")
+
+
+def estimates(extras: Extras) -> Iterator[str]:
+    """What a plan must say of sizes that are not known to be right: a draft of a foreign architecture."""
+    draft = extras.draft
+    if draft is not None and draft.architecture not in KNOWN:
+        yield (
+            f"the draft {draft.name}: architecture {draft.architecture} is not known, so its KV cache, state "
+            "and compute buffer are an estimate"
+        )
 
 
 def reserves(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from planner.errors import FieldProblem
+from planner.model.ggml_types import is_known, tensor_bytes
 from planner.records import Lines, Record, Shape, digest, dump, load
 
 Scalar = bool | int | float | str
@@ -132,6 +133,13 @@ def _impossible(tensor: Tensor, n_shards: int) -> str:
         return "has a shape that cannot be"
     if tensor.offset + tensor.size_bytes >= 1 << 63:
         return "is larger than any file"
+    if is_known(tensor.type):
+        try:
+            least = tensor_bytes(tensor.type, tensor.shape)
+        except ValueError as problem:
+            return f"cannot be: {problem}"
+        if tensor.size_bytes < least:
+            return f"has {tensor.size_bytes} bytes; {tensor.type} of its shape takes {least}"
     return "" if tensor.shard < n_shards else f"lies in shard {tensor.shard} of {n_shards}"
 
 
