@@ -42,9 +42,16 @@ class Compute:
 
     @property
     def total(self) -> int:
-        """Stages and head do not live at the same time; masks and inputs always do."""
-        inner = self.residual + self.stage_bytes + self.staging
-        return max(inner, self.logits + self.head) + self.masks + self.inputs
+        """Stages and head do not live at the same time; masks and inputs do.
+
+        The memory of the masks is free again when the logits are made, but these come to lie behind it as
+        long as it is too small for them and what they are made from. Engines before b11434 use it better.
+        """
+        inner = self.residual + self.stage_bytes + self.staging + self.masks
+        head = self.logits + self.head
+        if self.masks < head:
+            head += self.masks
+        return max(inner, head) + self.inputs
 
 
 def compute_items(
@@ -57,19 +64,20 @@ def compute_items(
     staged_bytes: int = 0,
     copies: int = 1,
     swa_full: bool = False,
+    converts: bool = False,
 ) -> Compute:
     """The compute buffer of a device that runs `layers` (None: all main ones) and, with `head`, the output.
 
     `outputs`: rows of logits the context may ask for (0: any of a batch, as the engine does by itself).
     `staged_bytes` is what `staging_bytes` says of the tensors left in host memory; `copies` what
-    `pipeline_copies` says of the placement.
+    `pipeline_copies` says of the placement, `converts` what `converts_caches` says of the device.
     """
     tokens = batch_tokens(workload)
     shape = layers_of(inventory)
     head = head and inventory.architecture not in ENCODERS
     chosen = range(shape.n_main) if layers is None else sorted(layers)
     tensors = _layer_tensors(inventory)
-    stages = [s for n in chosen for s in _stages(inventory, workload, shape, n, tensors, swa_full)]
+    stages = [s for n in chosen for s in _stages(inventory, workload, shape, n, tensors, swa_full, converts)]
     stage_bytes, stage = max(stages, default=(0, "none"))
     width = inventory.number("embedding_length") * _streams(inventory)
     return Compute(
@@ -99,6 +107,7 @@ def compute_bytes(
     staged_bytes: int = 0,
     copies: int = 1,
     swa_full: bool = False,
+    converts: bool = False,
 ) -> int:
     """The total of `compute_items`."""
     return compute_items(
@@ -110,6 +119,7 @@ def compute_bytes(
         staged_bytes=staged_bytes,
         copies=copies,
         swa_full=swa_full,
+        converts=converts,
     ).total
 
 
@@ -228,6 +238,7 @@ def _stages(
     layer: int,
     by_layer: Mapping[int, Mapping[str, Tensor]],
     swa_full: bool,
+    converts: bool,
 ) -> Iterator[tuple[int, str]]:
     """Bytes beside the residual stream, of each stage of a layer."""
     tensors = by_layer.get(layer, {})
@@ -236,7 +247,8 @@ def _stages(
     yield tokens * _expert_values(inventory, tensors, layer), "experts"
     if _attends(shape, layer):
         values = _attention_values(inventory, workload, shape, layer, swa_full)
-        yield tokens * values + _cast_bytes(inventory, workload, shape, layer, swa_full), "attention"
+        cast = _cast_bytes(inventory, workload, shape, layer, swa_full, converts)
+        yield tokens * values + cast, "attention"
         yield tokens * _indexer_values(inventory, workload), "indexer"
     if layer < shape.n_main and shape.recurrent[layer]:
         yield _recurrent_bytes(inventory, workload, tensors), "recurrent"
@@ -287,11 +299,22 @@ def _attention_values(
     return values + heads * (cells.sliding if slides else cells.full)
 
 
-def _cast_bytes(inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool) -> int:
+def converts_caches(device: str) -> bool:
+    """Whether flash attention on a device works on a copy in f16 of every cache of another type.
+
+    CUDA's kernels for more than a few tokens do (ggml-cuda/fattn.cu), and HIP's and MUSA's, which are the
+    same. The copy is a part of the compute buffer in newer builds; in older ones it grows beside it.
+    """
+    return device.startswith(("CUDA", "ROCm", "HIP", "MUSA"))
+
+
+def _cast_bytes(
+    inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool, converts: bool
+) -> int:
     """Copies of the layer's cache that its attention works on.
 
-    Flash attention reads an f32 cache as f16. Without it a latent attention transposes its values, which
-    are a view of the keys.
+    Flash attention reads an f32 cache as f16, and with `converts` any other too. Without it a latent
+    attention transposes its values, which are a view of the keys.
     """
     slides = _slides(inventory, shape)[layer]
     cells = _seen(inventory, workload, swa_full)
@@ -299,9 +322,14 @@ def _cast_bytes(inventory: Inventory, workload: Workload, shape: Layers, layer: 
     if not workload.flash_attn:
         value = head_widths(inventory, slides)[1] if is_latent(inventory) else 0
         return rows * row_bytes(workload.type_k, value) if value else 0
-    if "f32" not in (workload.type_k, workload.type_v):
+    heads = kv_heads(inventory, shape.n_all)[layer]
+    key, value = head_widths(inventory, slides)
+    if "f32" in (workload.type_k, workload.type_v):
+        return 2 * rows * (key + value) * heads
+    if not converts:
         return 0
-    return 2 * rows * sum(head_widths(inventory, slides)) * kv_heads(inventory, shape.n_all)[layer]
+    copied = [(workload.type_k, key), (workload.type_v, 0 if is_latent(inventory) else value)]
+    return 2 * rows * heads * sum(width for kind, width in copied if kind != "f16")
 
 
 def _indexer_values(inventory: Inventory, workload: Workload) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from planner.errors import OptionProblem
+from planner.memory.compute_buffer import converts_caches
 from planner.memory.memory import Reserve
 from planner.memory.weights import (
     compute_bytes,
@@ -137,9 +138,10 @@ def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str)
         return
     blocks = range(shape.n_main, shape.n_all)
     plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=rollback)
-    yield _line(
-        "MTP compute", device, compute_bytes(inventory, workload, layers=blocks, outputs=workload.n_seq)
+    buffer = compute_bytes(
+        inventory, workload, layers=blocks, outputs=workload.n_seq, converts=converts_caches(device)
     )
+    yield _line("MTP compute", device, buffer)
     yield _line("MTP state", device, sum(kept) - sum(plain))
 
 
@@ -159,6 +161,7 @@ def _draft(
     yield _line("draft", device, weight_bytes(rest, GPU_STEP) + tied)
     yield _line("draft KV", device, sum(kv_bytes(draft, workload)))
     yield _line("draft state", device, sum(state_bytes(draft, workload)))
-    yield _line("draft compute", device, compute_bytes(draft, workload, outputs=workload.n_seq))
+    buffer = compute_bytes(draft, workload, outputs=workload.n_seq, converts=converts_caches(device))
+    yield _line("draft compute", device, buffer)
     yield _line("draft roll-back", device, rollback)
     yield _line("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))
