@@ -50,8 +50,34 @@ def _end_politely() -> None:
             signal.signal(number, _interrupt)
 
 
+def _leave_the_current_folder() -> None:
+    """Begin again without search paths that lead to code in the current folder, if there are any.
+
+    The loader of libraries has read them already: only a new process is without.
+    """
+    from runtime.child.environment import cleaned, import_path
+
+    variables, sentences = cleaned(os.environ)
+    if variables != dict(os.environ):
+        for sentence in sentences:
+            _say(f"note: {sentence}")
+        if os.name == "posix" and sys.executable:
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
+    sys.path[:] = import_path()
+
+
+def _say(text: str) -> None:
+    from commands.shared.console import say
+
+    say(text)
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, and whose errors become exit codes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _leave_the_current_folder()
+        return super().__call__(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -77,13 +103,13 @@ class LazyGroup(click.Group):
         except AtsplanError as problem:
             if ctx.params.get("debug"):
                 raise
-            click.echo(f"atsplan: {problem}", err=True)
+            _say(f"atsplan: {problem}")
             sys.exit(problem.exit_code)
         except click.UsageError as problem:
             path = problem.ctx.command_path if problem.ctx else "atsplan"
             if type(problem).__name__ == "NoArgsIsHelpError":  # a group alone shows its help
                 raise
-            click.echo(f"{path}: {' '.join(problem.format_message().split())} ({path} --help)", err=True)
+            _say(f"{path}: {' '.join(problem.format_message().split())} ({path} --help)")
             sys.exit(2)
         except (KeyboardInterrupt, click.Abort):
             with contextlib.suppress(OSError):  # the terminal may be gone
@@ -96,7 +122,7 @@ class LazyGroup(click.Group):
         except OSError as problem:
             if ctx.params.get("debug"):
                 raise
-            click.echo(f"atsplan: {problem.filename or 'system'}: {problem.strerror or problem}", err=True)
+            _say(f"atsplan: {problem.filename or 'system'}: {problem.strerror or problem}")
             sys.exit(3 if problem.errno == errno.ENOMEM else 2)
         except MemoryError:
             if ctx.params.get("debug"):

@@ -47,7 +47,7 @@ def options_for(
 ) -> SolveOptions:
     """Curves of the file's own order of experts on the trace; none for a dense model."""
     if not choices:
-        return SolveOptions(time_limit_s=10.0)
+        return SolveOptions(work_s=10.0)
     counts = {int(layer): tuple(row) for layer, row in choices.items()}
     n_expert, n_used = inventory.number("expert_count"), inventory.number("expert_used_count")
     counts = {layer: row + (0,) * (n_expert - len(row)) for layer, row in counts.items()}
@@ -59,5 +59,5 @@ def options_for(
         stripes=stripes,
         curves=judge(heat, orders) if stripes else {},
         distinct=expected_distinct(heat, work.n_ubatch),
-        time_limit_s=10.0,
+        work_s=10.0,
     )

@@ -112,7 +112,7 @@ def measure(case: Case, inventory: Inventory, limit_s: float) -> Result:
     priced = price(model_of(inventory, workload), profile, budgets, workload, options)
     stock = [c for c in stock_rules.candidates(priced) if c.feasible and c.evaluation]
     hint = min(stock, key=lambda c: c.evaluation.objective_ns if c.evaluation else 0, default=None)
-    solved = solve(priced.problem, hint.solution if hint else None, Limits(limit_s, 6 * limit_s))
+    solved = solve(priced.problem, hint.solution if hint else None, Limits(limit_s))
     return Result(time.process_time() - started, solved)
 
 

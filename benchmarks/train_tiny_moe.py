@@ -1,6 +1,11 @@
 """Trains tests/data/tiny-moe.gguf: a byte-level qwen3moe that has learned which expert to ask.
 
     python -m benchmarks.train_tiny_moe --out tests/data/tiny-moe.gguf --steps 1500
+    python -m benchmarks.train_tiny_moe --out tests/data/tiny-moe-64.gguf --experts 64 --used 8 --ff 32 \
+        --steps 450
+
+The first has 16 experts, 4 for a token; the second is trained in the same way with 64, of which a token
+uses 8.
 
 Needs PyTorch (2.13 was used, CPU, one thread) and gguf. Text: the standard library of the running
 Python, as code and as documentation. Beside the model goes a JSON file with PyTorch's own logits and
@@ -123,7 +128,7 @@ def export(model: TinyMoe, path: Path) -> None:
     """GGUF, matrices in f16; the model is rounded to what the file holds."""
     s = model.s
     writer = gguf.GGUFWriter(path, "qwen3moe")
-    writer.add_name("tiny-moe: byte-level, trained on the Python standard library")
+    writer.add_name(f"{path.stem}: byte-level, trained on the Python standard library")
     writer.add_license("PSF-2.0 text, MIT weights")
     for key, value in _numbers(s).items():
         writer.add_uint32(f"qwen3moe.{key}", value)
@@ -207,8 +212,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=Shape().experts)
+    parser.add_argument("--used", type=int, default=Shape().used)
+    parser.add_argument("--ff", type=int, default=Shape().ff, help="Inner width of an expert.")
     args = parser.parse_args()
-    model, unseen = train(Shape(), args.steps, args.seed)
+    model, unseen = train(Shape(experts=args.experts, used=args.used, ff=args.ff), args.steps, args.seed)
     export(model, args.out)
     judged = judge(model, unseen)
     print(json.dumps(judged, indent=2), file=sys.stderr)

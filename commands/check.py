@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import math
 import os
-import signal
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from multiprocessing import resource_tracker
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from commands.fmt import plan_files
-from commands.shared.console import out, progress, read_text, say, write_text
+from commands.shared.console import out, out_text, progress, read_text, say, write_text
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import device_map_option, engine_options
@@ -34,7 +32,7 @@ _FEW = 8  # plans that are not worth a second process
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @input_options
 @click.option("--no-resolve", is_flag=True, help="Do not solve again to look for a better placement.")
-@click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True, help="Seconds a plan.")
+@click.option("--time-limit", type=Number(0.1, 3600), help="Seconds to solve a plan again [work is limited].")
 @click.option(
     "--max-age",
     type=click.IntRange(1),
@@ -53,7 +51,7 @@ def command(
     paths: tuple[Path, ...],
     library: InputLibrary,
     no_resolve: bool,
-    time_limit: float,
+    time_limit: float | None,
     max_age: int,
     listed: bool,
     smoke: bool,
@@ -73,7 +71,7 @@ def command(
     from planner.check.check import CheckOptions
 
     files = plan_files(paths)
-    options = CheckOptions(not no_resolve, time_limit, datetime.now(UTC).date(), max_age)
+    options = CheckOptions(not no_resolve, time_limit or math.inf, datetime.now(UTC).date(), max_age)
     found = _check_all(files, library, options)
     for path in files if listed and not as_json else ():
         _list(path, library)
@@ -84,7 +82,7 @@ def command(
         from importlib.metadata import version
 
         write_text(sarif, findings.to_sarif(found, version("atsplan")))
-    out(findings.to_json(names, found)) if as_json else _print(names, found)
+    out_text(findings.to_json(names, found)) if as_json else _print(names, found)
     code = findings.exit_code(found)
     if code:
         raise SystemExit(code)
@@ -134,45 +132,14 @@ def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) 
         if len(files) < _FEW or workers < 2:
             done = (_check_group([path], library, options) for path in files)
         else:
-            pool = stack.enter_context(_pool(workers))
-            with _deaf():
-                waiting = [pool.submit(_check_group, group, library, options) for group in groups.values()]
-            done = (each.result() for each in as_completed(waiting))
+            from runtime.child.pool import share_out
+
+            work = partial(_check_group, library=library, options=options)
+            done = stack.enter_context(contextlib.closing(share_out(work, list(groups.values()), workers)))
         for group in done:
             found |= group
             bar.advance(task, len(group))
     return [finding for path in files for finding in found[path]]
-
-
-@contextlib.contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end with this one, also in the middle of their work."""
-    # Spawned, not forked: the solver's library keeps threads of its own.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-    try:
-        yield pool
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes started here do not hear Ctrl-C; the one that starts them does, once all are started."""
-    heard: list[int] = []
-    resource_tracker.ensure_running()  # else starting a process starts it, and unblocks signals
-    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
-    if heard:
-        raise KeyboardInterrupt
 
 
 def _check_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from commands.shared.figures import check_name
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.models import load_plan
 from commands.shared.option_types import Number, Target
+from planner.solver.deadline import Deadline
 
 if TYPE_CHECKING:
     from planner.passes.predict import Breakdown
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("path", metavar="PLAN", type=click.Path(path_type=Path))
 @input_options
-@click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True)
+@click.option("--time-limit", type=Number(0.1, 3600), help="Seconds to solve again [work is limited].")
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 @click.option("--plot", type=Target(PICTURE), help="Draw the plan: .png, .svg or .pdf.")
 def command(
     path: Path,
     library: InputLibrary,
-    time_limit: float,
+    time_limit: float | None,
     as_json: bool,
     plot: Path | None,
 ) -> None:
@@ -71,7 +73,7 @@ def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:
     return parts if parts.tpot_ns == plan.predicted.tpot_ns else None
 
 
-def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float) -> Plan | None:
+def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float | None) -> Plan | None:
     """The plan with 1 GiB more on the device that limits it."""
     from planner.check.explain import GIB, binding, with_more
 
@@ -82,5 +84,5 @@ def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float) ->
     if inputs.inventory is None or inputs.profile is None:
         say("model or profile not found: pass --model and --profile to learn what more memory would buy")
         return None
-    known = replace(inputs.known, time_limit_s=time_limit)
+    known = replace(inputs.known, deadline=Deadline(time_limit or math.inf))
     return with_more(plan, inputs.inventory, inputs.profile, known, tight.name, GIB)

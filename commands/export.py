@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.shared.companions import draft_fields, projector_fields
-from commands.shared.console import ms, out, say, write_text
+from commands.shared.console import ms, out_text, say, write_text
 from commands.shared.models import load_plan
 from commands.shared.option_types import Target
 from commands.shared.plan_job import parse_map
+from planner.errors import OptionProblem
+from planner.quoting import file_name
 
 if TYPE_CHECKING:
     from planner.check.check import Inputs
     from planner.plan.load_spec import LoadSpec
     from planner.plan.plan import Plan
+    from runtime.tools.export import Published
     from runtime.tools.options import Stock
 
 FORMATS = (
@@ -41,7 +44,10 @@ FORMATS = (
 @click.option("--profile", "profiles", multiple=True, type=click.Path(path_type=Path), help="Its profile.")
 @click.option("--mmproj", default="", help="Vision projector [the plan's].")
 @click.option("--draft", default="", help="Draft model [the plan's].")
+@click.option("--publish", metavar="ADDRESS", help="docker-compose: for other machines [default: 127.0.0.1].")
+@click.option("--no-key", is_flag=True, help="Let everyone who reaches --publish use it, without a key.")
 @click.option("--exact", is_flag=True, help="Refuse when the tool cannot express the whole plan.")
+@click.option("--stock", "stock_only", is_flag=True, help="Without the device for experts in slots.")
 @click.option("-o", "--output", type=Target(), help="Write here [default: stdout].")
 def command(
     plan_path: Path,
@@ -53,7 +59,10 @@ def command(
     profiles: tuple[Path, ...],
     mmproj: str,
     draft: str,
+    publish: str | None,
+    no_key: bool,
     exact: bool,
+    stock_only: bool,
     output: Path | None,
 ) -> None:
     """Print how a stock llama.cpp tool loads a model by PLAN.
@@ -67,11 +76,16 @@ def command(
     from planner.errors import AnswerIsNo
     from runtime.tools.export import export
 
+    published = _published(form, publish, no_key)
     plan = load_plan(plan_path)
     inputs = InputLibrary(models, profiles).of(plan, plan_path)
     if inputs.inventory is not None:
         check_agreement(plan, inputs.inventory, str(plan_path))
     plan = _without_commas(plan, inputs)
+    path = model or file_name(plan.model.name, ".gguf")
+    if not stock_only and (slots := _with_slots(plan, form, device_maps, threads, path)):
+        _write(slots, output)
+        return
     placed = _stock(plan, device_maps, threads)
     if exact and not placed.exact:
         raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(placed.notes)}")
@@ -84,12 +98,55 @@ def command(
             done = "instead: the experts of whole layers on the CPU"
         plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
     placed = replace(placed, **_beside(plan, placed.spec, device_maps, mmproj, draft))
-    text = export(plan, placed, model or f"{plan.model.name}.gguf", form)
+    _write(export(plan, placed, path, form, published), output)
+
+
+def _write(text: str, output: Path | None) -> None:
     if output is None:
-        out(text.rstrip("\n"))
+        out_text(text)
     else:
         write_text(output, text)
         say(f"wrote {output}")
+
+
+def _with_slots(plan: Plan, form: str, device_maps: tuple[str, ...], threads: int, model: str) -> str:
+    """The script of a plan with experts in slots; "" where the format has none, or the plan no slots."""
+    from dataclasses import replace
+
+    from planner.plan.load_spec import load_spec, map_devices, plan_layer_devices
+    from runtime.session.hybrid import positions
+    from runtime.tools import hybrid_script
+    from runtime.tools.export import export
+    from runtime.tools.options import stock
+
+    spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
+    if form not in hybrid_script.FORMS or not hybrid_script.has_slots(spec):
+        return ""
+    spec = replace(spec, threads=threads or spec.threads)
+    placed = stock(hybrid_script.named(spec), len(plan_layer_devices(plan)) - 1)
+    placed = replace(placed, **_beside(plan, placed.spec, device_maps, "", ""))
+    # Slots are named by position: those of the file itself, where it is here.
+    here = positions(Path(model), spec.residents) if Path(model).is_file() else spec.residents
+    if not Path(model).is_file():
+        say(f"{model} is not here: its experts are taken to lie in the order of the source")
+    return hybrid_script.script(spec, here, export(plan, placed, model, form), plan.model.name)
+
+
+def _published(form: str, publish: str | None, no_key: bool) -> Published:
+    """Who may reach the server; OptionProblem where the format publishes nothing, and for no address."""
+    from ipaddress import ip_address
+
+    from runtime.tools.export import COMPOSE, Published
+
+    if publish is None and not no_key:
+        return Published()
+    if form != COMPOSE or publish is None:
+        option = "--no-key" if publish is None else "--publish"
+        raise OptionProblem(option, publish or "", f"is for --format {COMPOSE} with --publish ADDRESS")
+    try:
+        return Published(str(ip_address(publish)), no_key)
+    except ValueError:
+        raise OptionProblem("--publish", publish, "expected an IP address, such as 0.0.0.0") from None
 
 
 def _without_commas(plan: Plan, inputs: Inputs) -> Plan:
@@ -121,9 +178,9 @@ def _beside(
     """The fields of a Stock for projector and draft, by the plan's names where no files are given."""
     planned, mapped = plan.speculation, parse_map(device_maps, plan)
     if plan.projector is not None:
-        mmproj = mmproj or f"{plan.projector.name}.gguf"
+        mmproj = mmproj or file_name(plan.projector.name, ".gguf")
     if planned and planned.tokens and planned.draft:
-        draft = draft or f"{planned.draft}.gguf"
+        draft = draft or file_name(planned.draft, ".gguf")
     return {
         **projector_fields(plan, mapped, spec, mmproj),
         **draft_fields(plan, mapped, spec, draft),

@@ -56,9 +56,11 @@ def command(
 
 
 def _write(path: Path, inventory: Inventory) -> None:
-    from planner.model.inventory import to_text
+    from planner.model.inventory import from_text, to_text
 
-    write_text(path, to_text(inventory))
+    text = to_text(inventory)
+    from_text(text, str(path))  # what cannot be read back is not written
+    write_text(path, text)
     say(f"wrote {path}")
 
 
@@ -69,11 +71,11 @@ def _plain(summary: Summary, extras: list[Mapping[str, object]]) -> dict[str, ob
 
 
 def _show(summary: Summary, extras: list[Mapping[str, object]]) -> None:
-    from planner.model.gguf_header import one_line
+    from planner.quoting import short
 
     files = f"{summary.files} file{'s' if summary.files != 1 else ''}"
     size = f"{summary.size_bytes / 2**30:.2f} GiB"
-    what = f"{one_line(summary.name)}: {one_line(summary.architecture)}"
+    what = f"{short(summary.name)}: {short(summary.architecture)}"
     out(f"{what}, {size} in {summary.tensors} tensor{'s' if summary.tensors != 1 else ''}, {files}")
     out("layers: " + ", ".join(f"{count} {kind}" for kind, count in summary.layers.items()))
     for line in summary.experts:
@@ -84,11 +86,11 @@ def _show(summary: Summary, extras: list[Mapping[str, object]]) -> None:
     _show_roles(summary)
     _show_memory(summary)
     for extra in extras:
-        out(f"{extra['kind']} {one_line(str(extra['name']))}: " + _sizes(extra))
+        out(f"{extra['kind']} {short(str(extra['name']))}: " + _sizes(extra))
     for note in summary.notes:
         say(f"note: {note}")
     if summary.unknown:
-        shown = ", ".join(map(one_line, summary.unknown[:5])) + (" …" if len(summary.unknown) > 5 else "")
+        shown = ", ".join(map(short, summary.unknown[:5])) + (" …" if len(summary.unknown) > 5 else "")
         say(f"note: not recognised, stays with its layer: {shown} ({len(summary.unknown)} in all)")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.shared.figures import pyplot, save
+from planner.quoting import mathtext
 from planner.site import Site, SiteKind
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     )
     _draw_grid(grid, plan)
     _draw_bars(bars, plan)
-    figure.suptitle(_title(plan), fontsize=11)
+    figure.suptitle(mathtext(_title(plan)), fontsize=11)
     save(figure, path)
 
 
@@ -77,7 +78,7 @@ def _draw_grid(axes: Any, plan: Plan) -> None:
     axes.tick_params(length=0)
     kinds = dict.fromkeys(Site(s.kind, s.device) for _, s in cells)
     names = {site: site.device if site.kind is SiteKind.GPU else site.memory for site in kinds}
-    marks = [Patch(facecolor=_colour(site, gpus), label=name) for site, name in names.items()]
+    marks = [Patch(facecolor=_colour(site, gpus), label=mathtext(name)) for site, name in names.items()]
     axes.legend(handles=marks, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(marks), frameon=False)
 
 
@@ -93,7 +94,7 @@ def _draw_bars(axes: Any, plan: Plan) -> None:
         budget = use.budget_bytes / 2**20
         axes.plot([budget, budget], [row - 0.42, row + 0.42], color="black", linewidth=2)
         axes.annotate("budget", (budget, row - 0.42), fontsize=8, ha="right", va="bottom")
-    axes.set_yticks(range(len(devices)), [use.name for use in devices])
+    axes.set_yticks(range(len(devices)), [mathtext(use.name) for use in devices])
     axes.set_ylim(len(devices) - 0.5, -0.75)
     axes.set_xlabel("MiB")
     axes.spines[["top", "right"]].set_visible(False)

@@ -9,6 +9,7 @@ import click
 
 from commands.shared import console
 from commands.shared.option_types import Number, Target
+from planner.quoting import shell
 
 if TYPE_CHECKING:
     from planner.machine.op_time import Case
@@ -103,8 +104,9 @@ def _cases_of(inventory: Inventory | None, ubatch: int, depth: int, kv: tuple[st
 
 
 def _command(model: Path | None, devices: tuple[str, ...], ubatch: int) -> str:
-    words = ["atsplan profile", *([model.name] if model else []), *(f"--device {d}" for d in devices)]
-    return " ".join([*words, *([f"--ubatch {ubatch}"] if ubatch != 512 else [])])
+    words = ["atsplan", "profile", *([model.name] if model else [])]
+    words += [word for device in devices for word in ("--device", device)]
+    return shell([*words, *(["--ubatch", str(ubatch)] if ubatch != 512 else [])])
 
 
 def _measure(

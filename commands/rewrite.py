@@ -13,7 +13,7 @@ import click
 
 from commands.shared.console import mib, out, out_json, progress, read_text, say
 from planner.errors import OptionProblem
-from planner.texts import utf8
+from planner.quoting import utf8
 
 if TYPE_CHECKING:
     from planner.model.gguf_file import ModelFile
@@ -33,6 +33,9 @@ _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 @click.option("--in-place", is_flag=True, help="Replace the model itself, once the result is verified.")
 @click.option("--no-verify", is_flag=True, help="Do not read the result back; no manifest is written.")
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
+@click.option(
+    "--recover", is_flag=True, help="Complete or undo a rewrite to MODEL that was killed; nothing else."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be written, write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
 def command(
@@ -46,6 +49,7 @@ def command(
     in_place: bool,
     no_verify: bool,
     force: bool,
+    recover: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -55,6 +59,9 @@ def command(
     from rewriter.rewrite import RewriteOptions, carry_out, decide
     from rewriter.undo import decide_undo
 
+    if recover:
+        _recover(model)
+        return
     options = RewriteOptions(
         alignment=parse_size("--alignment", alignment),
         shard_by_device=shard_by_device,
@@ -87,7 +94,7 @@ def command(
         report = carry_out(file, plan, work, target, options, told)
     _show_report(report, as_json)
     if undo:
-        _show_undone(file, target)
+        _show_undone(file, report.files[0], as_json)
 
 
 def parse_size(option: str, text: str) -> int:
@@ -156,16 +163,22 @@ def bar() -> Iterator[Progress]:
         yield told
 
 
-def _show_undone(rewritten: ModelFile, target: Path) -> None:
-    """Whether the header is the original's, byte for byte; the weights are verified already."""
-    from planner.model.gguf_file import read_model
-    from rewriter.stamp import read_stamp
+def _recover(model: Path) -> None:
+    from rewriter.publish import recover_all
 
-    stamp = read_stamp(rewritten)
-    if stamp is not None and read_model(target).inventory.header_digest == stamp.source_header:
-        out("the header is the original's, byte for byte")
-    else:
-        say("the header differs from the original's: its tensors stood in several files, or out of order")
+    for line in recover_all(model) or [f"{model}: no interrupted rewrite was found"]:
+        out(line)
+
+
+def _show_undone(rewritten: ModelFile, target: Path, as_json: bool) -> None:
+    """Whether the header is the original's, byte for byte, and what is not back."""
+    from planner.model.gguf_file import read_model
+    from rewriter.undo import HEADER_IS_BACK, what_is_back
+
+    header, *others = what_is_back(rewritten, read_model(target))
+    say(header) if as_json or header != HEADER_IS_BACK else out(header)
+    for line in others:
+        say(line)
 
 
 def _show_work(work: Work, as_json: bool) -> None:
@@ -180,9 +193,14 @@ def _show_work(work: Work, as_json: bool) -> None:
 
 
 def _show_report(report: Report, as_json: bool) -> None:
+    for note in report.notes:
+        say(note)
     if as_json:
-        out_json({**asdict(report), "files": [str(path) for path in report.files]})
+        paths = {"files": list(map(str, report.files)), "removed": list(map(str, report.removed))}
+        out_json({**asdict(report), **paths})
         return
+    for path in report.removed:
+        say(f"{path}: removed with the earlier output")
     for path in report.files:
         out(f"{path}: {mib(path.stat().st_size)}")
     for name, tensors, size in report.regions:

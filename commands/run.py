@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import ms, out, out_json, say
+from commands.shared.console import ms, out, out_json, out_piece, say
 from commands.shared.option_types import Number
 from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
 from commands.smoke import smoke as prove
@@ -88,7 +88,7 @@ def command(
         replace(job.spec, rollback=guesser.tokens if guesser else 0),
         [ask],
         None if no_check else job.checks(),
-        on_text=heard.append if as_json else _print,
+        on_text=heard.append if as_json else out_piece,
         on_note=say,
         draft=guesser,
     )
@@ -104,11 +104,6 @@ def _prompt(given: str | None) -> str:
     if not text.strip():
         raise OptionProblem("--prompt", "", "is empty: give a text with -p or on stdin")
     return text
-
-
-def _print(text: str) -> None:
-    click.echo(text, nl=False)
-    sys.stdout.flush()
 
 
 def _say_speed(job: Job, timings: Timings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,15 @@ import click
 from commands.shared.companions import draft_fields, missing_files, projector_fields
 from commands.shared.console import out, say
 from commands.shared.plan_job import Job, engine_options, open_job, plan_options, review
-from planner.errors import EngineProblem, FileProblem
+from planner.errors import EngineProblem, FileProblem, OptionProblem
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("model", type=click.Path(path_type=Path))
 @plan_options
-@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Another one needs a key.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8080, show_default=True)
+@click.option("--no-key", is_flag=True, help="Let everyone who reaches --host use it, without a key.")
 @click.option("--mmproj", type=click.Path(path_type=Path), help="Vision projector to load beside the model.")
 @click.option("--draft", type=click.Path(path_type=Path), help="Draft model for speculative decoding.")
 @click.option("--no-check", is_flag=True, help="Skip the dry run.")
@@ -35,6 +35,7 @@ def command(
     other_machine: bool,
     host: str,
     port: int,
+    no_key: bool,
     mmproj: Path | None,
     draft: Path | None,
     no_check: bool,
@@ -47,17 +48,31 @@ def command(
 
     Striped experts are served by the engine's own server library, loaded beside the stripes.
     """
+    from runtime.child.environment import python_program
     from runtime.tools.llama_server import free_port, serving
 
+    _refuse_open(host, extra, no_key)
     free_port(host, port)  # before anything is asked of the engine
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
     program, words = _command(job, engine, _beside(job, mmproj, draft))
     if not no_check:
-        build = None if program == Path(sys.executable) else str(program.parent)
+        build = None if program == python_program() else str(program.parent)
         review(job, engine or build, llama_h)
     with serving(program, [*words, *extra], host, port, (lambda line: None) if quiet else say) as server:
         out(f"{server.url} (OpenAI-compatible under /v1)")
         raise EngineProblem("llama-server", server.outlive())
+
+
+def _refuse_open(host: str, extra: tuple[str, ...], no_key: bool) -> None:
+    """OptionProblem for an address that other machines reach, without a key and without --no-key."""
+    from runtime.tools.llama_server import has_key, is_loopback
+
+    if is_loopback(host) or has_key(extra):
+        return
+    if not no_key:
+        why = "other machines reach it: give --api-key-file FILE, set LLAMA_API_KEY, or say --no-key"
+        raise OptionProblem("--host", host, why)
+    say(f"note: whoever reaches {host} can use this server: it asks for no key")
 
 
 def _file(path: Path | None) -> str:
@@ -80,7 +95,9 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     from dataclasses import replace
 
     from planner.plan.load_spec import plan_layer_devices
+    from planner.quoting import Unquotable
     from planner.site import Site
+    from runtime.child.environment import python_program
     from runtime.engine import locate
     from runtime.stripes import server as striped_server
     from runtime.stripes.widths import widths as stripe_widths
@@ -98,8 +115,13 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     placed = replace(stock(spec, len(plan_layer_devices(job.plan)) - 1), **beside)
     for note in placed.notes:
         say(f"not expressible: {note}")
-    words = [*arguments(placed, str(job.path)), *prompt_cache(job.plan)]
+    try:
+        words = [*arguments(placed, str(job.path)), *prompt_cache(job.plan)]
+    except Unquotable as problem:
+        raise FileProblem(str(job.plan_path), str(problem)) from None
     if not widths:
         return find_program(engine), words
-    folder = locate.find(engine).path.parent
-    return Path(sys.executable), striped_server.command(folder, widths, words)
+    place = locate.find(engine)
+    if place.folder is None:
+        raise EngineProblem(place.label, "stripes are served by a build folder: give one with --engine PATH")
+    return python_program(), striped_server.command(place.folder, widths, words)

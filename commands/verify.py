@@ -70,8 +70,8 @@ def _with_source(source: Path, output: Path, plan_path: Path | None) -> Verifica
 
 def _with_manifest(path: Path) -> Verification:
     from planner.model.gguf_file import read_model
+    from planner.model.gguf_shards import output_name
     from rewriter.manifest import from_text, manifest_path
-    from rewriter.rewrite import output_name
     from rewriter.verify_by_manifest import recheck
 
     model = read_model(path)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from planner import quoting
+
 
 class AtsplanError(Exception):
     """Root of everything atsplan raises on purpose; `str()` is the one line a user reads."""
@@ -16,7 +18,7 @@ class AtsplanError(Exception):
 
     def __str__(self) -> str:
         # Messages quote names out of files: no name may break the line or speak to the terminal.
-        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in self.message())
+        return quoting.message(self.message())
 
     def message(self) -> str:
         """The one line for the user: what is wrong, where, and what to do."""

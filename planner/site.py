@@ -24,6 +24,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from planner.errors import InputError
+from planner.quoting import short
 
 HOST = "CPU"  # what ggml calls the host's device
 
@@ -119,7 +120,7 @@ def _parsed(text: str) -> Site:
         device, _, amount = rest.rpartition(":")
         if device and device != HOST and _AMOUNT.fullmatch(amount) and int(amount) <= _MOST[SiteKind(kind)]:
             return Site(SiteKind(kind), device, int(amount))
-    raise NoSite(f"{text!r:.60} is no site; expected {_FORMS}")
+    raise NoSite(f"'{short(text, 60)}' is no site; expected {_FORMS}")
 
 
 def sites(labels: Iterable[Hashable]) -> tuple[Site, ...]:

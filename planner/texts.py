@@ -1,4 +1,4 @@
-"""Texts as files hold them: what kind of file one is, told by its beginning, and as UTF-8."""
+"""Texts as files hold them: what kind of file one is, told by its beginning."""
 
 from __future__ import annotations
 
@@ -37,8 +37,3 @@ def mistaken(text: str, wanted: str) -> str:
 def named(kind: str) -> str:
     """The kind with its article."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
-
-
-def utf8(text: str) -> str:
-    """A text that UTF-8 can hold: bytes of a file name that no encoding explains become escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()

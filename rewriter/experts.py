@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from planner.errors import AnswerIsNo
 from planner.model.ggml_types import is_known, tensor_bytes
-from planner.model.gguf_header import printable
 from planner.model.inventory import Inventory, Tensor
 from planner.model.tensor_roles import Role, part_of
 
 Order = tuple[int, ...]
-_ALONE = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")  # experts before they were merged
-_ROUTER = re.compile(r"blk\.\d+\.(ffn_gate_inp\.(weight|bias)|exp_probs_b\w*(\.\w+)?)")
+_ALONE = re.compile(r"blk\.[0-9]{1,9}\.ffn_(gate|up|down)\.[0-9]+\.weight")  # experts before they were merged
+_ROUTER = re.compile(r"blk\.[0-9]{1,9}\.(ffn_gate_inp\.(weight|bias)|exp_probs_b\w*(\.\w+)?)")
 
 
 @dataclass(eq=False)
@@ -31,7 +30,7 @@ class OrderRefused(AnswerIsNo):
     why: str
 
     def message(self) -> str:
-        return printable(f"experts of layer {self.layer} cannot be reordered: {self.why}")
+        return f"experts of layer {self.layer} cannot be reordered: {self.why}"
 
 
 def gathers(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from planner.model.ggml_types import is_known
 from planner.model.gguf_file import SIZE_KEY, ModelFile
 from planner.model.gguf_header import DEFAULT_ALIGNMENT, KeyValue, TensorInfo, pad
-from planner.model.gguf_shards import shard_file
+from planner.model.gguf_shards import SET_KEY, shard_file
 from planner.model.inventory import Tensor
 from rewriter import encode
 from rewriter.stamp import PREFIX
@@ -95,6 +95,8 @@ class Request:
     stamp: tuple[bytes, ...]  # encoded entries that record where the file comes from
     moves: Mapping[str, tuple[int, ...]]  # tensor -> source position of each slice
     tail_to: int = 0  # undo: the length the original file had, when it ended without padding
+    set_digest: str = ""  # of a set of shards, told in each of them
+    trailing: Copy | None = None  # what lies behind the source's last tensor, and shall again
 
 
 def make_layout(model: ModelFile, request: Request) -> Layout:
@@ -107,7 +109,8 @@ def make_layout(model: ModelFile, request: Request) -> Layout:
     for index, (name, members) in enumerate(zip(names, request.files, strict=True)):
         entries = _entries(model, request, index, total)
         chosen = tuple((tensors[n], infos[n]) for n in members)
-        made.append(_file(model, request, name, entries, chosen))
+        trailing = request.trailing if index == len(request.files) - 1 else None
+        made.append(_file(model, request, name, entries, chosen, trailing))
     return Layout(tuple(made))
 
 
@@ -134,6 +137,8 @@ def _entries(model: ModelFile, request: Request, index: int, total: int) -> list
         made.append(_own(encode.kv_u16("split.no", index)))
         made.append(_own(encode.kv_u16("split.count", len(request.files))))
         made.append(_own(encode.kv_i32("split.tensors.count", total)))
+        if request.set_digest:
+            made.append(_own(encode.kv_string(SET_KEY, request.set_digest)))
     if index == 0:
         made += [_own(entry) for entry in request.stamp]
     return made
@@ -170,9 +175,19 @@ def _alignment_entry(kv: KeyValue, shard: int, request: Request) -> Iterator[Ent
         yield _own(encode.kv_u32("general.alignment", request.alignment))
 
 
-def _file(model: ModelFile, request: Request, name: str, entries: list[Entry], chosen: Chosen) -> OutFile:
+def _file(
+    model: ModelFile,
+    request: Request,
+    name: str,
+    entries: list[Entry],
+    chosen: Chosen,
+    trailing: Copy | None,
+) -> OutFile:
     offsets, data_bytes = _offsets(chosen, request.alignment)
-    entries = entries + _opaque_sizes(chosen, offsets, data_bytes, bool(request.tail_to))
+    # Bytes behind the last tensor are not its own, and a reader must be able to tell.
+    exact = bool(request.tail_to) and trailing is None
+    ends = data_bytes + (trailing.length if trailing else 0)
+    entries = entries + _opaque_sizes(chosen, offsets, ends, exact)
     version = model.headers[0].header.version
     table = b"".join(
         encode.tensor_info(t.name, info.dims, info.type, offset)
@@ -186,8 +201,8 @@ def _file(model: ModelFile, request: Request, name: str, entries: list[Entry], c
     surplus = data_start + data_bytes - request.tail_to if request.tail_to else 0
     if isinstance(body[-1], Zeros) and 0 < surplus <= body[-1].length:
         body[-1] = Zeros(body[-1].length - surplus)
-    segments = _joined([*head, *body])
     padding = sum(s.length for s in body[1:] if isinstance(s, Zeros))
+    segments = _joined([*head, *body, *([trailing] if trailing else [])])
     size = sum(s.length for s in segments)
     return OutFile(name, segments, tuple(t.name for t, _ in chosen), size, padding)
 
@@ -202,11 +217,9 @@ def _offsets(chosen: Chosen, alignment: int) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), end
 
 
-def _opaque_sizes(
-    chosen: Chosen, offsets: tuple[int, ...], data_bytes: int, tail_is_exact: bool
-) -> list[Entry]:
+def _opaque_sizes(chosen: Chosen, offsets: tuple[int, ...], end: int, tail_is_exact: bool) -> list[Entry]:
     """Exact sizes of opaque tensors that padding now follows, so that reading back finds the same size."""
-    ends = [*offsets[1:], data_bytes]
+    ends = [*offsets[1:], end]
     if tail_is_exact and chosen:
         ends[-1] = offsets[-1] + chosen[-1][0].size_bytes
     return [

@@ -6,21 +6,24 @@ from pathlib import Path
 
 from pydantic import Field
 
-from planner.records import Record, dump, load
+from planner.records import Bytes, Many, Record, dump, load
+from rewriter.journal import MANIFEST_SUFFIX
+
+MOST_BYTES = 64 << 20  # of a manifest: 65 536 tensors of long names have a quarter of it
 
 
 class ManifestFile(Record):
     """One output file."""
 
     file: str
-    size_bytes: int = Field(ge=0)
+    size_bytes: Bytes
 
 
 class ManifestTensor(Record):
     """A tensor: SHA-256 of its payload with its experts in original order."""
 
     name: str
-    size_bytes: int = Field(ge=0)
+    size_bytes: Bytes
     sha256: str
 
 
@@ -31,14 +34,14 @@ class Manifest(Record):
     model: str
     source_header: str
     plan_digest: str
-    claims: tuple[str, ...]
-    files: tuple[ManifestFile, ...]
-    tensors: tuple[ManifestTensor, ...]
+    claims: Many[str]
+    files: Many[ManifestFile]
+    tensors: Many[ManifestTensor]
 
 
 def manifest_path(out: Path) -> Path:
     """Where the manifest of an output stands."""
-    return out.with_name(out.name + ".manifest.yaml")
+    return out.with_name(out.name + MANIFEST_SUFFIX)
 
 
 def to_text(manifest: Manifest) -> str:

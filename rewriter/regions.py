@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.errors import FileProblem
-from planner.model.gguf_header import one_line
 from planner.model.inventory import Inventory
 from planner.model.units import Unit
 from planner.plan.plan import Plan
+from planner.quoting import short
 from planner.site import HOST as CPU
 from planner.site import ON_CPU, Site, SiteKind
 
@@ -33,7 +33,7 @@ def regions(inventory: Inventory, plan: Plan, units: tuple[Unit, ...], path: str
     sites = {placement.unit: placement.site for placement in plan.units}
     unknown = sorted(sites.keys() - {unit.name for unit in units})
     if unknown:
-        raise FileProblem(path, f"unit {one_line(unknown[0])} is not in the model")
+        raise FileProblem(path, f"unit {short(unknown[0])} is not in the model")
     devices = tuple(device.name for device in plan.devices)
     grouped: dict[str, list[str]] = {name: [] for name in _memories(devices)}
     for unit in units:
@@ -55,6 +55,6 @@ def _memory(site: Site | None, devices: tuple[str, ...], unit: str, path: str) -
     if site is None:
         return UNPLACED
     if site != ON_CPU and site.device not in devices:
-        what = one_line(f"{unit}: site {site}")
+        what = short(f"{unit}: site {site}")
         raise FileProblem(path, f"unit {what} is not of a device of the plan")
     return site.memory

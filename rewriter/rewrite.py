@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.errors import FileProblem, MachineError
 from planner.model.gguf_file import ModelFile
 from planner.model.gguf_header import DEFAULT_ALIGNMENT
-from planner.model.gguf_shards import parse_name
+from planner.model.gguf_shards import output_name as output_name
 from planner.model.units import units_of
 from planner.plan.plan import Plan
 from rewriter.experts import OrderRefused, gathers
+from rewriter.journal import write_synced
 from rewriter.layout import Layout, Request, make_layout
 from rewriter.manifest import Manifest, ManifestFile, manifest_path, to_text
-from rewriter.publish import check_space, publish, refuse_overwrite, staging
+from rewriter.publish import Output, check_space, publish, recover_all, replaced_by, staging
 from rewriter.regions import Region, regions
 from rewriter.shards import limit, split
 from rewriter.stamp import check_plan, plan_digest, read_stamp
-from rewriter.stamps import source_of, stamp_entries
+from rewriter.stamps import set_digest, source_of, stamp_entries, trailing_of
 from rewriter.stream import write_file
 from rewriter.verify import Verification, verify
 
@@ -52,6 +53,8 @@ class Report:
     verify_seconds: float
     verified: bool
     claims: tuple[str, ...]
+    removed: tuple[Path, ...] = ()  # files of an earlier output that went with it
+    notes: tuple[str, ...] = ()  # what a person should know
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Work:
     layout: Layout
     regions: tuple[Region, ...]
     experts: Mapping[int, tuple[int, ...]]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -106,15 +110,20 @@ def decide(model: ModelFile, plan: Plan, name: str, options: RewriteOptions, pla
     if options.shard_bytes:
         files = limit(model, files, plan.experts, alignment, options.shard_bytes)
     order = tuple(name for file in files for name in file)
+    entries = stamp_entries(model, source, plan, order, experts)
     request = Request(
         files=files,
         name=output_name(name),
         alignment=alignment,
         keep_alignment_key=source.source_alignment > 0,
-        stamp=stamp_entries(model, source, plan, order, experts),
+        stamp=entries,
         moves=gathers(model.inventory, experts, stamp.experts if stamp else {}),
+        set_digest=set_digest(entries, files),
+        trailing=trailing_of(model, source),
     )
-    return Work(make_layout(model, request), found, experts)
+    lost = source.source_lost
+    notes = (f"{lost} bytes are not carried: padding that is not zero, ends of shards",) if lost else ()
+    return Work(make_layout(model, request), found, experts, notes)
 
 
 def _orders(plan: Plan) -> dict[int, tuple[int, ...]]:
@@ -142,34 +151,31 @@ def carry_out(
     progress: Progress = lambda what, done, total: None,
 ) -> Report:
     """Write, verify and publish what was decided."""
-    targets = tuple(out.with_name(file.name) for file in work.layout.files)
-    manifest = manifest_path(out.with_name(output_name(out.name)))
-    refuse_overwrite(targets, model.paths, options.force, options.in_place)
-    check_space(out.parent, work.layout.size_bytes)
+    output = Output(
+        files=tuple(out.with_name(file.name) for file in work.layout.files),
+        manifest=manifest_path(out.with_name(output_name(out.name))),
+        sources=model.paths,
+        force=options.force,
+        in_place=options.in_place,
+    )
     try:
+        notes = (*work.notes, *recover_all(out))
+        replaced_by(output)  # told before any work; decided when the files are put in place
+        check_space(out.parent, work.layout.size_bytes)
         with staging(out) as folder:
-            staged = tuple(folder / target.name for target in targets)
+            staged = tuple(folder / target.name for target in output.files)
             started = time.monotonic()
             _write(model, work.layout, staged, progress)
-            written = time.monotonic()
-            pairs = list(zip(staged, targets, strict=True))
+            seconds = time.monotonic() - started
             proof = None
             if options.verify:
                 proof = _prove(model, plan, staged, progress)
-                pairs.append((folder / manifest.name, manifest))
-                _write_manifest(pairs[-1][0], model, plan, work.layout, proof)
-            publish(pairs)
-            if proof is None:  # one that is there speaks of other bytes
-                manifest.unlink(missing_ok=True)
+                _write_manifest(folder / output.manifest.name, model, plan, work.layout, proof)
+            removed = publish(folder, output, proof is not None)
     except OSError as problem:
         raise WriteFailed(str(out), problem.strerror or str(problem)) from None
-    return _report(model, work, targets, written - started, proof)
-
-
-def output_name(name: str) -> str:
-    """The name shards are numbered from: `out.gguf` for `out-00001-of-00003.gguf`."""
-    shard = parse_name(name)
-    return f"{shard.prefix}.gguf" if shard else name
+    report = _report(model, work, output.files, seconds, proof)
+    return replace(report, removed=removed, notes=notes)
 
 
 def _write(model: ModelFile, layout: Layout, staged: tuple[Path, ...], progress: Progress) -> None:
@@ -207,7 +213,7 @@ def _write_manifest(
         files=tuple(ManifestFile(file=f.name, size_bytes=f.size_bytes) for f in layout.files),
         tensors=proof.tensors,
     )
-    path.write_text(to_text(manifest), encoding="utf-8")
+    write_synced(path, to_text(manifest).encode())
 
 
 def _report(

@@ -5,12 +5,13 @@ The engine ignores metadata keys it does not know, so the record travels inside 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.errors import FileProblem, InputError
 from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import printable
+from planner.model.gguf_header import MAX_ALIGNMENT
 from planner.plan.plan import Plan, to_text
 from planner.records import digest
 
@@ -21,7 +22,12 @@ SOURCE_TABLE = "atsplan.source.table_digest"
 SOURCE_ORDER = "atsplan.source.order"
 SOURCE_ALIGNMENT = "atsplan.source.alignment"
 SOURCE_SIZE = "atsplan.source.size"
+SOURCE_TRAILING = "atsplan.source.trailing"
+SOURCE_LOST = "atsplan.source.lost"
 EXPERTS = "atsplan.experts."  # + layer
+_MOST_DIGITS = 5  # of a layer's number
+_MOST_BYTES = 2**62
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,9 @@ class Stamp:
     source_table: str  # its table digest
     source_order: tuple[int, ...]  # for each tensor of this file, its place among the source's
     source_alignment: int  # general.alignment as the source stated it, 0 when it did not
-    source_size: int  # bytes of the source when it was one file, else 0
+    source_size: int  # bytes of the source when it was one file, those behind its last tensor apart; else 0
+    source_trailing: int | None  # bytes behind its last tensor, kept behind the last one here; None: not told
+    source_lost: int  # bytes of the source that no rewrite keeps: padding that is not zero, ends of shards
     experts: Mapping[int, tuple[int, ...]]  # layer -> original expert id at each position
 
 
@@ -49,7 +57,7 @@ class PlanMismatch(InputError):
     found: str
 
     def message(self) -> str:
-        names = printable(f"{self.plan_model}, not {self.model}")
+        names = f"{self.plan_model}, not {self.model}"
         digests = f"{self.what} {self.expected[:19]} in the plan, {self.found[:19]} here"
         return f"{self.path}: the plan is for another model: {names} ({digests})"
 
@@ -62,7 +70,7 @@ def plan_digest(plan: Plan) -> str:
 def read_stamp(model: ModelFile) -> Stamp | None:
     """The stamp of a rewritten file, None for any other; FileProblem when it is damaged."""
     header = model.headers[0].header
-    if not header.text(SOURCE_HEADER):
+    if header.get(SOURCE_HEADER) is None:
         return None
     order = _permutation(model, SOURCE_ORDER)
     if len(order) != len(model.inventory.tensors):
@@ -71,17 +79,25 @@ def read_stamp(model: ModelFile) -> Stamp | None:
     for kv in header.kvs:
         if kv.key.startswith(EXPERTS):
             layer = kv.key[len(EXPERTS) :]
-            if not (layer.isascii() and layer.isdecimal()):
-                raise _damaged(model, kv.key)
+            if not (layer.isascii() and layer.isdecimal() and len(layer) <= _MOST_DIGITS):
+                raise _damaged(model, f"{kv.key} names no layer")
             experts[int(layer)] = _permutation(model, kv.key)
+    alignment = _number(model, SOURCE_ALIGNMENT) or 0
+    if alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
+        raise _damaged(model, f"{SOURCE_ALIGNMENT} {alignment} is not a power of two up to 2^30")
+    size, weights = _number(model, SOURCE_SIZE) or 0, model.inventory.size_bytes
+    if size and size < weights:
+        raise _damaged(model, f"{SOURCE_SIZE} {size} is less than the {weights} bytes of the weights")
     return Stamp(
-        header.text(PLAN_DIGEST),
-        header.text(SOURCE_HEADER),
-        header.text(SOURCE_TABLE),
-        order,
-        header.number(SOURCE_ALIGNMENT) or 0,
-        header.number(SOURCE_SIZE) or 0,
-        experts,
+        plan_digest=_digest(model, PLAN_DIGEST),
+        source_header=_digest(model, SOURCE_HEADER),
+        source_table=_digest(model, SOURCE_TABLE),
+        source_order=order,
+        source_alignment=alignment,
+        source_size=size,
+        source_trailing=_number(model, SOURCE_TRAILING),
+        source_lost=_number(model, SOURCE_LOST) or 0,
+        experts=experts,
     )
 
 
@@ -104,12 +120,32 @@ def _mismatch(model: ModelFile, plan: Plan, path: str, what: str, expected: str,
     return PlanMismatch(path, model.inventory.name, plan.model.name, what, expected, found)
 
 
+def _number(model: ModelFile, key: str) -> int | None:
+    """A count of bytes; None where there is no such entry."""
+    kv = model.get(key)
+    if kv is None:
+        return None
+    if type(kv.value) is not int or not 0 <= kv.value <= _MOST_BYTES:
+        raise _damaged(model, f"{key} is no number of bytes")
+    return kv.value
+
+
+def _digest(model: ModelFile, key: str) -> str:
+    text = model.headers[0].header.text(key)
+    if not _DIGEST.fullmatch(text):
+        raise _damaged(model, f"{key} is not a digest")
+    return text
+
+
 def _permutation(model: ModelFile, key: str) -> tuple[int, ...]:
     kv = model.get(key)
     values = kv.value if kv else None
-    if not isinstance(values, tuple) or sorted(values, key=repr) != sorted(range(len(values)), key=repr):
+    if not isinstance(values, tuple) or set(map(type, values)) - {int}:
         raise _damaged(model, f"{key} is not a permutation")
-    return tuple(int(value) for value in values)
+    numbers = tuple(int(value) for value in values)
+    if sorted(numbers) != list(range(len(numbers))):
+        raise _damaged(model, f"{key} is not a permutation")
+    return numbers
 
 
 def _damaged(model: ModelFile, what: str) -> FileProblem:

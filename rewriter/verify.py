@@ -7,23 +7,33 @@ the file against the plan in loops of its own.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import AnswerIsNo
-from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import printable
+from planner.errors import AnswerIsNo, FileProblem, InputError
+from planner.model.gguf_file import ModelFile, read_model
 from planner.model.inventory import Tensor
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of
+from planner.plan.patterns import hits, searcher
 from planner.plan.plan import Plan
+from planner.quoting import short
 from rewriter.manifest import ManifestTensor
 from rewriter.payloads import Payload, digests
 from rewriter.second_reader import Seen, Weight, look
-from rewriter.stamp import EXPERTS, PLAN_DIGEST, PREFIX, SOURCE_HEADER, SOURCE_ORDER, plan_digest
+from rewriter.stamp import (
+    EXPERTS,
+    PLAN_DIGEST,
+    PREFIX,
+    SOURCE_HEADER,
+    SOURCE_ORDER,
+    SOURCE_TRAILING,
+    plan_digest,
+    read_stamp,
+)
+from rewriter.stamps import source_of, trailing_of
 
 WEIGHTS_EXACT = "weights byte-exact: every tensor's bytes are those of the source"
 WEIGHTS_PERMUTED = "weights byte-exact under the recorded permutation of experts"
@@ -44,7 +54,7 @@ class NotFaithful(AnswerIsNo):
 
     def message(self) -> str:
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
-        return printable(f"{self.path}: not a faithful rewrite: {self.problems[0]}{more}")
+        return f"{self.path}: not a faithful rewrite: {self.problems[0]}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +95,35 @@ def verify(
     _raise(outputs, problems)
     before, after = _orders(ours[0]), _orders(theirs[0])
     found = _compare(source, ours, theirs, before, after, advance)
-    _raise(outputs, found[1])
+    _raise(outputs, [*found[1], *_trailing(source, outputs, theirs[0]), *_unreadable(outputs)])
     size = sum(tensor.size_bytes for tensor in found[0])
     return Verification(found[0], size, time.monotonic() - started, _moved(before, after))
+
+
+def _unreadable(outputs: Sequence[Path]) -> Iterator[str]:
+    """What was written must be a model to the first reader too."""
+    try:
+        found = read_model(outputs[0]).paths
+    except InputError as problem:
+        yield f"it cannot be read back: {problem}"
+        return
+    if [path.name for path in found] != [path.name for path in outputs]:
+        yield "other files are read back than were written"
+
+
+def _trailing(source: ModelFile, outputs: Sequence[Path], first: Seen) -> Iterator[str]:
+    """What lies behind the last tensor lies behind it again; older rewrites did not keep it."""
+    kept = trailing_of(source, source_of(source, read_stamp(source)))
+    if kept is None or (PLAN_DIGEST in first.entries and SOURCE_TRAILING not in first.entries):
+        return
+    size = outputs[-1].stat().st_size
+    jobs = [
+        Payload(source.paths[kept.shard], kept.start, kept.length),
+        Payload(outputs[-1], max(size - kept.length, 0), kept.length),
+    ]
+    before, after = digests(jobs, lambda _: None)
+    if before != after:
+        yield f"the {kept.length} bytes behind the last tensor differ"
 
 
 def _moved(before: Orders, after: Orders) -> tuple[int, ...]:
@@ -182,18 +218,14 @@ def _original_places(source: ModelFile, theirs: list[Seen]) -> tuple[int, ...]:
 
 def _patterns(theirs: list[Seen], plan: Plan) -> Iterator[str]:
     """Each override of the plan still finds as many tensors as it announces, first match first."""
-    try:
-        patterns = [re.compile(override.pattern) for override in plan.overrides]
-    except re.error as problem:
-        yield f"override {problem.pattern!r} is no pattern: {problem}"
-        return
-    found = [0] * len(patterns)
-    for name in (name for seen in theirs for name in seen.weights):
-        first = next((n for n, pattern in enumerate(patterns) if pattern.search(name)), None)
-        if first is not None:
-            found[first] += 1
-    for override, count in zip(plan.overrides, found, strict=True):
-        if count != override.tensors:
+    left = {name for seen in theirs for name in seen.weights}
+    for override in plan.overrides:
+        if searcher(override.pattern) is None:
+            yield f"override {short(override.pattern)} is no pattern"
+            return
+        found = set(hits(override.pattern, left))
+        left -= found
+        if (count := len(found)) != override.tensors:
             yield f"override {override.pattern} matches {count} tensors, the plan says {override.tensors}"
 
 
@@ -220,7 +252,11 @@ def _plan_order(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[s
 
 def _orders(first: Seen) -> Orders:
     keys = [key for key in first.entries if key.startswith(EXPERTS)]
-    return {int(key[len(EXPERTS) :]): first.numbers(key) for key in keys}
+    layers = {key: key[len(EXPERTS) :] for key in keys}
+    for key, layer in layers.items():
+        if not (layer.isascii() and layer.isdecimal() and len(layer) < 6):
+            raise FileProblem(str(first.path), f"damaged record of an earlier rewrite: {key}")
+    return {int(layer): first.numbers(key) for key, layer in layers.items()}
 
 
 def _compare(

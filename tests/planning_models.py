@@ -74,7 +74,7 @@ def plan(
     """A plan as `atsplan solve` makes it."""
     profile = on or machine()
     budgets = budgets_for(profile, parse_budget(budget) if budget else {})
-    chosen = replace(options or SolveOptions(), time_limit_s=limit_s)
+    chosen = replace(options or SolveOptions(), work_s=limit_s)
     return make_plan(model, profile, budgets, workload or Workload(), chosen)
 
 

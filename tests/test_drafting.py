@@ -59,7 +59,7 @@ def drafted(
     work = (workload or Workload()).model_copy(update={"mtp": draft is None})
     asked = Drafting(round(accept * 10**6), Extras(draft=draft), "CUDA0", longest)
     budgets = budgets_for(profile, parse_budget(budget))
-    return best_length(model, profile, budgets, work, SolveOptions(time_limit_s=20), asked)
+    return best_length(model, profile, budgets, work, SolveOptions(work_s=20), asked)
 
 
 def chosen(made: Plan) -> Speculation:

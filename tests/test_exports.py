@@ -15,6 +15,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from engines import ENVIRONMENT, python
+from hostile_texts import CRAFTED
 from sample_plan import sample_plan
 from test_run import plan_for
 from test_stock import server_plan
@@ -99,13 +100,35 @@ def test_the_real_server_reads_every_option_of_a_preset(server_engine: Path, tmp
         assert not value or given[at + 1] == value, option
 
 
+def test_the_real_server_takes_hostile_names_for_what_they_are(server_engine: Path, tmp_path: Path) -> None:
+    """One model a section, each with the one path: no name begins another section or option."""
+    preset, wanted = tmp_path / "preset.ini", {}
+    for index, name in enumerate(CRAFTED):
+        text = export(
+            named(name), stock(LoadSpec((), (), 0, (), Workload()), 4), f"/m/{index}.gguf", "preset"
+        )
+        (section,) = re.findall(r"^\[(.*)\]$", text, re.MULTILINE)
+        if section in wanted:  # names that differ only in what a section cannot hold
+            continue
+        wanted[section] = f"/m/{index}.gguf"
+        with preset.open("ab") as file:
+            file.write(text.encode())
+    found = [m for m in listed(server_engine / "llama-server", preset, tmp_path) if m["source"] == "preset"]
+    given = {m["id"]: m["status"]["args"] for m in found}
+    assert {name: args[args.index("--model") + 1] for name, args in given.items()} == wanted
+    assert len(wanted) > 30
+
+
 SHOWN_AS = {"--spec-draft-device": "--device-draft", "--spec-draft-ngl": "--n-gpu-layers-draft"}
 
 
 def test_compose_mounts_the_folder_of_every_file() -> None:
     placed = replace(rich(), mmproj="/eyes/e.gguf", draft="/m/d.gguf")
     found = yaml.safe_load(export(named("x"), placed, "/m/model.gguf", "docker-compose"))["services"]["llama"]
-    assert found["volumes"] == ["/m:/models:ro", "/eyes:/models2:ro"]
+    assert [(v["type"], v["source"], v["target"], v["read_only"]) for v in found["volumes"]] == [
+        ("bind", "/m", "/models", True),
+        ("bind", "/eyes", "/models2", True),
+    ]
     given = [word.replace("$$", "$") for word in found["command"]]
     inside = replace(placed, mmproj="/models2/e.gguf", draft="/models/d.gguf")
     expected = [w for pair in options(inside, "/models/model.gguf") for w in pair if w]
@@ -113,7 +136,7 @@ def test_compose_mounts_the_folder_of_every_file() -> None:
     here = yaml.safe_load(
         export(named("x"), replace(rich(), mmproj="", draft=""), "m.gguf", "docker-compose")
     )
-    assert here["services"]["llama"]["volumes"] == [".:/models:ro"]
+    assert [v["source"] for v in here["services"]["llama"]["volumes"]] == ["."]
 
 
 @pytest.mark.parametrize(

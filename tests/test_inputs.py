@@ -175,6 +175,6 @@ def test_a_tensor_smaller_than_its_type_and_shape_is_refused_by_name(size: int) 
         line = text[start : text.index("\n", start)]
         short = re.sub(r"size_bytes: \d+", f"size_bytes: {size}", line)
         with pytest.raises(
-            FieldProblem, match=rf"tensor {name}.* has {size} bytes; q\d_K of its shape takes"
+            FieldProblem, match=rf"tensor {name}.* holds {size} bytes, its type and shape need"
         ):
             from_text(text.replace(line, short), "model.yaml")

@@ -139,7 +139,7 @@ def test_names_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
     answer = call(path)
     assert answer.exit_code == 0
     assert "\x1b" not in answer.output
-    assert answer.stdout.startswith("'two\\nlines': 'od\\x1b[31md', ")
+    assert answer.stdout.startswith("two\\nlines: od\\x1b[31md, ")
     absent = call(tmp_path / "no\nfile.gguf")
     assert absent.exit_code == 2
     assert len(absent.stderr.splitlines()) == 1

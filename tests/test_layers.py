@@ -225,3 +225,122 @@ def test_nothing_of_an_engine_is_remembered_by_a_function() -> None:
     for path in files("runtime"):
         text = path.read_text(encoding="utf-8")
         assert "lru_cache" not in text and "@cache" not in text, path
+
+
+# What starts other processes, and the one file that may use it. All else goes through runtime/child.
+STARTS = {
+    "subprocess": "runtime/child/process.py",
+    "multiprocessing": "runtime/child/pool.py",
+    "pty": "",
+    "posix": "",
+}
+OS_STARTS = re.compile(r"ProcessPoolExecutor|os\.(system|popen|fork\w*|posix_spawn\w*|spawn\w+|exec\w+)\b")
+
+
+@pytest.mark.parametrize(("library", "home"), STARTS.items())
+def test_processes_are_started_in_one_place(library: str, home: str) -> None:
+    paths = [path for package in MAY_IMPORT for path in files(package)]
+    users = {path.relative_to(ROOT).as_posix() for path in paths if library in dict(imported(path))}
+    assert users == ({home} if home else set())
+
+
+def test_nothing_is_started_behind_its_back() -> None:
+    paths = (path for package in MAY_IMPORT for path in files(package))
+    for path in (path for path in paths if path != ROOT / "runtime/child/pool.py"):
+        assert not OS_STARTS.search(path.read_text(encoding="utf-8")), path
+
+
+def test_engine_children_are_opened_in_one_file_and_programs_in_few() -> None:
+    """Python is named in one file; only what asks and what starts programs reaches for `process`."""
+    python, starters = set(), set()
+    for path in (path for package in MAY_IMPORT for path in files(package)):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        if "sys.executable" in text:
+            python.add(name)
+        if re.search(r"\bprocess\.(start|run|follow)\(", text):
+            starters.add(name)
+    assert python == {"runtime/child/environment.py"}
+    programs = {"runtime/tools/llama_server.py", "runtime/hybrid/build.py", "commands/demo.py"}
+    assert starters == {"runtime/child/ask.py", *programs}
+
+
+def test_python_children_of_benchmarks_are_isolated_too() -> None:
+    """They may measure programs of any kind, but a child that runs a module of ours goes through `python`."""
+    for path in files("benchmarks"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"sys\.executable, \"-[mc]\"", text), path
+
+
+# Who may spell a text for another language, and why; everybody else asks planner.quoting.
+QUOTERS: dict[str, dict[str, str]] = {
+    "shlex": {},
+    "html": {},
+    "xml.sax": {},
+    "urllib.parse": {},
+    "json.dumps": {
+        "planner/records.py": "between YAML and the validator, within a process",
+        "planner/plan/schema.py": "our own schema, keys sorted",
+        "runtime/child/ask.py": "a pipe between our processes",
+        "runtime/child/serve.py": "a pipe between our processes",
+        "runtime/stripes/server.py": "an argument of our own child",
+        "profiler/journal.py": "our own journal",
+        "profiler/routed/model.py": "metadata of files that we generate",
+    },
+    "yaml.dump": {"planner/records.py": "the canonical text of records"},
+    "xml.etree": {"planner/check/findings.py": "ElementTree, on texts that went through xml()"},
+    "repr": {
+        "rewriter/journal.py": "in a message, through terminal()",
+        "planner/model/inventory.py": "a digest",
+        "planner/model/gguf_magic.py": "bytes, in a message",
+        "runtime/session/draft_model.py": "bytes, in a message",
+    },
+    "isprintable": {},
+    "backslashreplace": {},
+    "print": {
+        "commands/shared/console.py": "the one place that prints",
+        "planner/plan/schema.py": "our own schema",
+        "profiler/routed/presets.py": "a developer's own figures",
+        "runtime/hybrid/build.py": "paths of ours, for whom makes a wheel",
+        "runtime/stripes/server.py": "errors show themselves; device names through terminal()",
+    },
+    "click.echo": {
+        "commands/shared/console.py": "the one place that prints",
+        "atsplan.py": "constants, when memory is short or the terminal gone",
+    },
+    "rich": {"commands/shared/console.py": "cells are Text, never markup"},
+}
+
+
+def _spellings(tree: ast.AST) -> Iterator[str]:
+    """The ways to spell texts by hand that a file uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.FormattedValue) and node.conversion in map(ord, "ra"):
+            yield "repr"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from ("repr" for _ in re.findall(r"\{\w+![ra]\}|%r", node.value))
+            yield from ("backslashreplace" for _ in re.findall("backslashreplace", node.value))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield {"ascii": "repr"}.get(node.func.id, node.func.id)
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            yield from (
+                node.attr,
+                f"{owner}.{node.attr}",
+                {"json.dump": "json.dumps"}.get(f"{owner}.{node.attr}", ""),
+            )
+
+
+def test_one_file_spells_texts_for_other_languages() -> None:
+    users: dict[str, set[str]] = {name: set() for name in QUOTERS}
+    for path in (ROOT / "atsplan.py", *(path for package in MAY_IMPORT for path in files(package))):
+        place = path.relative_to(ROOT).as_posix()
+        for found in _spellings(ast.parse(path.read_text(encoding="utf-8"))):
+            for name, places in users.items():
+                if found == name or found.startswith(f"{name}."):
+                    places.add(place)
+    for name, places in users.items():
+        assert places - {"planner/quoting.py"} == set(QUOTERS[name]), name

@@ -42,7 +42,7 @@ def asked(prompt: int) -> Workload:
 
 
 def findings(made: Plan, model: Inventory, profile: Profile) -> list[Finding]:
-    return check_plan(made, to_text(made), "plan.yaml", Inputs(model, profile), CheckOptions(time_limit_s=5))
+    return check_plan(made, to_text(made), "plan.yaml", Inputs(model, profile), CheckOptions())
 
 
 @pytest.mark.parametrize(
@@ -204,10 +204,3 @@ def test_a_batch_just_long_enough_to_be_copied_costs_no_more_than_one_that_is_no
         for n in (31, 32)
     ]
     assert times[1].predicted.objective_ns <= times[0].predicted.objective_ns
-
-
-def test_all_problems_of_a_plan_share_one_clock() -> None:
-    options = SolveOptions(time_limit_s=10).begun()
-    assert options.begun() is options and 0 < options.wall_s <= 60
-    assert replace(options, ends=options.ends - 3600).wall_s == 1
-    assert SolveOptions(time_limit_s=10).wall_s == 60

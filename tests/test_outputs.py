@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from atsplan import main
-from planner.texts import kind_of, utf8
+from commands.shared.console import replacing
+from planner.errors import FileProblem
+from planner.files import try_lock
+from planner.quoting import utf8
+from planner.texts import kind_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "plans/inputs/Qwen3.5-0.8B-q8_0.inventory.yaml"
@@ -71,6 +77,65 @@ def test_a_plan_replaces_a_plan_through_a_link(tmp_path: Path) -> None:
     assert target.read_bytes() != PLAN.read_bytes()
 
 
+def test_what_appears_while_it_is_written_is_judged_too(tmp_path: Path) -> None:
+    """Decided when the file gets its name: a model that came meanwhile stays, a plan is replaced."""
+    for text, replaced in (("GGUF", False), ("measured: 1\nschema: 1\n", False), (PLAN.read_text(), True)):
+        target = tmp_path / "x.yaml"
+        try:
+            with replacing(target, "plan") as file:
+                file.write(b"new")
+                target.write_text(text)
+        except FileProblem as problem:
+            assert "not replaced" in str(problem)
+        assert target.read_text() == ("new" if replaced else text)
+        assert list(tmp_path.iterdir()) == [target]
+        target.unlink()
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left, busy = tmp_path / ".x.yaml.atsplan-abc", tmp_path / ".x.yaml.atsplan-def"
+    left.write_text("half")
+    busy.write_text("at work")
+    handle = try_lock(busy)
+    assert handle is not None
+    try:
+        assert solve(tmp_path / "x.yaml").exit_code == 0
+        assert sorted(p.name for p in tmp_path.iterdir()) == [busy.name, "x.yaml"]
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("step", ["fsync", "link", "chmod"])
+def test_a_disk_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: str
+) -> None:
+    target = tmp_path / "x.yaml"
+    before = {} if step == "link" else {"x.yaml": PLAN.read_bytes()}
+    for name, data in before.items():
+        (tmp_path / name).write_bytes(data)
+
+    def fails(*args: object, **more: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    real = getattr(os, step)
+    monkeypatch.setattr(os, step, fails)
+    result = solve(target)
+    monkeypatch.setattr(os, step, real)
+    assert result.exit_code == 2
+    assert result.stderr == f"atsplan: {target}: cannot write here: {os.strerror(number)}\n"
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_vanishes_is_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    gone = pytest.raises(FileProblem, match="cannot write here: No such file or directory")
+    with gone, replacing(folder / "x.yaml", "plan") as file:
+        file.write(b"new")
+        shutil.rmtree(folder)
+
+
 def test_a_pipe_is_written_to_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -115,7 +180,7 @@ def test_a_model_given_for_a_text_is_not_read_whole(tmp_path: Path) -> None:
 
 
 def test_names_in_no_encoding(tmp_path: Path, dense_model: Path) -> None:
-    """Bytes that are not UTF-8 in a path are escapes in what is recorded of it."""
+    """Bytes that are not UTF-8 in a path are escapes of the shell in the command that is recorded."""
     model, target = (
         Path(os.fsdecode(os.fsencode(tmp_path) + name)) for name in (b"/\xff.gguf", b"/\xfe.yaml")
     )
@@ -127,7 +192,7 @@ def test_names_in_no_encoding(tmp_path: Path, dense_model: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    assert "\\udcff.gguf" in target.read_text(encoding="utf-8")
+    assert "/\\377.gguf'" in target.read_text(encoding="utf-8")
     assert utf8("ü\udcff") == "ü\\udcff"
 
 

@@ -315,7 +315,7 @@ def test_a_dry_run_writes_nothing(here: Path) -> None:
     before = names(here)
     args = ["rewrite", here / "m.gguf", "--plan", here / "p.yaml", "-o", here / "o.gguf", "--dry-run"]
     found = json.loads(run(*args, "--json").stdout)
-    assert list(found["regions"]) == ["CUDA0", "host"] and "o.gguf" in run(*args).stdout
+    assert list(found["regions"]) == ["gpu:CUDA0", "cpu"] and "o.gguf" in run(*args).stdout
     assert names(here) == before
     size = found["files"][0]["size_bytes"]
     assert run(*args[:-1]).exit_code == 0 and (here / "o.gguf").stat().st_size == size

@@ -35,6 +35,7 @@ REMOTE = "RPC0[10.0.0.2:50052]"
         ("cpu", Site(SiteKind.CPU)),
         ("gpu:CUDA0", Site(SiteKind.GPU, "CUDA0")),
         (f"gpu:{REMOTE}", Site(SiteKind.GPU, REMOTE)),
+        ("hybrid:CUDA1:12", Site(SiteKind.HYBRID, "CUDA1", 12)),
         ("stripe:CUDA1:12", Site(SiteKind.STRIPE, "CUDA1", 12)),
         (f"stripe:{REMOTE}:3", Site(SiteKind.STRIPE, REMOTE, 3)),
         ("cache:CUDA0:250000", Site(SiteKind.CACHE, "CUDA0", 250_000)),
@@ -122,6 +123,7 @@ def made(model: Path, heat: Path) -> Callable[[str], Plan]:
             options = SolveOptions(
                 **(heat_options(heat, inventory, work) if kind == "stripe" else {}),
                 pins=tuple(map(parse_pin, pins)),
+                hybrid=kind == "hybrid",
                 cache=(CachePoint(share_ppm=250_000, hit_ppm=800_000),) if kind == "cache" else (),
             )
             budgets = budgets_for(profile, parse_budget("2000"))

@@ -138,7 +138,7 @@ def _spec(file: ModelFile, prompts: list[Prompt], gen: int, device: str | None, 
     from planner.workload import Workload
 
     # A byte is at most a token, and a chat template adds few.
-    longest = max(len(prompt.text.encode()) for prompt in prompts) + gen + 256
+    longest = max(len(prompt.text.encode(errors="replace")) for prompt in prompts) + gen + 256
     limit = file.inventory.number("context_length", longest) or longest
     work = Workload(n_ctx=max(min(longest, limit), gen + 1), n_batch=512, n_ubatch=512)
     devices = (device,) if device else ()

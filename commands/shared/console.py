@@ -4,72 +4,113 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from planner import quoting
 from planner.errors import FileProblem
-from planner.texts import kind_of, named, utf8
+from planner.files import lock, place_new, sync_folder, try_lock
+from planner.texts import kind_of, named
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from rich.table import Table
 
 PICTURE = "picture"
 _HEAD_BYTES = 4096
+_CELL_LETTERS = 400
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of texts under a head; each text is data, whatever it holds."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str) -> None:
+        """One more row; cells that are missing stay empty."""
+        self.rows.append(cells)
 
 
 def say(text: str) -> None:
-    """A message for the person at the terminal."""
-    click.echo(text, err=True)
+    """A message for the person at the terminal, on one line."""
+    click.echo(quoting.message(text), err=True)
 
 
 def out(text: str) -> None:
-    """A result."""
-    click.echo(utf8(text))
+    """One line of a result."""
+    click.echo(quoting.message(text))
+
+
+def out_text(text: str) -> None:
+    """A result of several lines."""
+    click.echo(quoting.document(text), nl=not text.endswith("\n"))
+
+
+def out_piece(text: str) -> None:
+    """The next piece of a text that a model writes, at once."""
+    import sys
+
+    click.echo(quoting.running(text), nl=False)
+    sys.stdout.flush()
 
 
 def out_json(data: Any) -> None:
     """A result for a program."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    out_text(quoting.json_text(data))
 
 
-def table(*columns: str, title: str = "") -> Table:
-    """A rich table with right-aligned columns after the first."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    made = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for index, name in enumerate(columns):
-        made.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
-    return made
+def table(*columns: str) -> Table:
+    """A table whose columns after the first are aligned to the right."""
+    return Table(columns)
 
 
 def out_table(made: Table) -> None:
     """A table on stdout, as wide as the terminal or, in a pipe, as it needs."""
     import sys
 
+    from rich import table
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.text import Text
 
+    shown = table.Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(made.columns):
+        justify = "left" if index == 0 else "right"
+        shown.add_column(Text(quoting.short(name)), justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in made.rows:
+        shown.add_row(*(Text(quoting.short(cell, _CELL_LETTERS)) for cell in row))
     width = None if sys.stdout.isatty() else 160
-    Console(file=sys.stdout, width=width, highlight=False).print(made)
+    Console(file=sys.stdout, width=width, highlight=False).print(shown)
 
 
 def progress() -> Progress:
     """A progress bar on stderr, where somebody watches; `rate` is a field of each task."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+    from rich.text import Text
+
+    class Words(ProgressColumn):
+        """A text of the task: data, whatever it holds."""
+
+        def __init__(self, of: Callable[[Task], str]) -> None:
+            super().__init__()
+            self.of = of
+
+        def render(self, task: Task) -> Text:
+            return Text(quoting.short(self.of(task)))
 
     console = Console(stderr=True)
     return Progress(
-        TextColumn("{task.description}"),
+        Words(lambda task: task.description),
         BarColumn(),
-        TextColumn("{task.fields[rate]}"),
+        Words(lambda task: str(task.fields["rate"])),
         TimeRemainingColumn(),
         console=console,
         transient=True,
@@ -129,18 +170,19 @@ def check_target(path: Path, kind: str) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all; it may replace a text of its own kind only."""
     check_target(path, kind_of(text))
-    with replacing(path) as file:
-        file.write(utf8(text).encode())
+    with replacing(path, kind_of(text)) as file:
+        file.write(quoting.utf8(text).encode())
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file in the same folder, synced and renamed over `path` on success, else removed.
+def replacing(path: Path, kind: str) -> Iterator[IO[bytes]]:
+    """A temporary file in the same folder, synced and renamed to `path` on success, else removed.
 
+    A file that appears at `path` meanwhile is replaced only where `check_target` would let it.
     A link stays a link: what it leads to is replaced. A device or pipe is written to as it is.
     """
     try:
-        with _straight(path) if path.exists() and not path.is_file() else _renamed(path) as file:
+        with _straight(path) if path.exists() and not path.is_file() else _renamed(path, kind) as file:
             yield file
     except OSError as problem:
         raise FileProblem(str(path), f"cannot write here: {problem.strerror or problem}") from None
@@ -153,19 +195,43 @@ def _straight(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _renamed(path: Path) -> Iterator[IO[bytes]]:
+def _renamed(path: Path, kind: str) -> Iterator[IO[bytes]]:
     path = Path(os.path.realpath(path))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:200]}.", dir=path.parent)
+    prefix = f".{path.name[:200]}.atsplan-"
+    _sweep(path.parent, prefix)
+    descriptor, temporary = tempfile.mkstemp(prefix=prefix, dir=path.parent)
+    staged = Path(temporary)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            lock(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(path)
+            staged.chmod(0o666 & ~_umask())
+            _put(staged, path, kind)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
         raise
+
+
+def _put(staged: Path, path: Path, kind: str) -> None:
+    """The finished file to its name; what came there meanwhile is judged as what was there before."""
+    try:
+        place_new(staged, path)
+    except FileExistsError:
+        check_target(path, kind)
+        staged.replace(path)
+    sync_folder(path.parent)
+
+
+def _sweep(folder: Path, prefix: str) -> None:
+    """Remove what killed runs left of the same output; a file that a run still writes is locked."""
+    for path in folder.iterdir():
+        if path.name.startswith(prefix) and path.is_file() and not path.is_symlink():
+            handle = try_lock(path)
+            if handle is not None:
+                path.unlink(missing_ok=True)
+                os.close(handle)
 
 
 def _head(path: Path) -> bytes:

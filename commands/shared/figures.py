@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,17 @@ def check_name(path: Path | None, option: str) -> None:
 def pyplot() -> Any:
     """matplotlib.pyplot without a screen; InputError says how to install it."""
     try:
-        import matplotlib as mpl
+        # It reads settings from the current folder when it is imported, whoever wrote them.
+        with contextlib.chdir(Path(__file__).parent):
+            import matplotlib as mpl
     except ImportError:
         raise InputError("pictures need matplotlib: pip install 'atsplan[plot]'") from None
+    mpl.rcdefaults()
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "atsplan"  # element ids that do not change from run to run
+    # Texts are data: whatever the user's own settings say, no TeX runs on them.
+    mpl.rcParams["text.usetex"] = False
+    mpl.rcParams["text.parse_math"] = True
     from matplotlib import pyplot as plots
 
     return plots
@@ -34,6 +42,7 @@ def pyplot() -> Any:
 def save(figure: Any, path: Path) -> None:
     """Write a figure whole or not at all, without dates and versions, and close it."""
     check_target(path, PICTURE)
-    with replacing(path) as file:
+    with replacing(path, PICTURE) as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box stands for it
         figure.savefig(file, format=path.suffix[1:], dpi=130, metadata=_DATED[path.suffix])
     pyplot().close(figure)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.shared.console import say, write_text
+from commands.shared.console import out_text, say, write_text
 from commands.shared.models import load_inventory
 from planner.errors import FileProblem, InputError
 
@@ -79,9 +79,7 @@ def read_orders(path: Path, layout: str = "heat") -> Orders:
 def write_result(target: Path | None, text: str, what: str) -> None:
     """To a file, and say so; or to stdout."""
     if target is None:
-        import click
-
-        click.echo(text, nl=False)
+        out_text(text)
     else:
         write_text(target, text)
         say(f"{target}: {what}")

@@ -11,6 +11,7 @@ import click
 
 from commands.shared.console import read_text, say
 from planner.errors import FileProblem, InputError
+from planner.quoting import file_name
 
 if TYPE_CHECKING:
     from planner.check.check import Inputs
@@ -93,14 +94,15 @@ class InputLibrary:
     def _read_folder(self, folder: Path, plan: Plan) -> None:
         """Files named after the plan's model and machine; their digests decide. Files given by hand win."""
         model, machine = plan.model.name, plan.machine.name
-        if not self._models and self._is_new(folder, f"{model}.inventory.yaml"):
-            self._add_model(folder / f"{model}.inventory.yaml")
-        if not self._given_profiles and self._is_new(folder, f"{machine}.profile.yaml"):
-            self._add_profile(folder / f"{machine}.profile.yaml")
+        inventory = folder / file_name(model, ".inventory.yaml")
+        profile = folder / file_name(machine, ".profile.yaml")
+        if not self._models and self._is_new(inventory):
+            self._add_model(inventory)
+        if not self._given_profiles and self._is_new(profile):
+            self._add_profile(profile)
 
-    def _is_new(self, folder: Path, name: str) -> bool:
-        path = folder / name
-        if "/" in name or path in self._seen or not path.is_file():
+    def _is_new(self, path: Path) -> bool:
+        if path in self._seen or not path.is_file():
             return False
         self._seen.add(path)
         return True

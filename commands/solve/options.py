@@ -71,7 +71,11 @@ _OPTIONS = (
         type=_FILE,
         help="Routing trace: lets the engine's MoE cache (llama.cpp b11548 and later) hold host experts.",
     ),
-    click.option("--time-limit", type=Number(0.1, 3600), default=20.0, show_default=True, help="Seconds."),
+    click.option(
+        "--time-limit",
+        type=Number(0.1, 3600),
+        help="Seconds by the clock for all of it; runs may then differ [none: work is limited, not time].",
+    ),
 )
 
 
@@ -105,7 +109,7 @@ class Asked:
     hybrid: bool
     engine: str | None
     cache: Path | None
-    time_limit: float
+    time_limit: float | None
 
 
 def asking(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,8 @@ from commands.shared.models import load_inventory, load_profile
 from commands.solve.extras import beside, drafting_of, extras_of, first_gpu
 from commands.solve.options import Asked
 from planner.errors import AnswerIsNo, OptionProblem
-from planner.texts import utf8
+from planner.quoting import shell
+from planner.solver.deadline import Deadline
 from planner.workload import Workload, usual
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Inputs:
     drafting: Drafting | None = None  # the draft length is to be chosen
     movable: Extras | None = None  # what runs beside it, where the projector in it may go to the CPU
     notes: tuple[str, ...] = ()  # what the plan must say of files beside the model
+
+    def within(self, share: float) -> Inputs:
+        """The same with this share of the time that is left."""
+        return replace(self, options=replace(self.options, deadline=self.options.deadline.part(share)))
 
     def plan(self) -> Plan:
         """The plan; with a context that may shrink, the largest that fits.
@@ -84,8 +89,9 @@ class Inputs:
         if self.lowest_ctx:
             from planner.passes.largest_context import largest_context
 
+            half = replace(self.options, deadline=self.options.deadline.part(0.5))
             largest, keep = largest_context(
-                self.inventory, self.profile, self.budgets, workload, self.options, self.lowest_ctx
+                self.inventory, self.profile, self.budgets, workload, half, self.lowest_ctx
             )
             say(f"context {largest}: the largest with {keep.value}")
             workload = workload.model_copy(update={"n_ctx": largest})
@@ -109,6 +115,7 @@ def inputs_of(asked: Asked) -> Inputs:
     from planner.model.layers import layers_of
     from planner.model.units import holds_nextn
 
+    deadline = Deadline(asked.time_limit or math.inf)
     profile = load_profile(asked.profile_path, asked.machine)
     _note_changes(profile, asked.profile_path)
     given = {} if asked.budget is None else parse_budget(asked.budget)
@@ -122,7 +129,7 @@ def inputs_of(asked: Asked) -> Inputs:
         raise OptionProblem("--ctx-min", str(lowest), f"is above the context of {workload.n_ctx}")
     gpu = first_gpu(profile, budgets)
     extras = extras_of(asked, profile, budgets)
-    options = _options(asked, inventory, workload, beside(inventory, workload, extras, gpu))
+    options = _options(asked, inventory, workload, beside(inventory, workload, extras, gpu), deadline)
     if asked.engine == "":
         raise OptionProblem("--fit", "", "expected a library, a folder, or auto")
     if asked.engine and asked.model.suffix in (".yaml", ".yml"):
@@ -216,7 +223,7 @@ def _use(text: str) -> dict[str, int]:
 
 
 def _options(
-    asked: Asked, inventory: Inventory, workload: Workload, beside: Mapping[str, Any]
+    asked: Asked, inventory: Inventory, workload: Workload, beside: Mapping[str, Any], deadline: Deadline
 ) -> SolveOptions:
     from planner.cost.pins import parse_pin
     from planner.plan.request import SolveOptions
@@ -228,8 +235,8 @@ def _options(
         page=asked.page,
         stripes=asked.stripes,
         hybrid=asked.hybrid,
-        time_limit_s=asked.time_limit,
-        command=utf8(shlex.join(["atsplan", *sys.argv[1:]])),
+        deadline=deadline,
+        command=shell(["atsplan", *sys.argv[1:]]),
         **beside,
         **_host_memory(asked),
         **_heat(asked, inventory, workload),

@@ -15,7 +15,7 @@ from commands.solve.request import inputs_of
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
-    from planner.model.inventory import Inventory
+    from commands.solve.request import Inputs
     from planner.plan.plan import Plan
 
 
@@ -40,9 +40,9 @@ def command(
     if tensor_types is not None and not quants:
         raise OptionProblem("--tensor-types", str(tensor_types), "needs --quant")
     inputs = inputs_of(asked)
-    plan = inputs.plan()
+    plan = (inputs.within(0.5) if quants else inputs).plan()
     if quants:
-        plan = _what_if(asked, inputs.inventory, plan, quants, tensor_types)
+        plan = _what_if(inputs, plan, quants, tensor_types)
     if output is not None:
         write_text(output, to_text(plan))
         say(f"wrote {output}")
@@ -52,16 +52,15 @@ def command(
         show(plan)
 
 
-def _what_if(
-    asked: Asked, inventory: Inventory, today: Plan, quants: tuple[str, ...], tensor_types: Path | None
-) -> Plan:
+def _what_if(inputs: Inputs, today: Plan, quants: tuple[str, ...], tensor_types: Path | None) -> Plan:
     """The plan for other types of the same tensors, and what it would gain."""
     from planner.model.requantise import parse_rule, requantised
     from planner.model.requantise import tensor_types as as_map
 
     rules = [parse_rule(text) for text in quants]
+    inventory = inputs.inventory
     after = requantised(inventory, rules)
-    plan = replace(inputs_of(asked), inventory=after, fit_engine="").plan()  # --fit reads the file as it is
+    plan = replace(inputs, inventory=after, fit_engine="").plan()  # --fit reads the file as it is
     before_ns, after_ns = today.predicted.tpot_ns, plan.predicted.tpot_ns
     say(
         f"with {', '.join(quants)}: {mib(inventory.size_bytes)} -> {mib(after.size_bytes)}, "

@@ -15,6 +15,7 @@ from commands.shared.option_types import Target
 from commands.solve.options import Asked, asking
 from commands.solve.request import Inputs, inputs_of
 from planner.errors import AnswerIsNo, OptionProblem
+from planner.quoting import mathtext
 
 if TYPE_CHECKING:
     from planner.plan.plan import Plan
@@ -103,14 +104,17 @@ def _points(inputs: Inputs, device: str, sizes: Sequence[int]) -> list[Point]:
     from dataclasses import replace
 
     from planner.errors import AnswerIsNo
+    from planner.passes.refusal import OutOfTime
 
     found = []
     with progress() as bar:
         task = bar.add_task("budgets", total=len(sizes), rate="")
-        for size in sizes:
+        for n, size in enumerate(sizes):
             budgets = {**inputs.budgets, device: size * MIB}
             try:
-                plan = replace(inputs, budgets=budgets).plan()
+                plan = replace(inputs.within(1 / (len(sizes) - n)), budgets=budgets).plan()
+            except OutOfTime:  # nothing is known of this budget
+                raise
             except AnswerIsNo:
                 plan = None
             found.append(Point(size * MIB, plan))
@@ -157,10 +161,10 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     figure, axes = pyplot().subplots(figsize=(8, 4.8), layout="constrained")
     solved = [(p.budget_bytes / 2**30, 1e9 / p.plan.predicted.tpot_ns) for p in points if p.plan]
     for name, line in _stock_lines(points).items():
-        axes.plot(*zip(*line, strict=True), label=name, linewidth=1.2, linestyle="--")
+        axes.plot(*zip(*line, strict=True), label=mathtext(name), linewidth=1.2, linestyle="--")
     if solved:
         axes.plot(*zip(*solved, strict=True), label="atsplan", color="black", linewidth=2, marker=".")
-    axes.set(xlabel="budget, GiB", ylabel="predicted tokens/s", title=title)
+    axes.set(xlabel="budget, GiB", ylabel="predicted tokens/s", title=mathtext(title))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()

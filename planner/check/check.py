@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -17,14 +18,17 @@ from planner.model.inventory import Inventory
 from planner.model.units import foreign_note, units_of
 from planner.passes.make_plan import make_plan
 from planner.passes.prompt_pipeline import restated
+from planner.passes.refusal import OutOfTime
 from planner.plan.difference import Change, difference
 from planner.plan.override_match import disagreements
 from planner.plan.overrides import wanted_buffers
 from planner.plan.plan import Plan, from_text, to_text
 from planner.plan.request import SolveOptions
-from planner.records import Lines
+from planner.solver.deadline import Deadline
+from planner.yaml_reader import Lines
 
 _PPM = 10**6
+_NOT_SEARCHED = "the time limit ended the search: that nothing better exists was not shown again"
 _RULE_OF = {
     "devices": "memory",
     "overrides": "overrides",
@@ -55,7 +59,7 @@ class CheckOptions:
     """How far to look."""
 
     resolve: bool = True
-    time_limit_s: float = 20.0
+    time_limit_s: float = math.inf  # by the clock, for each plan
     today: date | None = None  # for the age of the profile; None: not judged
     max_age_days: int = 180
 
@@ -71,12 +75,13 @@ def read_plan(text: str, path: str) -> tuple[Plan | None, list[Finding]]:
 
 def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckOptions) -> list[Finding]:
     """All findings about one plan, in the order of the file."""
-    report = _Report(path, Lines(text, path))
+    report = _Report(path, Lines(text))
     if to_text(plan) != text:
         report.add(
             "canonical", "not in canonical form; atsplan fmt rewrites it", line=_first_change(plan, text)
         )
     _budgets(plan, report)
+    _search(plan, report)
     if problem := kv_problem(plan.workload):
         report.add("inputs", problem, "workload", "flash_attn")
     if inputs.inventory is not None:
@@ -134,6 +139,17 @@ def _budgets(plan: Plan, report: _Report) -> None:
         over = use.used_bytes - use.budget_bytes
         if over > 0 and not (plan.constraints.page and use.kind == "cpu"):
             report.add("memory", f"{use.name} holds {over} bytes more than its budget", "devices", i)
+
+
+def _search(plan: Plan, report: _Report) -> None:
+    """Whether another run would find this plan."""
+    if plan.search is not None and plan.search.ended_by == "clock":
+        seconds = plan.search.time_limit_ms / 1000
+        message = (
+            f"its search was ended by the clock after {seconds:g} s: another run may find another plan; "
+            "without --time-limit every run gives the same one"
+        )
+        report.add("search", message, "search", severity=Severity.NOTE)
 
 
 def _headroom(plan: Plan, profile: Profile, report: _Report) -> None:
@@ -276,8 +292,13 @@ def _optimal(
     report: _Report,
 ) -> None:
     """Solve again: nothing may be better than the recorded gap allows."""
-    question = replace(asked(plan, known), time_limit_s=options.time_limit_s)
-    best = make_plan(inventory, profile, plan.constraints.budgets, plan.workload, question)
+    deadline = Deadline(options.time_limit_s)
+    question = replace(asked(plan, known), deadline=deadline)
+    try:
+        best = make_plan(inventory, profile, plan.constraints.budgets, plan.workload, question)
+    except OutOfTime:
+        report.add("search", _NOT_SEARCHED, "predicted", severity=Severity.NOTE)
+        return
     mine, found = plan.predicted.objective_ns, best.predicted.objective_ns
     if plan.predicted.status == "edited":
         loss = (mine - best.predicted.objective_ns) * 100 / max(found, 1)
@@ -293,7 +314,9 @@ def _optimal(
             "predicted",
             "objective_ns",
         )
-    if (
+    if deadline.ended_by == "clock":
+        report.add("search", _NOT_SEARCHED, "predicted", severity=Severity.NOTE)
+    elif (
         best.predicted.bound_ns < plan.predicted.bound_ns * 999 // 1000
         and best.predicted.status != "feasible"
     ):
@@ -315,7 +338,7 @@ def _stale(profile: Profile, options: CheckOptions, report: _Report) -> None:
 
 def missing_inputs(plan: Plan, path: str, text: str, inputs: Inputs) -> Iterable[Finding]:
     """Notes about inputs that were not found, so that nobody takes silence for proof."""
-    lines = Lines(text, path)
+    lines = Lines(text)
     if inputs.inventory is None:
         message = f"no inventory of {plan.model.name} with this digest: overrides and cost were not checked"
         yield Finding(path, lines.of("model"), "inputs", Severity.NOTE, message)

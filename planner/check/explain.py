@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.check.reprice import asked
 from planner.errors import AnswerIsNo
@@ -97,7 +97,7 @@ def with_more(
     """The plan with a larger budget on one device; None when the answer is no, as for pins."""
     budgets = dict(plan.constraints.budgets)
     budgets[device] = budgets.get(device, 0) + extra_bytes
-    options = replace(asked(plan, known), time_limit_s=known.time_limit_s)
+    options = asked(plan, known)
     try:
         return make_plan(inventory, profile, budgets, plan.workload, options)
     except AnswerIsNo:

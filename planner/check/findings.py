@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from xml.etree import ElementTree
+
+from planner.quoting import json_text, sarif, terminal, uri, xml
 
 
 class Severity(StrEnum):
@@ -27,6 +28,7 @@ RULES = {
     "memory": "The byte counts of a device are wrong or above its budget",
     "cost": "A recorded prediction is not what the inputs give",
     "optimal": "A better placement exists",
+    "search": "The search of the plan, or of its check, was ended by a clock",
     "stale": "The profile is old or was made with another engine",
 }
 
@@ -42,8 +44,8 @@ class Finding:
     message: str
 
     def text(self) -> str:
-        """`path:line: message [rule]`."""
-        return f"{self.path}:{self.line}: {self.message} [{self.rule}]"
+        """`path:line: message [rule]`, on one line."""
+        return terminal(f"{self.path}:{self.line}: {self.message} [{self.rule}]")
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -67,7 +69,7 @@ def to_json(paths: Sequence[str], findings: Sequence[Finding]) -> str:
         }
         for path in paths
     ]
-    return json.dumps({"exit_code": exit_code(findings), "files": files}, indent=2, ensure_ascii=False)
+    return json_text({"exit_code": exit_code(findings), "files": files})
 
 
 def to_junit(paths: Sequence[str], findings: Sequence[Finding]) -> str:
@@ -75,15 +77,16 @@ def to_junit(paths: Sequence[str], findings: Sequence[Finding]) -> str:
     suite = ElementTree.Element("testsuite", name="atsplan check", tests=str(len(paths)))
     counts = {"failure": 0, "error": 0}
     for path in paths:
-        case = ElementTree.SubElement(suite, "testcase", classname="atsplan.check", name=path, file=path)
+        name = xml(path)
+        case = ElementTree.SubElement(suite, "testcase", classname="atsplan.check", name=name, file=name)
         mine = [f for f in findings if f.path == path]
         bad = [f for f in mine if f.severity is not Severity.NOTE]
         if bad:
             tag = "error" if any(f.severity is Severity.INPUT for f in bad) else "failure"
             counts[tag] += 1
-            node = ElementTree.SubElement(case, tag, message=bad[0].message, type=bad[0].rule)
-            node.text = "\n".join(f.text() for f in bad)
-        notes = [f.text() for f in mine if f.severity is Severity.NOTE]
+            node = ElementTree.SubElement(case, tag, message=xml(bad[0].message), type=bad[0].rule)
+            node.text = xml("\n".join(f.text() for f in bad))
+        notes = [xml(f.text()) for f in mine if f.severity is Severity.NOTE]
         if notes:
             ElementTree.SubElement(case, "system-out").text = "\n".join(notes)
     suite.set("failures", str(counts["failure"]))
@@ -103,11 +106,11 @@ def to_sarif(findings: Sequence[Finding], version: str) -> str:
             "ruleId": f.rule,
             "ruleIndex": list(RULES).index(f.rule),
             "level": levels[f.severity],
-            "message": {"text": f.message},
+            "message": {"text": sarif(f.message)},
             "locations": [
                 {
                     "physicalLocation": {
-                        "artifactLocation": {"uri": f.path.replace("\\", "/")},
+                        "artifactLocation": {"uri": uri(f.path)},
                         "region": {"startLine": max(f.line, 1)},
                     }
                 }
@@ -121,4 +124,4 @@ def to_sarif(findings: Sequence[Finding], version: str) -> str:
         "version": "2.1.0",
         "runs": [{"tool": {"driver": driver}, "results": results}],
     }
-    return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
+    return json_text(log) + "\n"

@@ -96,7 +96,8 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOpti
     chosen = _chosen(plan, priced)
     made = record(chosen, rows(alone, stock), profile, budgets, plan.workload, options)
     parts = breakdown(priced, chosen.solution, chosen.evaluation)
-    return Repriced(made.model_copy(update={"notes": plan.notes}), chosen.evaluation.violations, parts)
+    told = made.model_copy(update={"notes": plan.notes, "search": plan.search})
+    return Repriced(told, chosen.evaluation.violations, parts)
 
 
 def edited(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOptions) -> Plan:

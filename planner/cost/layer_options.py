@@ -16,13 +16,13 @@ from planner.machine.profile import Device
 from planner.memory.memory import Memory
 from planner.memory.memory_limits import Room
 from planner.model.units import BOUND, Kind, Unit
+from planner.plan.load_spec import HYBRID_GUESTS
 from planner.plan.plan import CachePoint
 from planner.plan.request import SolveOptions
 from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.problem import Option
 
 PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
-GUESTS = 2  # slots of a layer for experts that the bus brings for one step
 _CACHED_BATCH = 32  # tokens a step up to which the engine uses its MoE cache
 _PPM = 10**6
 
@@ -168,14 +168,15 @@ class Chooser:
             gpu_ns=step[0],
             pair_ns=step[1] // max(min(unit.experts, unit.used * tokens), 1),
             upload_ns=self.prices.stream_ns(host.name, device.name, each),
-            guests=GUESTS,
+            guests=HYBRID_GUESTS,
         )
         streamed = self._host_times(unit, d).prefill_ns
         work = self.workload.n_ubatch
         for slots in hybrid_slots.widths(
             unit.experts, unit.used, tokens, work, curve, lanes, self.options.stripe_steps
         ):
-            held = self._weights({d: unit.size_bytes - moved + (slots.k + GUESTS) * each, self.cpu: moved})
+            here_bytes = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
+            held = self._weights({d: here_bytes, self.cpu: moved})
             prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // _PPM
             times = Times(slots.step_ns, prefill, 0)
             share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)

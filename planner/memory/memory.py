@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pydantic import Field
-
-from planner.records import Record
+from planner.records import Bytes, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Reserve(Record):
 
     name: str  # projector, draft, other users
     device: str
-    size_bytes: int = Field(ge=0)
+    size_bytes: Bytes
 
     @property
     def opens(self) -> bool:

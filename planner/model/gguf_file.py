@@ -18,12 +18,20 @@ from pathlib import Path
 
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
-from planner.model.gguf_header import Header, KeyValue, TensorInfo, one_line, pad, parse_header
+from planner.model.gguf_header import Header, KeyValue, TensorInfo, pad, parse_header
 from planner.model.gguf_magic import MAGIC, part_advice
-from planner.model.gguf_sanity import check_counts, check_layers
-from planner.model.gguf_shards import ShardProblems, check_set, find_first, parse_name, shard_paths
-from planner.model.inventory import Hparam, Inventory, Shard, Tensor
-from planner.texts import utf8
+from planner.model.gguf_sanity import check_counts, check_layers, wrong_types
+from planner.model.gguf_shards import (
+    ShardProblems,
+    check_set,
+    find_first,
+    output_name,
+    parse_name,
+    shard_paths,
+)
+from planner.model.half_published import half_published
+from planner.model.inventory import Hparam, Inventory, Shard, Tensor, is_count
+from planner.quoting import short, utf8
 
 SIZE_KEY = "atsplan.size."  # + tensor name: exact bytes of an opaque tensor, written by the rewriter
 
@@ -36,7 +44,7 @@ class ShardHeader:
     size_bytes: int
     header: Header
     sizes: tuple[int, ...]  # payload bytes per tensor, in the order of header.infos
-    trailing_bytes: int  # after the padded end of the last tensor of known type
+    trailing_bytes: int  # after the padded end of the last tensor, when its size is known
     sha256: str  # of the header bytes, hex
 
 
@@ -68,7 +76,7 @@ class TruncatedTensor(InputError):
         more = "1 more tensor is" if self.others == 1 else f"{self.others} more tensors are"
         others = f", and {more} cut off" if self.others else ""
         lacks = "1 byte" if self.missing_bytes == 1 else f"{self.missing_bytes} bytes"
-        return f"{self.path}: truncated: tensor {one_line(self.tensor)} lacks {lacks}{others}{self.advice}"
+        return f"{self.path}: truncated: tensor {short(self.tensor)} lacks {lacks}{others}{self.advice}"
 
 
 def read_model(path: Path) -> ModelFile:
@@ -86,6 +94,7 @@ def read_model(path: Path) -> ModelFile:
     ]
     if len(paths) > 1 and first != paths[0]:
         notes.append(f"{first.name} is not the first shard: starting from {paths[0].name}")
+    notes += _wrong_types(shards)
     notes += _unknown_types(shards)
     notes += _holes(shards)
     return ModelFile(_inventory(shards), paths, shards, tuple(notes))
@@ -134,6 +143,8 @@ def _read_set(path: Path, paths: tuple[Path, ...], start: ShardHeader) -> tuple[
         except InputError as problem:
             missing = not shard.exists()
             problems.append(f"missing shard {shard.name}" if missing else _without_folder(problem, shard))
+    if problems and (hint := half_published(start.path.parent, output_name(start.path.name))):
+        problems.append(hint)
     if not problems:
         problems += check_set(paths, tuple(s.header for s in shards))
     if problems:
@@ -160,14 +171,14 @@ def _sizes(header: Header, file_bytes: int, path: str) -> tuple[tuple[int, ...],
         last = position == len(order) - 1
         size = _size(header, info, end - info.offset, last, exact.get(info.name), path)
         sizes[index] = size
-        if last and is_known(type_name(info.type)):
+        if last:
             trailing = max(0, end - pad(info.offset + size, header.alignment))
     return tuple(sizes), trailing
 
 
 def _size(header: Header, info: TensorInfo, gap: int, last: bool, exact: object, path: str) -> int:
     """Payload bytes of one tensor from its gap; FileProblem when the gap is too small."""
-    name = one_line(info.name)
+    name = short(info.name)
     if info.offset % header.alignment:
         raise FileProblem(
             path, f"damaged: tensor {name} at offset {info.offset}, not a multiple of {header.alignment}"
@@ -177,8 +188,8 @@ def _size(header: Header, info: TensorInfo, gap: int, last: bool, exact: object,
         if gap <= 0:
             raise FileProblem(path, f"damaged: tensor {name} shares its bytes with another")
         _refuse_overlap(name, _least(info), gap, path)
-        if isinstance(exact, int) and 0 < exact <= gap <= pad(exact, header.alignment):
-            return exact
+        if isinstance(exact, int) and 0 < exact <= gap and (last or gap <= pad(exact, header.alignment)):
+            return exact  # behind the last one may lie bytes that are no tensor's
         return gap
     _refuse_overlap(name, needed, gap, path)
     # A hole behind a known type is not padding: it may be an unknown layout under a known number.
@@ -205,7 +216,7 @@ def arithmetic_bytes(info: TensorInfo, path: str) -> int | None:
     try:
         return tensor_bytes(kind, info.dims or (1,))
     except ValueError as problem:
-        raise FileProblem(path, f"damaged: tensor {one_line(info.name)}: {problem}") from None
+        raise FileProblem(path, f"damaged: tensor {short(info.name)}: {problem}") from None
 
 
 def _refuse_truncation(header: Header, order: list[int], file_bytes: int, path: str) -> None:
@@ -227,6 +238,14 @@ def _refuse_joined(header: Header, data: mmap.mmap | bytes, end: int, path: str)
     if header.infos and (header.number("split.count") or 0) > 1 and data[end : end + 4] == MAGIC:
         why = "shards joined with cat: another GGUF starts behind the first; use llama-gguf-split --merge"
         raise FileProblem(path, why)
+
+
+def _wrong_types(shards: tuple[ShardHeader, ...]) -> list[str]:
+    found = dict.fromkeys(key for shard in shards for key in wrong_types(shard.header))
+    if not found:
+        return []
+    shown = ", ".join(list(found)[:3]) + (" …" if len(found) > 3 else "")
+    return [f"{shown}: of a number type that stock llama.cpp does not read there, it will not load the file"]
 
 
 def _unknown_types(shards: tuple[ShardHeader, ...]) -> list[str]:
@@ -260,7 +279,7 @@ def _holes(shards: tuple[ShardHeader, ...]) -> list[str]:
     ]
     if not longer:
         return []
-    first = one_line(longer[0])
+    first = short(longer[0])
     return [
         f"{_so_many(len(longer))} longer than type and shape say, {first} first: carried as they are, "
         "stock llama.cpp will not load the file"
@@ -323,8 +342,9 @@ def _hparams(header: Header, architecture: str) -> Mapping[str, Hparam]:
     prefix = architecture + "."
     found: dict[str, Hparam] = {}
     for kv in header.kvs:
-        if kv.key.startswith(prefix) and kv.value is not None and _finite(kv.value):
-            found[kv.key[len(prefix) :]] = kv.value
+        name = kv.key[len(prefix) :]
+        if kv.key.startswith(prefix) and kv.value is not None and (_finite(kv.value) or is_count(name)):
+            found[name] = kv.value
     tokens = header.get("tokenizer.ggml.tokens")
     if tokens is not None and tokens.length:
         found["vocab_size"] = tokens.length

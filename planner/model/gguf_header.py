@@ -9,11 +9,13 @@ Strings are a u64 length and UTF-8; arrays an element type u32, a u64 length and
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from planner.errors import FileProblem
 from planner.model.gguf_magic import MAGIC, not_gguf, part_advice
+from planner.quoting import short
 
 DEFAULT_ALIGNMENT = 32
 MAX_KVS = 65_536  # real files have fewer than a hundred
@@ -78,13 +80,11 @@ class Header:
     kvs_end: int  # where the tensor table starts
     end: int  # of the tensor table, before padding
     data_offset: int
+    by_key: Mapping[str, KeyValue]
 
     def get(self, key: str) -> KeyValue | None:
         """The entry of that key."""
-        for kv in self.kvs:
-            if kv.key == key:
-                return kv
-        return None
+        return self.by_key.get(key)
 
     def number(self, key: str) -> int | None:
         """An integer value; None when absent or of another type."""
@@ -115,23 +115,13 @@ def parse_header(data: Bytes, path: str) -> Header:
     _refuse_repeats(path, "tensor", [info.name for info in infos])
     alignment = _alignment(kvs, path)
     end = reader.position
-    return Header(version, kvs, infos, alignment, kvs_end, end, pad(end, alignment))
+    by_key = {kv.key: kv for kv in kvs}
+    return Header(version, kvs, infos, alignment, kvs_end, end, pad(end, alignment), by_key)
 
 
 def pad(position: int, alignment: int) -> int:
     """The next multiple of the alignment."""
     return -(-position // alignment) * alignment
-
-
-def one_line(name: str) -> str:
-    """A name as a message may show it: printable, on one line, not endless."""
-    text = name if name.isprintable() else ascii(name)
-    return text if len(text) <= 100 else f"{text[:97]}…"
-
-
-def printable(message: str) -> str:
-    """A message that quotes names from a file, on one line whatever they hold."""
-    return message if message.isprintable() else ascii(message)
 
 
 class _Reader:
@@ -207,7 +197,7 @@ def _key_value(reader: _Reader) -> KeyValue:
     key = reader.text("a key")
     if not key:
         raise reader.wrong("empty key")
-    shown = one_line(key)
+    shown = short(key)
     kind = reader.u32(f"the type of {shown}")
     value_start = reader.position
     element, length = -1, 1
@@ -268,7 +258,7 @@ def _tensor_info(reader: _Reader) -> TensorInfo:
     name = reader.text("a tensor name")
     if not name:
         raise reader.wrong("empty tensor name")
-    shown = one_line(name)
+    shown = short(name)
     n_dims = reader.u32(f"the dimension count of {shown}")
     if n_dims > 4:
         raise reader.wrong(f"tensor {shown} has {n_dims} dimensions, at most 4 are allowed")
@@ -302,5 +292,5 @@ def _refuse_repeats(path: str, what: str, names: list[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise FileProblem(path, f"{what} {one_line(name)} appears twice")
+            raise FileProblem(path, f"{what} {short(name)} appears twice")
         seen.add(name)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import type_name
-from planner.model.gguf_header import OWN_PREFIX, Header, printable
+from planner.model.gguf_header import OWN_PREFIX, Header
+from planner.model.half_published import half_published
+
+SET_KEY = OWN_PREFIX + "set"  # in every shard of a rewritten model: the same text, of this set alone
 
 _NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _WEIGHT = re.compile(r"blk\.(?P<layer>[0-9]+)\.(?P<role>.+\.weight)")
@@ -36,12 +39,18 @@ class ShardProblems(InputError):
     problems: tuple[str, ...]
 
     def message(self) -> str:
-        return printable(f"{self.path}: {'; '.join(self.problems)}")
+        return f"{self.path}: {'; '.join(self.problems)}"
 
 
 def shard_file(prefix: str, number: int, count: int) -> str:
     """The file name llama.cpp gives a shard; `number` counts from 1."""
     return f"{prefix}-{number:05d}-of-{count:05d}.gguf"
+
+
+def output_name(name: str) -> str:
+    """The name shards are numbered from: `out.gguf` for `out-00001-of-00003.gguf`."""
+    shard = parse_name(name)
+    return f"{shard.prefix}.gguf" if shard else name
 
 
 def parse_name(name: str) -> ShardName | None:
@@ -62,7 +71,8 @@ def find_first(path: Path) -> Path:
     if not path.exists() and any(letter in path.name for letter in "*?["):
         return _only_model(path, list(path.parent.glob(path.name)) if path.parent.is_dir() else [])
     if not path.exists():
-        raise FileProblem(str(path), _absent(path))
+        hint = half_published(path.parent, output_name(path.name))
+        raise FileProblem(str(path), "; ".join(filter(None, (_absent(path), hint))))
     if not path.is_file():
         raise FileProblem(str(path), "not a regular file")
     return path
@@ -116,6 +126,8 @@ def _foreign(paths: tuple[Path, ...], headers: tuple[Header, ...], index: int) -
         theirs, ours = header.get(key), first.get(key)
         if theirs and ours and theirs.value != ours.value:
             problems.append(f"{name} has {key} {theirs.value}, the first shard {ours.value}")
+    if header.text(SET_KEY) != first.text(SET_KEY):
+        problems.append(f"{name} is of another rewrite than the first shard")
     return problems
 
 
@@ -178,11 +190,17 @@ def _only_model(path: Path, files: list[Path]) -> Path:
         name = parse_name(file.name)
         models.setdefault(f"{name.prefix} of {name.count}" if name else file.name, file)
     if not models:
-        raise FileProblem(str(path), "no .gguf file there")
+        raise FileProblem(str(path), "; ".join(filter(None, ("no .gguf file there", _hint(path)))))
     if len(models) > 1:
         names = ", ".join(file.name for file in models.values())
-        raise FileProblem(str(path), f"holds {len(models)} models, name one: {names}")
+        why = f"holds {len(models)} models, name one: {names}"
+        raise FileProblem(str(path), "; ".join(filter(None, (why, _hint(path)))))
     return next(iter(models.values()))
+
+
+def _hint(path: Path) -> str:
+    """What a folder, or a pattern in one, has to say of rewrites that were interrupted there."""
+    return half_published(path if path.is_dir() else path.parent)
 
 
 def _absent(path: Path) -> str:

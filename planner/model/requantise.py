@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from planner.errors import OptionProblem
 from planner.model.ggml_types import BY_NAME, tensor_bytes
 from planner.model.inventory import Inventory, Tensor
+from planner.quoting import Unquotable, quantize_name
 
 OPTION = "--quant"
 _QUANTISED = re.compile(r".+\.weight")
@@ -67,10 +68,20 @@ def _retyped(tensor: Tensor, rule: Rule) -> Tensor:
 
 
 def tensor_types(before: Inventory, after: Inventory) -> str:
-    """The changes as a `llama-quantize --tensor-type-file`: one `name=type` a line."""
+    """The changes as a `llama-quantize --tensor-type-file`: one `name=type` a line.
+
+    Raises OptionProblem for a tensor whose name such a file cannot hold.
+    """
     changes = [
-        f"{new.name.removesuffix('.weight')}={new.type.lower()}"
+        f"{_map_name(new.name)}={new.type.lower()}"
         for old, new in zip(before.tensors, after.tensors, strict=True)
         if old.type != new.type
     ]
     return "".join(f"{line}\n" for line in changes)
+
+
+def _map_name(tensor: str) -> str:
+    try:
+        return quantize_name(tensor.removesuffix(".weight"))
+    except Unquotable as problem:
+        raise OptionProblem("--tensor-types", "", str(problem)) from None

@@ -10,10 +10,11 @@ from enum import StrEnum
 from itertools import pairwise
 
 from planner.errors import InputError
-from planner.model.gguf_header import one_line
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import ENCODERS, KNOWN, Layers, layers_of, shared_kv
-from planner.model.tensor_roles import Part, Role, part_of
+from planner.model.tensor_roles import Part, Role, parts_of
+from planner.quoting import short
+from planner.remember import remembered
 
 
 class Kind(StrEnum):
@@ -110,6 +111,7 @@ _BY_EXPERT = re.compile(r"\.(ffn_gate_inp\.(weight|bias)|exp_probs_b(\.(weight|b
 _IN_ROUTER = frozenset({Role.ROUTER, Role.SHARED, Role.EXPERT_SMALL})
 
 
+@remembered
 def units_of(inventory: Inventory) -> UnitTable:
     """Group the tensors of a model into units, in the order the graph runs them.
 
@@ -118,7 +120,8 @@ def units_of(inventory: Inventory) -> UnitTable:
     """
     layers = layers_of(inventory)
     known = inventory.architecture in KNOWN
-    parts = tuple((t, part_of(t)) for t in inventory.tensors)
+    roles = parts_of(inventory)
+    parts = tuple((t, roles[t.name]) for t in inventory.tensors)
     experts = _experts_by_layer(inventory, parts)
     bound = {n: _bound_kind(layers, n) for n in range(layers.n_main)}
     groups: dict[Group, list[tuple[Tensor, Part]]] = defaultdict(list)
@@ -280,7 +283,7 @@ _SKIPS_LAYERS = frozenset({"deci"})  # pruned layers may be empty
 
 def foreign_note(units: Iterable[Unit]) -> str:
     """A warning of tensors of other modalities in the same file; "" without them."""
-    names = [one_line(name) for unit in units if unit.kind is Kind.FOREIGN for name in unit.tensors]
+    names = [short(name) for unit in units if unit.kind is Kind.FOREIGN for name in unit.tensors]
     if not names:
         return ""
     who = f"1 tensor ({names[0]}) is" if len(names) == 1 else f"{len(names)} tensors ({names[0]} first) are"

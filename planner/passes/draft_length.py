@@ -20,7 +20,7 @@ from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.passes.make_plan import make_plan
 from planner.passes.predict import predict
-from planner.passes.record import indistinct_ppm
+from planner.passes.record import indistinct_ppm, search_of
 from planner.plan.plan import Plan, Speculation
 from planner.plan.request import SolveOptions
 from planner.workload import Workload
@@ -59,18 +59,26 @@ def best_length(
 ) -> Plan:
     """The plan with the draft length that serves a request soonest; its notes tell the other lengths.
 
-    To draft nothing is one of them, and kept unless another is faster beyond doubt. The time limit is
+    To draft nothing is one of them, and kept unless another is faster beyond doubt. Work and time are
     for all lengths together. Raises what the plan without a draft raises when no length has a plan.
     """
-    limit = options.time_limit_s / (drafting.longest + 1)
+    work_s = options.work_s / (drafting.longest + 1)
     each = Speculation(
         accept_ppm=drafting.accept_ppm, tokens=0, **_drafter(inventory, profile, workload, drafting)
     )
     plans: dict[int, Plan] = {}
     for tokens in range(drafting.longest, -1, -1):
+        if tokens and options.deadline.over():
+            continue
         speculation = each.model_copy(update={"tokens": tokens})
         work, lines = _beside(inventory, workload, drafting, tokens)
-        asked = replace(options, speculation=speculation, reserves=lines, time_limit_s=limit)
+        asked = replace(
+            options,
+            speculation=speculation,
+            reserves=lines,
+            work_s=work_s,
+            deadline=options.deadline.part(1 / (tokens + 1)),
+        )
         try:
             plans[tokens] = make_plan(inventory, profile, budgets, work, asked)
         except AnswerIsNo:
@@ -79,7 +87,8 @@ def best_length(
     chosen = _choice(plans, indistinct_ppm(calibration_for(profile, inventory.table_digest())))
     told = ", ".join(f"{n}: {plans[n].predicted.tpot_ns / 1e6:.2f} ms" for n in sorted(plans))
     note = f"drafted tokens a step and time of a token, acceptance {drafting.accept_ppm / _PPM:g}: {told}"
-    return plans[chosen].model_copy(update={"notes": (*plans[chosen].notes, note)})
+    changed = {"notes": (*plans[chosen].notes, note), "search": search_of(options.deadline)}
+    return plans[chosen].model_copy(update=changed)
 
 
 def _choice(plans: Mapping[int, Plan], margin_ppm: int) -> int:

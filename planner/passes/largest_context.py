@@ -11,7 +11,7 @@ from planner.cost.build_problem import Priced, model_of, price
 from planner.machine.profile import Profile
 from planner.memory.kv_cache import CELL_STEP
 from planner.model.inventory import Inventory
-from planner.passes.refusal import Infeasible, forced, refuse
+from planner.passes.refusal import Infeasible, OutOfTime, forced, refuse
 from planner.plan.request import SolveOptions
 from planner.solver.problem import Decision, Edge, Option, Problem
 from planner.solver.solve import Limits, solve
@@ -46,6 +46,8 @@ def largest_context(
     for keep in (Keep.ALL,) if options.no_cpu else Keep:
         if kept(lowest, keep):
             return bisect(partial(kept, keep=keep), lowest, workload.n_ctx), keep
+    if options.deadline.over():
+        raise OutOfTime
     floor = _priced(inventory, profile, budgets, _with(workload, lowest), options, Keep.ANY)
     refusal = forced(floor, budgets, options) or refuse(floor, budgets, options)
     raise Infeasible(refusal.needs, refusal.hints, f"not even a context of {lowest} cells fits")
@@ -61,6 +63,8 @@ def fits(
     keep: Keep = Keep.ANY,
 ) -> bool:
     """Whether some placement at this context fits, prompts' host weights copied to a GPU or not."""
+    if options.deadline.over():
+        return False
     work = _with(workload, n_ctx)
     ways = (options,) if keep is Keep.ALL or options.no_cpu else (options, replace(options, op_offload=False))
     return any(_fits(_priced(inventory, profile, budgets, work, way, keep), budgets, way) for way in ways)
@@ -109,7 +113,8 @@ def _priced(
 def _fits(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> bool:
     if forced(priced, budgets, options) is not None:
         return False
-    return solve(free_of_charge(priced.problem), None, Limits(2.0, 10.0)).solution is not None
+    limits = Limits(2.0, deadline=options.deadline)
+    return solve(free_of_charge(priced.problem), None, limits).solution is not None
 
 
 def free_of_charge(problem: Problem) -> Problem:

@@ -14,7 +14,7 @@ from planner.memory.reserves import PROJECTOR
 from planner.model.inventory import Inventory
 from planner.passes import op_offload, stock_rules
 from planner.passes.record import Chosen, indistinct_ppm, record
-from planner.passes.refusal import Infeasible, crowded, forced, refuse
+from planner.passes.refusal import Infeasible, OutOfTime, crowded, forced, refuse
 from planner.passes.stock_rules import Candidate, translated
 from planner.plan.plan import Plan
 from planner.plan.request import SolveOptions
@@ -53,13 +53,13 @@ def make_plan(
     model = model_of(inventory, workload)
     if not model.layers.n_main:
         raise NothingToPlace(inventory.name, inventory.architecture)
-    options = options.begun()
     if options.host_memory is not None:
         return _plan(model, profile, budgets, workload, options)
     limit = 0 if options.page else can_be_pinned(profile, budgets, options.pinned_limit_bytes)
     hosts = {d.name for d in profile.devices if d.kind == "cpu"}
     if inventory.size_bytes - sum(size for name, size in budgets.items() if name not in hosts) < limit:
-        pinned = replace(options, host_memory=HostMemory.PINNED)
+        time = options.deadline.part(0.6)  # the rest, should the weights turn out too many to be pinned
+        pinned = replace(options, host_memory=HostMemory.PINNED, deadline=time)
         made = _plan(model, profile, budgets, workload, pinned)
         if sum(use.weights_bytes for use in made.devices if use.kind == "cpu") <= limit:
             return made
@@ -91,6 +91,8 @@ def _plan(
         plain = price(model, profile, budgets, workload, replace(options, op_offload=False))
         chosen = op_offload.better(chosen, constrained, plain, budgets, options)
     if chosen is None:
+        if refusal is None and options.deadline.ended_by == "clock":
+            raise OutOfTime
         raise _because(fault, refusal or refuse(constrained, budgets, whole))
     chosen = _without_repacking(chosen, profile, budgets, options)
     made = record(chosen, rows(alone, stock), profile, budgets, workload, options)
@@ -175,7 +177,7 @@ def choose(
     """
     usable = [c for c in (translated(priced, each, free) for each in stock) if c is not None and c.feasible]
     hint = min(usable, key=lambda c: _objective(c), default=None)
-    limits = Limits(options.time_limit_s, options.wall_s)
+    limits = Limits(options.work_s, deadline=options.deadline.part(0.7))
     start = hint.solution if hint else None
     solved = solve(priced.problem, start, limits) if searched else Solved("infeasible", None, 0, 0)
     found = _pick(priced, solved, usable)

@@ -13,7 +13,6 @@ from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
 from planner.memory.kv_cache import unstated_heads
 from planner.memory.memory_limits import room_of
-from planner.model.gguf_header import one_line
 from planner.model.layers import CACHELESS
 from planner.model.units import foreign_note
 from planner.passes.engine_fit import NAME as FIT
@@ -21,6 +20,7 @@ from planner.passes.prompt_pipeline import Pipeline
 from planner.passes.stock_rules import Candidate
 from planner.plan.plan import DeviceUse, Placement
 from planner.plan.request import SolveOptions
+from planner.quoting import short
 from planner.site import SiteKind
 from planner.solver.evaluate import Evaluation
 from planner.workload import Workload
@@ -98,7 +98,7 @@ def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
     """What this program does not know of the model, and what it did about it."""
     cached = model.inventory.architecture not in CACHELESS
     if model.table.unknown:
-        names = [one_line(name) for name in model.table.unknown]
+        names = [short(name) for name in model.table.unknown]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
     if any(model.layers.attention) and not any(model.kv.values()) and cached:

@@ -37,7 +37,7 @@ def better(
     if not worth or forced(plain, budgets, options) is not None:
         return streamed
     hint = start.solution if start is not None and start.feasible else None
-    solved = solve(plain.problem, hint, Limits(options.time_limit_s, options.wall_s))
+    solved = solve(plain.problem, hint, Limits(options.work_s, deadline=options.deadline))
     if solved.solution is None:
         return streamed
     found = evaluate(plain.problem, solved.solution)

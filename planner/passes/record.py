@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,10 +31,12 @@ from planner.plan.plan import (
     Placement,
     Plan,
     Prediction,
+    Search,
 )
 from planner.plan.request import SolveOptions
 from planner.records import digest
 from planner.site import HOST, ON_CPU, Site, SiteKind, sites
+from planner.solver.deadline import Deadline
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Decision, Option, Solution
 from planner.workload import Workload
@@ -93,11 +96,19 @@ def record(
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),
         fit=options.fit,
+        search=search_of(options.deadline),
         notes=notes_of(subject, budgets, options),
         units=placements,
         overrides=(*overrides, *kept),
         experts=_orders(placed, units, options),
     )
+
+
+def search_of(deadline: Deadline) -> Search | None:
+    """What ended the search, where a clock might have; work alone is the same everywhere, and not told."""
+    if not deadline.limited:
+        return None
+    return Search(ended_by=deadline.ended_by, time_limit_ms=math.ceil(deadline.seconds * 1000))
 
 
 def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constraints:
@@ -186,7 +197,9 @@ def _used(chosen: Chosen) -> list[str]:
 
 def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bool:
     """Whether a token needs the CPU for more than looking up its row."""
-    return "CPU" in devices or any(p.site == ON_CPU and p.time_ns for p in placements)
+    return "CPU" in devices or any(
+        p.time_ns and (p.site == ON_CPU or p.site.kind is SiteKind.HYBRID) for p in placements
+    )
 
 
 def error_ppm(prices: Prices) -> int:
@@ -299,4 +312,12 @@ def _orders(
     placed: Mapping[str, Site], units: Sequence[Unit], options: SolveOptions
 ) -> tuple[ExpertOrder, ...]:
     striped = {u.layer for u in units if placed[u.name].kind in (SiteKind.STRIPE, SiteKind.HYBRID)}
-    return tuple(order for order in options.orders if order.layer in striped)
+    known = {order.layer: order for order in options.orders}
+    slotted = {u.layer: u.experts for u in units if placed[u.name].kind is SiteKind.HYBRID}
+    found = []
+    for layer in sorted(layer for layer in striped if layer is not None):
+        if layer in known:
+            found.append(known[layer])
+        elif layer in slotted:  # of routing that nobody looked at, any experts are as good as others
+            found.append(ExpertOrder(layer=layer, order=tuple(range(slotted[layer]))))
+    return tuple(found)

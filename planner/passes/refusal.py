@@ -40,6 +40,13 @@ class Infeasible(AnswerIsNo):
         return "does not fit: " + ("; ".join(parts) or "no placement keeps all limits") + hint
 
 
+class OutOfTime(AnswerIsNo):
+    """The clock ended the search before it found a placement, or showed that there is none."""
+
+    def message(self) -> str:
+        return "no placement was found in time: give a longer --time-limit, or none"
+
+
 def _sentence(need: Need) -> str:
     def mib(size: int) -> str:
         return f"{-(-size // 2**20)}"

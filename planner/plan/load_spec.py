@@ -14,11 +14,16 @@ from planner.errors import InputError
 from planner.machine.attention_kernels import kv_problem
 from planner.machine.host_memory import HostMemory
 from planner.plan.plan import LayerRange, Plan
-from planner.site import NoSite, Site
+from planner.site import NoSite, Site, SiteKind
 from planner.workload import Workload
 
 CPU = "CPU"
+HYBRID_GUESTS = 2  # slots of a layer for experts that the bus brings for one step
 MAX_DEVICES = 16  # llama_max_devices() of every build seen
+
+
+# Layer, its number of experts, and those that have slots, hot first.
+Residents = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class LoadSpec:
     swa_full: bool = False  # sliding-window layers keep the whole context
     rollback: int = 0  # tokens that speculation may take back: as many more copies of a recurrent state
     notes: tuple[str, ...] = ()  # where the engine cannot be told the plan exactly
+    residents: Residents = ()  # experts in slots, by original id
+    guests: int = HYBRID_GUESTS  # slots of each of these layers for experts of one step
     mapped: tuple[tuple[str, str], ...] = ()  # (the plan's device, the one here in its place)
 
 
@@ -93,10 +100,24 @@ def load_spec(plan: Plan) -> LoadSpec:
             op_offload=plan.op_offload,
             use_mmap=not pins_host_weights(plan),
             notes=notes,
+            residents=_residents(plan),
         ),
         runs,
         [*used, *(_device(buffer) for _, buffer in overrides)],
     )
+
+
+def _residents(plan: Plan) -> Residents:
+    """The experts that the plan puts into slots: the first of each layer's order."""
+    orders = {each.layer: each.order for each in plan.experts}
+    found = []
+    for placed in plan.units:
+        if placed.site.kind is SiteKind.HYBRID:
+            layer = int(placed.unit.split(".")[1])
+            if len(orders.get(layer, ())) < placed.site.amount:
+                raise Unloadable("experts", f"layer {layer} has slots and no order that fills them")
+            found.append((layer, len(orders[layer]), orders[layer][: placed.site.amount]))
+    return tuple(found)
 
 
 def pins_host_weights(plan: Plan) -> bool:
@@ -106,7 +127,7 @@ def pins_host_weights(plan: Plan) -> bool:
 
 def works_from_host(plan: Plan) -> bool:
     """Whether weights in host memory are computed with, beside a GPU."""
-    computed = any(p.time_ns and p.site.on_host for p in plan.units)
+    computed = any(p.time_ns and (p.site.on_host or p.site.kind is SiteKind.HYBRID) for p in plan.units)
     return computed and any(use.kind == "gpu" for use in plan.devices)
 
 
@@ -126,7 +147,7 @@ def _listed(spec: LoadSpec, runs: Sequence[tuple[str, int]], others: Iterable[st
 
 def plan_layer_devices(plan: Plan) -> tuple[str, ...]:
     """The device of every layer the engine counts, NextN blocks included, the output head last."""
-    blocks = [int(m[1]) + 1 for p in plan.units if (m := re.match(r"blk\.(\d+)\.", p.unit))]
+    blocks = [int(m[1]) + 1 for p in plan.units if (m := re.match(r"blk\.([0-9]{1,4})\.", p.unit))]
     return layer_devices(plan.layers, max(blocks, default=0))
 
 

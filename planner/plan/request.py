@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from planner.machine.host_memory import HostMemory
 from planner.memory.memory import Reserve
 from planner.plan.plan import CachePoint, EngineFit, ExpertOrder, Projector, Speculation
+from planner.solver.deadline import Deadline
 
-_SLACK = 6  # a machine may be as much slower, or busier, than the work is counted for
-_LEAST_S = 1.0
 MAX_ENGINE_DEVICES = 16  # llama_max_devices: entries of the device list, repeats included
 
 
@@ -47,20 +45,10 @@ class SolveOptions:
     projector: Projector | None = None
     speculation: Speculation | None = None
     max_runs: int = MAX_ENGINE_DEVICES
-    time_limit_s: float = 20.0  # of work for each problem to solve
-    ends: float = 0.0  # the monotonic clock's time by which all of them must be done; 0: none set yet
+    work_s: float = 20.0  # deterministic seconds for each problem to solve: the same on every machine
+    deadline: Deadline = field(default_factory=Deadline, compare=False)  # by the clock, for all of them
     heat_digest: str = ""  # of the heat file behind curves and orders
     command: str = ""
-
-    def begun(self) -> SolveOptions:
-        """The same with an end: all problems of one plan together take six times the limit by the clock."""
-        return self if self.ends else replace(self, ends=time.monotonic() + _SLACK * self.time_limit_s)
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds by the clock that the next problem may take: a safety net, it differs between machines."""
-        most = _SLACK * self.time_limit_s
-        return max(min(most, self.ends - time.monotonic()), _LEAST_S) if self.ends else most
 
     def reserved_bytes(self, device: str) -> int:
         """Memory of a device that the plan leaves to everything else."""

@@ -5,11 +5,11 @@ Engines order by count: what is exported are counts that make them choose what w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.model.routed_layers import MoeShape
+from planner.quoting import json_text
 from planner.routing.coverage import hot_order, shares, sources_of
 from planner.routing.expert_counts import Heat
 
@@ -72,7 +72,7 @@ def perf_json(heat: Heat, choice: Choice) -> str:
         "n_expert_used": heat.n_used,
         "layers": layers,
     }
-    return json.dumps(root, separators=(",", ":")) + "\n"
+    return json_text(root, None) + "\n"
 
 
 def positions_csv(heat: Heat, choice: Choice) -> str:
@@ -148,4 +148,4 @@ def perms_json(heat: Heat) -> str:
         "train_tokens": tokens,
         "layers": layers,
     }
-    return json.dumps(root, separators=(",", ":")) + "\n"
+    return json_text(root, None) + "\n"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,18 +84,20 @@ def search(
     incumbent_ns: int,
     bound_ns: int = 0,
     focus: Focus | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Found:
     """The optimum, or the best found and a bound when there are too many labels.
 
     `incumbent` is a feasible placement and its objective, None and any number without one. A known
-    lower bound ends the search when it is attained; a search with a `focus` proves nothing itself.
+    lower bound ends the search when it is attained; a search with a `focus` proves nothing itself. Once
+    `stop` says so the search ends with what it has; it looks for one placement in any case.
     """
     assert applies(problem)
     start = incumbent_ns if incumbent else NEVER
-    found = _Search(problem, incumbent, start, bound_ns, focus, limit_runs=False).run()
+    found = _Search(problem, incumbent, start, bound_ns, focus, stop, limit_runs=False).run()
     if found.solution is None or not problem.max_runs or _turns(problem, found.solution) < problem.max_runs:
         return found
-    return _Search(problem, incumbent, start, bound_ns, focus, limit_runs=True).run()
+    return _Search(problem, incumbent, start, bound_ns, focus, stop, limit_runs=True).run()
 
 
 def _turns(problem: Problem, solution: Solution) -> int:
@@ -115,10 +117,11 @@ class _Search:
         incumbent_ns: int,
         bound_ns: int,
         focus: Focus | None,
+        stop: Callable[[], bool],
         *,
         limit_runs: bool,
     ) -> None:
-        self.problem, self.bound_ns, self.focus = problem, bound_ns, focus
+        self.problem, self.bound_ns, self.focus, self.stop = problem, bound_ns, focus, stop
         self.memories = binding(problem)
         self.turns = (problem.max_runs - 1,) if limit_runs else ()
         self.ports = sorted({(o.entry, o.exit) for _, _, o in problem.each_option()})
@@ -138,6 +141,9 @@ class _Search:
         bound, proven = NEVER, self.focus is None
         for value, _, scenario in ranked:
             if self._beaten(value) or self.best_ns <= self.bound_ns:
+                break
+            if self.best is not None and self.stop():
+                bound, proven = min(bound, self._up(value)), False
                 break
             low, done = self._scenario(scenario)
             bound, proven = min(bound, low), proven and done
@@ -260,7 +266,7 @@ class _Search:
         complete = True
         for i, stage in enumerate(self.stages):
             self.work -= front.size * len(stage.cost)
-            if self.work < 0 and most > BEAM:
+            if (self.work < 0 and most > BEAM) or (self.best is not None and self.stop()):
                 return False
             made = self._expand(scenario, bounds, i, front)
             parts = [pareto(made.take(made.port == port)) for port in range(len(self.ports))]

@@ -2,35 +2,44 @@
 
 Three ways, quick ones first, each handing its best placement and bound to the next: the frontier search
 along the chain, the counting relaxation, and CP-SAT on the whole problem. One worker, a fixed seed and
-deterministic limits make the answer the same on every machine.
+deterministic limits make the answer the same on every machine; a deadline, if there is one, does not.
 """
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.solver import counts, frontier
 from planner.solver.cp_sat import ExactModel
+from planner.solver.deadline import Deadline
 from planner.solver.limits import binding, free_shares
 from planner.solver.prefixes import Part, parts
 from planner.solver.problem import Problem, Solution
 
+_LEAST_S = 0.01  # CP-SAT takes no limit of zero for a limit
 _SHARES = {"count": 0.3, "arrange": 0.2, "exact": 0.5}  # of the time, for each use of CP-SAT
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to stop; deterministic seconds count work, not time, and the wall is only a safety net."""
+    """When to stop; deterministic seconds count work, not time: the same everywhere."""
 
     deterministic_s: float = 20.0
-    wall_s: float = 60.0
+    wall_s: float = math.inf  # by the clock, for each use of CP-SAT
     seed: int = 1
+    deadline: Deadline = field(default_factory=Deadline, compare=False)  # for all of it
 
     def part(self, use: str) -> Limits:
         """The share of one of the ways."""
-        return Limits(self.deterministic_s * _SHARES[use], self.wall_s * _SHARES[use], self.seed)
+        share = _SHARES[use]
+        return replace(self, deterministic_s=self.deterministic_s * share, wall_s=self.wall_s * share)
+
+    def work(self, deterministic_s: float) -> Limits:
+        """The same with so much work."""
+        return replace(self, deterministic_s=deterministic_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +57,17 @@ def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None 
     limits = limits or Limits()
     best = Solved("unknown", hint, price_of(problem, hint) if hint else 0, 0)
     if frontier.applies(problem) and frontier.simple(problem):
-        best = _frontier(problem, best)
-    if best.status == "unknown" and counts.applies(problem):
+        best = _frontier(problem, best, limits)
+    if best.status == "unknown" and counts.applies(problem) and not limits.deadline.over():
         best = _counted(problem, best, limits)
-    return solve_cp(problem, best, limits) if best.status == "unknown" else best
+    found = solve_cp(problem, best, limits) if best.status == "unknown" else best
+    if found.status not in ("optimal", "infeasible"):
+        limits.deadline.ended.add("work")  # which the clock outweighs
+    return found
 
 
-def _frontier(problem: Problem, best: Solved) -> Solved:
-    found = frontier.search(problem, best.solution, best.objective_ns)
+def _frontier(problem: Problem, best: Solved, limits: Limits) -> Solved:
+    found = frontier.search(problem, best.solution, best.objective_ns, stop=limits.deadline.over)
     if found.solution is None:
         return Solved("infeasible", None, 0, 0) if found.proven else best
     return _judged(Solved("unknown", found.solution, found.objective_ns, found.bound_ns))
@@ -81,7 +93,7 @@ def _counted(problem: Problem, best: Solved, limits: Limits) -> Solved:
     best = _judged(Solved(best.status, best.solution, best.objective_ns, max(best.bound_ns, whole.bound_ns)))
     if best.status == "optimal" or whole.focus is None:
         return best
-    best = _focused(problem, best, whole)
+    best = _focused(problem, best, whole, limits)
     if best.status == "optimal":
         return best
     return _by_parts(cp_model, problem, best, clock, limits)
@@ -108,12 +120,13 @@ def _relaxed(cp: Any, problem: Problem, below_ns: int | None, clock: Clock, limi
     relaxed = counts.CountModel(cp, problem)
     if below_ns is not None:
         relaxed.model.add(relaxed.objective < below_ns)
-    solver = _solver(cp, Limits(max(clock.left_s, 0.1), limits.wall_s, limits.seed))
-    status = _searched(solver, relaxed.model)
+    work = limits.work(max(clock.left_s, 0.1))
+    solver = _solver(cp, work)
+    status = _within(cp, solver, relaxed.model, work)
     clock.left_s -= solver.response_proto.deterministic_time
     if status == cp.INFEASIBLE:
         return None
-    bound = int(solver.best_objective_bound)
+    bound = _bound_of(solver)
     if status != cp.OPTIMAL:
         return Relaxed(bound, None, ())
     found = tuple(
@@ -123,11 +136,18 @@ def _relaxed(cp: Any, problem: Problem, below_ns: int | None, clock: Clock, limi
     return Relaxed(bound, _focus(relaxed, solver), found)
 
 
-def _focused(problem: Problem, best: Solved, relaxed: Relaxed) -> Solved:
+def _focused(problem: Problem, best: Solved, relaxed: Relaxed, limits: Limits) -> Solved:
     """The frontier search where the relaxation's optimum lies."""
     if not frontier.applies(problem) or relaxed.focus is None:
         return best
-    found = frontier.search(problem, best.solution, best.objective_ns, relaxed.bound_ns, relaxed.focus)
+    found = frontier.search(
+        problem,
+        best.solution,
+        best.objective_ns,
+        relaxed.bound_ns,
+        relaxed.focus,
+        stop=limits.deadline.over,
+    )
     return _judged(Solved(best.status, found.solution, found.objective_ns, best.bound_ns))
 
 
@@ -137,7 +157,8 @@ def _by_parts(cp: Any, problem: Problem, best: Solved, clock: Clock, limits: Lim
     for part in parts(problem):
         below = best.objective_ns if best.solution else None
         unknown = Relaxed(best.bound_ns, None, ())
-        found = _relaxed(cp, part.problem, below, clock, limits) if clock.left_s > 0 else unknown
+        more = clock.left_s > 0 and not limits.deadline.over()
+        found = _relaxed(cp, part.problem, below, clock, limits) if more else unknown
         if found is not None:
             open_parts.append((max(found.bound_ns, best.bound_ns), part.count, part, found))
     work = Clock(limits.part("arrange").deterministic_s)
@@ -157,7 +178,7 @@ def _closed(
 ) -> tuple[Solved, bool]:
     """Search one part for something better than the best; whether nothing better is left in it."""
     for narrowed in (True, False):
-        if clock.left_s <= 0 or (narrowed and not relaxed.counts):
+        if clock.left_s <= 0 or (narrowed and not relaxed.counts) or limits.deadline.over():
             continue
         exact = ExactModel(cp, part.problem)
         if narrowed:
@@ -167,8 +188,9 @@ def _closed(
         if best.solution is not None:
             exact.model.add(exact.objective < best.objective_ns)
         exact.model.add(exact.objective >= bound)
-        solver = _solver(cp, Limits(clock.left_s / 2, limits.wall_s, limits.seed))
-        status = _searched(solver, exact.model)
+        half = limits.work(clock.left_s / 2)
+        solver = _solver(cp, half)
+        status = _within(cp, solver, exact.model, half)
         clock.left_s -= solver.response_proto.deterministic_time
         if status in (cp.OPTIMAL, cp.FEASIBLE):
             chosen = Solution(tuple(_index(solver, row) for row in exact.choose))
@@ -192,11 +214,13 @@ def solve_cp(problem: Problem, best: Solved | None = None, limits: Limits | None
     """CP-SAT on the whole problem, from the best placement and bound known."""
     from ortools.sat.python import cp_model
 
-    best = best or Solved("unknown", None, 0, 0)
-    exact = ExactModel(cp_model, problem)
-    if best.solution is not None:
-        exact.hint(best.solution)
-    found = _run(cp_model, exact, best, (limits or Limits()).part("exact"))
+    best, limits = best or Solved("unknown", None, 0, 0), limits or Limits()
+    found = best
+    if not (best.solution is not None and limits.deadline.over()):
+        exact = ExactModel(cp_model, problem)
+        if best.solution is not None:
+            exact.hint(best.solution)
+        found = _run(cp_model, exact, best, limits.part("exact"))
     if found.status == "unknown" and found.solution is not None:
         return Solved("feasible", found.solution, found.objective_ns, found.bound_ns)
     return found
@@ -208,14 +232,14 @@ def _run(cp: Any, exact: ExactModel, best: Solved, limits: Limits) -> Solved:
         exact.model.add(exact.objective <= best.objective_ns)
     exact.model.add(exact.objective >= best.bound_ns)
     solver = _solver(cp, limits)
-    status = _searched(solver, exact.model)
+    status = _within(cp, solver, exact.model, limits)
     if status == cp.INFEASIBLE and best.solution is None:
         return Solved("infeasible", None, 0, 0)
     if status not in (cp.OPTIMAL, cp.FEASIBLE):
         return best
     chosen = Solution(tuple(_index(solver, row) for row in exact.choose))
     objective = round(solver.objective_value)
-    bound = objective if status == cp.OPTIMAL else max(int(solver.best_objective_bound), best.bound_ns)
+    bound = objective if status == cp.OPTIMAL else max(_bound_of(solver), best.bound_ns)
     return _judged(Solved("unknown", chosen, objective, bound))
 
 
@@ -225,9 +249,27 @@ def _solver(cp: Any, limits: Limits) -> Any:
     solver.parameters.catch_sigint_signal = False  # Ctrl-C ends the program, not only the search
     solver.parameters.random_seed = limits.seed
     solver.parameters.max_deterministic_time = limits.deterministic_s
-    solver.parameters.max_time_in_seconds = limits.wall_s
+    wall_s = min(limits.wall_s, limits.deadline.left_s())
+    if math.isfinite(wall_s):
+        solver.parameters.max_time_in_seconds = max(wall_s, _LEAST_S)
     solver.parameters.linearization_level = 2
     return solver
+
+
+def _within(cp: Any, solver: Any, model: Any, limits: Limits) -> Any:
+    """The status of a search; the deadline learns when the clock cut it short, not the work allowed."""
+    status = _searched(solver, model)
+    timed = math.isfinite(min(limits.wall_s, limits.deadline.ends))
+    done = status in (cp.OPTIMAL, cp.INFEASIBLE)
+    if timed and not done and solver.response_proto.deterministic_time < limits.deterministic_s:
+        limits.deadline.ended.add("clock")
+    return status
+
+
+def _bound_of(solver: Any) -> int:
+    """The proven bound; of a search that was cut before it had one, zero."""
+    bound = solver.best_objective_bound
+    return max(int(bound), 0) if math.isfinite(bound) else 0
 
 
 def _searched(solver: Any, model: Any) -> Any:

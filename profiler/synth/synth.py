@@ -5,7 +5,7 @@ A file depends on its specification alone: the same one gives the same bytes eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,11 @@ from profiler.synth.vocab import vocabulary
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    # A tensor's bytes, from its plan and the bytes it would have.
+    Payload = Callable[
+        [Source, SynthSpec, TensorPlan, Iterator[NDArray[np.uint8]]], Iterator[NDArray[np.uint8]]
+    ]
 
 __all__ = ["ARCHITECTURES", "SynthProblem", "SynthSpec", "write"]
 
@@ -100,9 +105,15 @@ class SynthProblem(InputError):
         return f"{self.field} {self.value}: {self.why}"
 
 
-def write(path: Path, spec: SynthSpec) -> Path:
+def write(
+    path: Path,
+    spec: SynthSpec,
+    metadata: Mapping[str, Any] | None = None,
+    payload: Payload | None = None,
+) -> Path:
     """Write a GGUF of random weights; returns the path to load (the first shard of a split model).
 
+    `metadata` adds to the file's own or replaces it; `payload` may give a tensor other bytes, as many.
     Raises SynthProblem for an unknown architecture, type or role. The file appears whole or not at all;
     shards of a split model are written in place.
     """
@@ -112,7 +123,7 @@ def write(path: Path, spec: SynthSpec) -> Path:
     final = path
     working = path if spec.shard_tensors else path.with_name(f".{path.name}.partial")
     try:
-        final = _write(working, builder)
+        final = _write(working, builder, metadata or {}, payload)
         if working is not path:
             final = working.replace(path)
     except BaseException:
@@ -165,7 +176,7 @@ def _refuse_what_the_engine_refuses(spec: SynthSpec, habit: Habit) -> None:
             raise SynthProblem(field, str(getattr(spec, field)), f"not possible for {spec.arch}")
 
 
-def _write(path: Path, b: Builder) -> Path:
+def _write(path: Path, b: Builder, metadata: Mapping[str, Any], payload: Payload | None) -> Path:
     from gguf import GGUFWriter
 
     spec = b.spec
@@ -173,14 +184,14 @@ def _write(path: Path, b: Builder) -> Path:
     writer.add_name(spec.name)
     if spec.alignment != 32:
         writer.add_custom_alignment(spec.alignment)
-    for key, value in [*b.kv.items(), *vocabulary(spec.n_vocab).items()]:
+    for key, value in {**b.kv, **vocabulary(spec.n_vocab), **metadata}.items():
         _add(writer, key, value)
     for tensor in b.tensors:
         _declare(writer, tensor, _type(spec, tensor))
     writer.write_header_to_file(path=path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    _write_payloads(writer, b)
+    _write_payloads(writer, b, payload)
     files = [Path(file.name) for file in writer.fout or []]
     writer.close()
     return files[0]
@@ -223,14 +234,16 @@ def _declare(writer: Any, tensor: TensorPlan, type_: str) -> None:
     )
 
 
-def _write_payloads(writer: Any, b: Builder) -> None:
+def _write_payloads(writer: Any, b: Builder, payload: Payload | None) -> None:
     """Tensor data in the order of the table, padded, shard by shard."""
     source = Source(b.spec.seed)
     plans = iter(b.tensors)
     for file, tensors in zip(writer.fout, writer.tensors, strict=True):
         writer.write_padding(file, file.tell())
         for info in tensors.values():
-            for piece in _payload(source, b.spec, next(plans)):
+            plan = next(plans)
+            pieces = _payload(source, b.spec, plan)
+            for piece in payload(source, b.spec, plan, pieces) if payload else pieces:
                 file.write(piece)
             writer.write_padding(file, info.nbytes)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from planner.quoting import prometheus_label
 from runtime.bench.measure import Result
 
 _HELP = {
@@ -32,7 +33,7 @@ def prometheus(model: str, results: Sequence[Result]) -> str:
             continue
         lines += [f"# HELP atsplan_{name} {text}", f"# TYPE atsplan_{name} {kind}"]
         for labels, value in samples:
-            pairs = ",".join(f'{k}="{_escape(v)}"' for k, v in {"model": model, **labels}.items())
+            pairs = ",".join(f"{k}={prometheus_label(v)}" for k, v in {"model": model, **labels}.items())
             lines.append(f"atsplan_{name}{{{pairs}}} {value:.9g}")
     return "\n".join(lines) + "\n"
 
@@ -64,7 +65,3 @@ def _samples(name: str, result: Result) -> Iterator[tuple[dict[str, str], float]
             yield arm, rates[0]
     elif name == "failures_total":
         yield arm, len(result.failures)
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -237,12 +237,12 @@ class Ggml:
 
     def buft_name(self, buft: Handle) -> str:
         """Name of a buffer type."""
-        return str(self.lib.ggml_backend_buft_name(buft).decode())
+        return str(self.lib.ggml_backend_buft_name(buft).decode(errors="replace"))
 
     def buft_device(self, buft: Handle) -> str:
         """Name of the device a buffer type belongs to; CPU for host memory of no device."""
         device = self.lib.ggml_backend_buft_get_device(buft)
-        return str(self.lib.ggml_backend_dev_name(device).decode()) if device else "CPU"
+        return str(self.lib.ggml_backend_dev_name(device).decode(errors="replace")) if device else "CPU"
 
     def set_threads(self, device: Device, backend: Handle, n_threads: int) -> bool:
         """Set the thread count of a backend; False when the backend has none."""
@@ -309,7 +309,7 @@ class Ggml:
         self.lib.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
         return Device(
             handle=handle,
-            name=self.lib.ggml_backend_dev_name(handle).decode(),
+            name=self.lib.ggml_backend_dev_name(handle).decode(errors="replace"),
             kind=KINDS[self.lib.ggml_backend_dev_type(handle)],
             description=self.lib.ggml_backend_dev_description(handle).decode(errors="replace").strip(),
             free_bytes=free.value,

@@ -15,7 +15,8 @@ from planner.errors import EngineProblem
 from planner.plan.load_spec import CPU, LoadSpec
 from planner.site import Site
 from planner.workload import Workload
-from runtime import child
+from runtime.child.ask import ask
+from runtime.child.serve import serve
 from runtime.engine.ggml import Handle
 from runtime.engine.libllama import Engine
 from runtime.engine.locate import Place
@@ -74,7 +75,7 @@ def measure(engine: Engine | Place, model_path: Path, spec: LoadSpec, watch: boo
         "spec": to_json(spec),
         "watch": watch,
     }
-    answer = child.ask("runtime.load.dry_run", request, engine.label)
+    answer = ask("runtime.load.dry_run", request, engine.label)
     return DryRun(
         devices={name: Breakdown(**sizes) for name, sizes in answer["devices"].items()},
         buffers={name: Breakdown(**sizes) for name, sizes in answer["buffers"].items()},
@@ -140,11 +141,14 @@ def _less_stripes(devices: dict[str, Breakdown], model_path: Path, spec: LoadSpe
     if not any(Site.of_buffer(buffer).divided for _, buffer in spec.overrides):
         return devices
     from planner.model.gguf_file import read_model
-    from runtime.stripes.widths import host_bytes
+    from runtime.stripes.widths import host_bytes, slot_bytes
 
     found = dict(devices)
-    for device, size in host_bytes(read_model(model_path).inventory, spec).items():
-        for name, moved in ((device, -size), (CPU, size)):
+    inventory = read_model(model_path).inventory
+    moves = [(device, -size, size) for device, size in host_bytes(inventory, spec).items()]
+    moves += [(d, slots - whole, whole) for d, (slots, whole) in slot_bytes(inventory, spec).items()]
+    for device, here, host in moves:
+        for name, moved in ((device, here), (CPU, host)):
             found[name] = found.get(name, Breakdown(0, 0, 0)) + Breakdown(moved, 0, 0)
     return found
 
@@ -160,6 +164,7 @@ def from_json(data: Mapping[str, Any]) -> LoadSpec:
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
     for pairs in ("overrides", "mapped"):
         plain[pairs] = tuple((first, second) for first, second in data[pairs])
+    plain["residents"] = tuple((a, n, tuple(ids)) for a, n, ids in data["residents"])
     plain["workload"] = Workload(**data["workload"])
     return LoadSpec(**plain)
 
@@ -260,4 +265,4 @@ def _notes(lines: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    child.serve(_measure_request)
+    serve(_measure_request)

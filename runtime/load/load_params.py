@@ -137,7 +137,7 @@ def model(engine: Engine, path: Path, params: Any) -> Iterator[Handle]:
     """The loaded model, freed at the end; EngineProblem with the engine's own reason."""
     said = Tail()
     with engine.log(said.add):
-        handle = engine.lib.llama_model_load_from_file(str(path).encode(), params)
+        handle = engine.lib.llama_model_load_from_file(os.fsencode(path), params)
     if not handle:
         raise EngineProblem(engine.label, said.cause() or f"could not load {path}")
     try:

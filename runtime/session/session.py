@@ -135,7 +135,7 @@ class Session:
 
     def tokenize(self, text: str, special: bool = True, bos: bool | None = None) -> list[int]:
         """Token ids of a text; `bos` None adds the start token when the model wants one."""
-        lib, data = self.engine.lib, text.encode()
+        lib, data = self.engine.lib, text.encode(errors="replace")
         add = lib.llama_vocab_get_add_bos(self.vocab) if bos is None else bos
         room = len(data) + 8
         ids = (c.c_int32 * room)()
@@ -231,10 +231,11 @@ class Session:
         template = lib.llama_model_chat_template(self.model, None)
         if not template:
             return None
-        message = (ChatMessage * 1)(ChatMessage(b"user", text.encode()))
-        room = c.create_string_buffer(4 * len(text.encode()) + 4096)
+        asked = text.encode(errors="replace")
+        message = (ChatMessage * 1)(ChatMessage(b"user", asked))
+        room = c.create_string_buffer(4 * len(asked) + 4096)
         size = lib.llama_chat_apply_template(template, message, 1, True, room, len(room))
-        return room.raw[:size].decode() if 0 < size <= len(room) else None
+        return room.raw[:size].decode(errors="replace") if 0 < size <= len(room) else None
 
     def weights(self) -> tuple[loaded_placement.Weight, ...]:
         """Every weight with the buffer it is really in."""

@@ -12,6 +12,7 @@ from planner.site import Site, SiteKind
 from runtime.engine.libllama import Engine
 from runtime.load.dry_run import Breakdown
 from runtime.load.load_params import usable_cores
+from runtime.session.hybrid import HybridSession, slotted
 from runtime.session.session import Session
 from runtime.stripes.buffer_type import Stripes
 
@@ -78,8 +79,8 @@ def session_for(
     observe: bool = False,
     on_node: Callable[[int, bool, int | None], bool] | None = None,
 ) -> Session:
-    """A session of a spec, striped where it names stripes."""
-    kind = StripedSession if stripes_of(spec) else Session
+    """A session of a spec, striped where it names stripes, through a hybrid device where it names slots."""
+    kind = HybridSession if slotted(spec) else StripedSession if stripes_of(spec) else Session
     return kind(engine, path, spec, observe=observe, on_node=on_node)
 
 

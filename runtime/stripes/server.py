@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes as c
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import AtsplanError, EngineProblem
+from planner.quoting import terminal
+from runtime.child.environment import python
 from runtime.engine.libllama import Engine, load_library
 from runtime.stripes.buffer_type import Stripes
 from runtime.stripes.server_hook import striped_weights
@@ -30,7 +33,7 @@ def serve(engine: Engine, widths: Mapping[str, Mapping[str, int]], arguments: Se
     Raises EngineProblem when the build has no server library, StripesRefused without stripes.
     """
     main = _main(engine)
-    words = [b"llama-server", *(argument.encode() for argument in arguments)]
+    words = [b"llama-server", *(os.fsencode(argument) for argument in arguments)]
     argv = (c.c_char_p * (len(words) + 1))(*words, None)
     with Stripes(engine.ggml) as stripes, ExitStack() as stack:
         for device, hot in widths.items():
@@ -42,7 +45,7 @@ def serve(engine: Engine, widths: Mapping[str, Mapping[str, int]], arguments: Se
 
 def command(folder: Path, widths: Mapping[str, Mapping[str, int]], arguments: Sequence[str]) -> list[str]:
     """The arguments of this Python that run `serve` with the build in `folder`."""
-    return ["-m", "runtime.stripes.server", str(folder), json.dumps(widths), *arguments]
+    return python("-m", "runtime.stripes.server", str(folder), json.dumps(widths), *arguments)[1:]
 
 
 def server_library(folder: Path) -> Path | None:
@@ -65,7 +68,8 @@ def _main(engine: Engine) -> Any:
 def _tell(stripes: Stripes) -> None:
     for held in stripes.held():
         sizes = f"{held.device_bytes >> 20} MiB there, {held.host_bytes >> 20} MiB pinned on the host"
-        print(f"stripes on {held.device}: {held.tensors} tensors, {sizes}", file=sys.stderr, flush=True)
+        line = terminal(f"stripes on {held.device}: {held.tensors} tensors, {sizes}")
+        print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,23 @@ from runtime.stripes.mapped_range import rounded
 
 def host_bytes(inventory: Inventory, spec: LoadSpec) -> Mapping[str, int]:
     """Bytes of striped tensors that do not lie on their device, by device."""
-    tensors = by_name(inventory)
-    return {
-        device: sum(tensors[name].size_bytes - hot_bytes(tensors[name], k) for name, k in hot.items())
-        for device, hot in widths(inventory, spec).items()
-    }
+    tensors, found = by_name(inventory), dict[str, int]()
+    for device, hot in widths(inventory, spec).items():
+        found[device] = sum(tensors[name].size_bytes - hot_bytes(tensors[name], k) for name, k in hot.items())
+    return found
+
+
+def slot_bytes(inventory: Inventory, spec: LoadSpec) -> Mapping[str, tuple[int, int]]:
+    """Of tensors with slots, by device: bytes of slots and guests, and of all their experts, on the host."""
+    tensors, found = by_name(inventory), dict[str, tuple[int, int]]()
+    for name, buffer in placed(inventory, spec.overrides).items():
+        site = Site.of_buffer(buffer)
+        if site.kind is SiteKind.HYBRID:
+            each = tensors[name].size_bytes // tensors[name].shape[-1]
+            slots, whole = found.get(site.device, (0, 0))
+            here = (site.amount + spec.guests) * each
+            found[site.device] = (slots + here, whole + tensors[name].size_bytes)
+    return found
 
 
 def hot_bytes(tensor: Tensor, k: int) -> int:

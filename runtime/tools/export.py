@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
+from planner import quoting
+from planner.errors import InputError
 from planner.plan.plan import Plan
 from runtime.engine.ggml import TYPE_NUMBERS
 from runtime.tools import llama_bench
+from runtime.tools.llama_server import LOOPBACK, is_loopback
 from runtime.tools.options import ENVIRONMENT, Stock, options
 
 _PROMPT_CACHE_MIB = 8192  # what llama-server takes for past prompts unless told
 _HOST_SLACK_MIB = 1024  # of host memory, for all else
-_SECTION = str.maketrans("[]:", "()-")
+_PORT = "8080"
+COMPOSE = "docker-compose"
 Writer = Callable[[Plan, Stock, str], str]
 
 
-def export(plan: Plan, placed: Stock, model: str, form: str) -> str:
-    """The text of one format; KeyError for a format that is not in FORMATS."""
-    return FORMATS[form](plan, placed, model)
+@dataclass(eq=False)
+class NotHeld(InputError):
+    """A path, device or pattern that an export format has no spelling for."""
+
+    form: str
+    why: str
+
+    def message(self) -> str:
+        return f"export as {self.form}: {self.why}: rename the file, or choose another --format"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Who may reach a server in a container."""
+
+    host: str = LOOPBACK  # address of the machine that its port is published on
+    keyless: bool = False  # also where other machines reach it
+
+
+def export(plan: Plan, placed: Stock, model: str, form: str, published: Published | None = None) -> str:
+    """The text of one format; KeyError for a format that is not in FORMATS.
+
+    `published` is for docker-compose. Raises NotHeld for a value that the format cannot say: never another
+    one in its place.
+    """
+    try:
+        if published is not None and form == COMPOSE:
+            return _compose(plan, placed, model, published)
+        return FORMATS[form](plan, placed, model)
+    except quoting.Unquotable as problem:
+        raise NotHeld(form, str(problem)) from None
 
 
 def arguments(placed: Stock, model: str) -> list[str]:
-    """The options as an argument list."""
-    return [part for option, value in options(placed, model) for part in (option, value) if part]
+    """The options as an argument list; quoting.Unquotable for what no argument can be."""
+    return [quoting.argument(part) for pair in options(placed, model) for part in pair if part]
 
 
 def _server(plan: Plan, placed: Stock, model: str) -> str:
     words = ["llama-server", *arguments(placed, model), *prompt_cache(plan)]
-    return _comment(plan, placed, "#") + shlex.join(words) + "\n"
+    return _comment(plan, placed, "#") + quoting.shell(words) + "\n"
 
 
 def prompt_cache(plan: Plan) -> list[str]:
@@ -41,7 +71,7 @@ def prompt_cache(plan: Plan) -> list[str]:
 
 
 def _cli(plan: Plan, placed: Stock, model: str) -> str:
-    return _comment(plan, placed, "#") + shlex.join(["llama-cli", *arguments(placed, model)]) + "\n"
+    return _comment(plan, placed, "#") + quoting.shell(["llama-cli", *arguments(placed, model)]) + "\n"
 
 
 def _bench(plan: Plan, placed: Stock, model: str) -> str:
@@ -49,25 +79,24 @@ def _bench(plan: Plan, placed: Stock, model: str) -> str:
     work = plan.workload
     words = llama_bench.words(placed, model, work.prompt, work.gen, work.depth)
     told = replace(placed, notes=(*placed.notes, *llama_bench.lacks(placed)))
-    return _comment(plan, told, "#") + shlex.join(["llama-bench", *words]) + "\n"
+    return _comment(plan, told, "#") + quoting.shell(["llama-bench", *words]) + "\n"
 
 
 def _preset(plan: Plan, placed: Stock, model: str) -> str:
-    # The section's name is the model's; a colon would begin a tag, a bracket end the name.
-    lines = [f"[{plan.model.name.translate(_SECTION)}]"]
+    lines = [f"[{quoting.ini_section(plan.model.name)}]"]
     for option, value in options(placed, model):
         key = option.removeprefix("--")
-        lines.append(f"{key} = {value or 'true'}")
+        lines.append(f"{key} = {quoting.ini_value(value or 'true')}")
     return _comment(plan, placed, ";") + "\n".join(lines) + "\n"
 
 
 def _env(plan: Plan, placed: Stock, model: str) -> str:
     lines = ["# as `docker run --env-file` reads it: no quotes, nothing escaped"]
-    lines += [f"{name}={value}" for name, value in _environment(placed, model).items()]
+    lines += [f"{name}={quoting.env_value(value)}" for name, value in _environment(placed, model).items()]
     lacks = [part for pair in options(placed, model) if pair[0] not in ENVIRONMENT for part in pair if part]
-    if lacks:
-        lines.append(f"# no variable says this, add the options: {shlex.join(lacks)}")
-    return _comment(plan, placed, "#") + "\n".join(lines) + "\n"
+    more = f"no variable says this, add the options: {quoting.shell(lacks)}"
+    added = quoting.comment("#", more) if lacks else ""
+    return _comment(plan, placed, "#") + "\n".join(lines) + "\n" + added
 
 
 def _environment(placed: Stock, model: str) -> dict[str, str]:
@@ -85,23 +114,24 @@ def _json(plan: Plan, placed: Stock, model: str) -> str:
         "environment": _environment(placed, model),
         "predicted_tpot_ns": plan.predicted.tpot_ns,
     }
-    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    return quoting.json_text(data) + "\n"
 
 
-def _compose(plan: Plan, placed: Stock, model: str) -> str:
+def _compose(plan: Plan, placed: Stock, model: str, published: Published = Published()) -> str:
     folders = _folders(model, placed.mmproj, placed.draft)
     there = replace(placed, mmproj=_inside(placed.mmproj, folders), draft=_inside(placed.draft, folders))
     told = [*arguments(there, _inside(model, folders)), *prompt_cache(plan)]
-    command = json.dumps([*told, "--host", "0.0.0.0", "--port", "8080"])
+    # Within the container every address; what is published is decided below.
+    command = ", ".join(map(quoting.compose, [*told, "--host", "0.0.0.0", "--port", _PORT]))
     lines = [
         "services:",
         "  llama:",
         "    # An image with llama-server as its entry point, built for the devices of the plan.",
         "    image: ${LLAMA_SERVER_IMAGE:?set it to a llama.cpp server image}",
-        f"    command: {_dollars(command)}",
-        "    ports: ['8080:8080']",
+        f"    command: [{command}]",
+        *_ports(published),
         "    volumes:",
-        *(f"      - {json.dumps(f'{_dollars(at)}:{inside}:ro')}" for at, inside in folders.items()),
+        *(line for at, inside in folders.items() for line in _mounted(at, inside)),
     ]
     if any(device.startswith("CUDA") for device in placed.devices):
         lines += [
@@ -113,15 +143,40 @@ def _compose(plan: Plan, placed: Stock, model: str) -> str:
     return _comment(plan, placed, "#") + "\n".join(lines) + "\n"
 
 
-_PYTHON = '''"""{title}"""
+def _ports(published: Published) -> list[str]:
+    """The port on one address of the machine; beyond the machine itself a key is needed, unless waived."""
+    host = published.host
+    address = f"[{host}]" if ":" in host else host
+    lines = [f"    ports: [{quoting.compose(f'{address}:{_PORT}:{_PORT}')}]"]
+    if is_loopback(host):
+        return ["    # Of this machine only: --publish tells other addresses.", *lines]
+    if published.keyless:
+        return ["    # Open to everyone who reaches this address, without a key.", *lines]
+    asked = "${LLAMA_API_KEY:?set it: the server can be reached from other machines}"
+    return [*lines, "    environment:", f"      LLAMA_API_KEY: {quoting.yaml(asked)}"]
+
+
+def _mounted(folder: str, inside: str) -> list[str]:
+    # The long form: in the short one a colon in a path ends it, and a bare name is no path.
+    return [
+        "      - type: bind",
+        f"        source: {quoting.compose(folder)}",
+        f"        target: {inside}",
+        "        read_only: true",
+    ]
+
+
+# The first line keeps a comment below it from choosing another encoding (PEP 263).
+_PYTHON_HEAD = "# coding: utf-8\n"
+_PYTHON = '''"""A model as atsplan has placed it, for llama-cpp-python."""
 
 import ctypes
 
 import llama_cpp
 
-MODEL = {model!r}
-DEVICES = {devices!r}  # names as ggml prints them; empty: CPU only
-OVERRIDES = {overrides!r}  # first match wins
+MODEL = {model}
+DEVICES = {devices}  # names as ggml prints them; empty: CPU only
+OVERRIDES = {overrides}  # first match wins
 
 
 class Override(ctypes.Structure):
@@ -178,13 +233,13 @@ def _python(plan: Plan, placed: Stock, model: str) -> str:
         "type_v": TYPE_NUMBERS[work.type_v],
     }
     text = _PYTHON.format(
-        title=f"{plan.model.name}, placed by atsplan; for llama-cpp-python.",
-        model=model,
-        devices=list(placed.devices),
-        overrides=[list(each) for each in spec.overrides],
-        arguments="\n".join(f"    {k}={v!r}," for k, v in values.items() if v is not None),
+        model=quoting.python(quoting.argument(model)),
+        devices=quoting.python([quoting.argument(device) for device in placed.devices]),
+        overrides=quoting.python([list(map(quoting.argument, each)) for each in spec.overrides]),
+        arguments="\n".join(f"    {k}={quoting.python(v)}," for k, v in values.items() if v is not None),
     )
-    return _comment(plan, replace(placed, notes=(*placed.notes, *_not_in_python(placed))), "#") + text
+    told = replace(placed, notes=(*placed.notes, *_not_in_python(placed)))
+    return _PYTHON_HEAD + _comment(plan, told, "#") + text
 
 
 def _not_in_python(placed: Stock) -> list[str]:
@@ -210,13 +265,13 @@ FORMATS: Mapping[str, Writer] = {
     "env": _env,
     "json": _json,
     "llama-cpp-python": _python,
-    "docker-compose": _compose,
+    COMPOSE: _compose,
 }
 
 
 def _comment(plan: Plan, placed: Stock, mark: str) -> str:
-    lines: Sequence[str] = [f"{plan.model.name}: {plan.command}", *placed.notes]
-    return "".join(f"{mark} {line}\n" for text in lines for line in text.splitlines())
+    name = quoting.short(plan.model.name)
+    return "".join(quoting.comment(mark, text) for text in (f"{name}: {plan.command}", *placed.notes))
 
 
 def _env_value(option: str, value: str) -> str:
@@ -230,13 +285,10 @@ def _folders(*paths: str) -> dict[str, str]:
 
 
 def _folder(path: str) -> str:
-    return path.rpartition("/")[0] or "."
+    folder, slash, _ = path.rpartition("/")
+    return folder or slash or "."
 
 
 def _inside(path: str, folders: Mapping[str, str]) -> str:
     """Where a file lies in the container."""
     return f"{folders[_folder(path)]}/{path.rpartition('/')[2]}" if path else ""
-
-
-def _dollars(text: str) -> str:
-    return text.replace("$", "$$")  # compose reads $name as a variable

@@ -68,7 +68,7 @@ def weights(engine: Engine, model: Handle) -> tuple[Weight, ...]:
     found = []
     for address in range(begin, end, string_bytes + _POINTER_BYTES):
         text, tensor = (_pointer(address), _pointer(address + string_bytes))
-        found.append(_weight(engine, c.string_at(text).decode(), Tensor.from_address(tensor)))
+        found.append(_weight(engine, c.string_at(text).decode(errors="replace"), Tensor.from_address(tensor)))
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.errors import FieldProblem, FileProblem
 from planner.model.routed_layers import MoeShape
+from planner.quoting import short
 from planner.routing import expert_counts as heats
 from planner.routing import trace as traces
 from planner.routing.expert_counts import Phase
@@ -66,8 +67,8 @@ def _fields(text: str, path: str, names: Sequence[str]) -> Iterator[tuple[int, d
 
 def _whole(row: dict[str, str], name: str, path: str, number: int) -> int:
     value = row[name]
-    if not (value.isascii() and value.isdigit()):
-        raise FieldProblem(path, number, name, f"{value!r} is no whole number")
+    if not (value.isascii() and value.isdigit() and len(value) < 20):
+        raise FieldProblem(path, number, name, f"{short(value)} is no whole number")
     return int(value)
 
 
@@ -114,9 +115,9 @@ def _route_trace(text: str, path: str, names: Sequence[str]) -> Found:
         if phase > 1:
             raise FieldProblem(path, number, "phase", "expected 0 (prefill) or 1 (decode)")
         chosen.setdefault((turn, phase, step, layer), {})[slot] = expert
-    turns = sorted({key[0] for key in chosen})
+    turns = {turn: place for place, turn in enumerate(sorted({key[0] for key in chosen}))}
     rows: list[Row] = [
-        (turns.index(turn), phase == 1, step, layer, tuple(e for _, e in sorted(slots.items())))
+        (turns[turn], phase == 1, step, layer, tuple(e for _, e in sorted(slots.items())))
         for (turn, phase, step, layer), slots in chosen.items()
     ]
     trace = traces.make("", 0, [f"turn-{turn}" for turn in turns], rows)
@@ -133,7 +134,8 @@ def _bare_integers(text: str, path: str, shape: MoeShape | None) -> Found:
     ]
     if not rows:
         first = next((line for line in text.splitlines() if line.strip()), "")
-        raise FileProblem(path, f"no routing profile that this program knows: it starts with {first[:40]!r}")
+        start = short(first, 40)
+        raise FileProblem(path, f"no routing profile that this program knows: it starts with {start}")
     widths = {len(row) for row in rows}
     if widths == {2}:
         return _choices([(layer, expert) for layer, expert in rows])

@@ -1,0 +1,76 @@
+"""Hybrid experts as contenders of benchmarks.expert_rounds, at no more VRAM than the stock rules hold:
+
+    python -m benchmarks.expert_rounds … --ours "all lanes=benchmarks.hybrid_contender:all_lanes"
+
+Slots hold the experts that are hottest on a stream of the same habits and another seed than the measured one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from benchmarks import gpu_contenders as rules
+from benchmarks.expert_rounds import Setup
+from benchmarks.rounds import Session
+from planner.plan.load_spec import LoadSpec
+from planner.site import Site, SiteKind
+from profiler.routed import codes, stream
+from profiler.routed.presets import PRESETS
+
+SEEN = 8192  # tokens of the stream that the slots are chosen on
+_SEED = 77
+
+
+def all_lanes(setup: Setup) -> Session:
+    """Device, CPU and bus at once."""
+    return slotted(setup, 2)
+
+
+def cpu_lane(setup: Setup) -> Session:
+    """Device and CPU at once; the bus brings nothing while decoding."""
+    return slotted(setup, 0)
+
+
+def forwarding(setup: Setup) -> Session:
+    """Everything in slots: what the device in the way costs."""
+    shape = rules.shape_of(setup.inventory)
+    return setup.live(rules.Contender("forwarding", "", _spec(setup, shape, shape.n_experts, 0)))
+
+
+def slotted(setup: Setup, guests: int) -> Session:
+    """As many slots in every layer as the cell's share holds, guests and the stage counted."""
+    shape = rules.shape_of(setup.inventory)
+    stage = -(-shape.n_experts // len(shape.moe_layers))
+    k = max(int(setup.share * shape.n_experts) - guests - stage, 1)
+    return setup.live(
+        rules.Contender("hybrid", f"{k} slots, {guests} guests", _spec(setup, shape, k, guests))
+    )
+
+
+def _spec(setup: Setup, shape: rules.Shape, k: int, guests: int) -> LoadSpec:
+    plain = rules.whole(shape, setup.workload).spec
+    orders = hot_orders(str(setup.cell.factors["preset"]), shape.n_layers)
+    buffer = str(Site(SiteKind.HYBRID, setup.device, k))
+    return replace(
+        plain,
+        overrides=((rf"^blk\.\d+\.(?:{'|'.join(shape.kinds)})\.weight$", buffer),),
+        residents=tuple((layer, shape.n_experts, orders[layer][:k]) for layer in shape.moe_layers),
+        guests=guests,
+        use_mmap=False,
+    )
+
+
+@cache
+def hot_orders(preset: str, layers: int) -> tuple[tuple[int, ...], ...]:
+    """Expert ids of every layer, most chosen first."""
+    habits = PRESETS[preset].habits
+    drawn = stream.codes_of(habits, SEEN, _SEED)
+    chosen = codes.chosen_by_code(habits, layers)
+    found = []
+    for layer in range(layers):
+        count = np.bincount(chosen[layer][drawn].ravel(), minlength=habits.n_expert)
+        found.append(tuple(int(e) for e in np.argsort(-count, kind="stable")))
+    return tuple(found)

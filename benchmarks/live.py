@@ -1,0 +1,248 @@
+"""A contender that stays loaded: one child process that measures each time it is asked.
+
+The parent's side is `Live`, a Session of rounds.py; the child's is `python -m benchmarks.live`. Tokens are a
+stream of the model's own habits (profiler.routed), the same for every contender in the same round, so that
+caches meet the locality the model was made for; a model without habits is given random tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import rounds
+from planner.errors import AtsplanError, EngineProblem
+from planner.plan.load_spec import LoadSpec
+from runtime.child import process
+from runtime.child.ask import Relayed
+from runtime.child.environment import environment, python
+from runtime.engine.libllama import Batch, Engine
+from runtime.load import dry_run
+
+Json = dict[str, Any]
+WARM_UP = 8  # decoded tokens that are not timed
+DIGEST_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a round measures."""
+
+    prompts: tuple[int, ...] = (512,)
+    depth: int = 512  # tokens of the stream before decoding
+    gen: int = 64
+    threads: int = 0  # 0: as the spec says
+
+
+@dataclass(slots=True)
+class Live(rounds.Session):
+    """A loaded model in a child process; entering loads it."""
+
+    engine: str
+    model: Path
+    spec: LoadSpec
+    work: Work = Work()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
+    loaded: Json = field(default_factory=dict)
+
+    def __enter__(self) -> Live:
+        self._process = subprocess.Popen(
+            python("-m", "benchmarks.live"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**environment(), **self.environment},
+            start_new_session=True,
+            preexec_fn=process.tie(),
+        )
+        request = {"engine": self.engine, "model": str(self.model), "spec": dry_run.to_json(self.spec)}
+        try:
+            self.loaded = self._ask(request)
+        except AtsplanError:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            process.end(self._process)
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    with suppress(BrokenPipeError):  # a child that died before it read
+                        stream.close()
+            self._process = None
+
+    def measure(self, round_: int) -> Json:
+        """`decode_ns` (median of a token), `prefill<N>_ns`, `vram_bytes`, `digest` of the logits."""
+        work = self.work
+        asked = {"prompts": work.prompts, "depth": work.depth, "gen": work.gen, "threads": work.threads}
+        return {**self.loaded, **self._ask({**asked, "seed": round_ + 1})}
+
+    def _ask(self, request: Mapping[str, Any]) -> Json:
+        assert self._process is not None and self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineProblem(self.engine, process.death(self._process.wait(), ())) from None
+        answer: Json = json.loads(self._process.stdout.readline() or "null") or {}
+        if not answer:
+            raise EngineProblem(self.engine, process.death(self._process.wait(), ()))
+        if "problem" in answer:
+            raise Relayed(self.engine, answer["problem"])
+        return answer
+
+
+# Below here: the child.
+
+
+class _Run:
+    """A context under measurement."""
+
+    def __init__(self, engine: Engine, context: Any, n_vocab: int, model: Path) -> None:
+        self.engine, self.context, self.n_vocab = engine, context, n_vocab
+        self._habits = _habits(model)
+
+    def tokens(self, count: int, seed: int) -> Any:
+        """A stream of the model's habits; the same for the same seed."""
+        if self._habits is None:
+            return np.random.default_rng(seed).integers(0, self.n_vocab, count).astype(np.int32)
+        from profiler.routed.stream import ids_of
+
+        return ids_of(self._habits, count, seed).astype(np.int32)
+
+    def clear(self) -> None:
+        lib = self.engine.lib
+        lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
+
+    def decode(self, tokens: Any, position: int) -> int:
+        """Evaluate tokens from a position on, logits for the last; nanoseconds."""
+        n = len(tokens)
+        positions = np.arange(position, position + n, dtype=np.int32)
+        one = (c.c_int32 * 1)(0)
+        counts, wanted = np.ones(n, np.int32), np.zeros(n, np.int8)
+        wanted[-1] = 1
+        sequences = (c.c_void_p * n)(*[c.addressof(one)] * n)
+        arrays = (positions.ctypes.data, counts.ctypes.data, c.addressof(sequences), wanted.ctypes.data)
+        batch = Batch(n, tokens.ctypes.data, None, *arrays)
+        start = time.perf_counter_ns()
+        status = self.engine.lib.llama_decode(self.context, batch)
+        self.engine.lib.llama_synchronize(self.context)
+        if status:
+            raise EngineProblem(self.engine.label, f"llama_decode returned {status}")
+        return time.perf_counter_ns() - start
+
+    def prefill(self, tokens: Any) -> int:
+        """Evaluate a prompt from an empty context; nanoseconds."""
+        self.clear()
+        size = self.engine.lib.llama_n_batch(self.context)
+        return sum(self.decode(tokens[at : at + size], at) for at in range(0, len(tokens), size))
+
+    def digest(self) -> str:
+        """Of the last logits."""
+        address = self.engine.lib.llama_get_logits_ith(self.context, -1)
+        row = np.ctypeslib.as_array((c.c_float * self.n_vocab).from_address(address))
+        return hashlib.sha256(row.tobytes()).hexdigest()[:16]
+
+
+def _habits(model: Path) -> Any:
+    from profiler.routed.codes import UnfitRouting
+    from profiler.routed.model import habits_of
+
+    try:
+        return habits_of(model)
+    except UnfitRouting:
+        return None
+
+
+def measured(run: _Run, request: Json) -> Json:
+    """One round: prompts, then tokens one by one behind `depth` others."""
+    seed, gen, depth = request["seed"], request["gen"], request["depth"]
+    if count := request["threads"]:
+        run.engine.lib.llama_set_n_threads(run.context, count, count)
+    found: Json = {}
+    for length in request["prompts"]:
+        found[f"prefill{length}_ns"] = run.prefill(run.tokens(length, 1000 + seed))
+    stream = run.tokens(depth + gen + WARM_UP, 2000 + seed)
+    if depth:
+        run.prefill(stream[:depth])
+    else:
+        run.clear()
+    times = [run.decode(stream[at : at + 1], at) for at in range(depth, len(stream))][WARM_UP:]
+    run.prefill(run.tokens(DIGEST_TOKENS, 1))
+    return found | {"decode_ns": int(np.median(times)), "digest": run.digest()}
+
+
+def main() -> None:
+    """Load what the first line asks for, then answer a line with a line."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the engine may print
+
+    def send(answer: Json) -> None:
+        print(json.dumps(answer), file=channel, flush=True)
+
+    try:
+        _serve(send)
+    except AtsplanError as problem:
+        send({"problem": str(problem)})
+
+
+def _serve(send: Any) -> None:
+    from runtime.session.striped import session_for
+
+    request = json.loads(sys.stdin.readline())
+    engine, spec = Engine.find(request["engine"] or None), dry_run.from_json(request["spec"])
+    free = _free_bytes(spec)
+    before, start = free() if free else 0, time.perf_counter()
+    model = Path(request["model"])
+    with session_for(engine, model, spec) as session:
+        run = _Run(engine, session.context, session.n_vocab, model)
+        run.prefill(run.tokens(DIGEST_TOKENS, 1))  # buffers that only a first run takes
+        load_s = round(time.perf_counter() - start, 2)
+        vram = before - free() if free else _accounted(engine, session.context, spec)
+        send({"load_s": load_s, "vram_bytes": vram, "vram_by": "driver" if free else "engine"})
+        for line in sys.stdin:
+            send(measured(run, json.loads(line)))
+
+
+def _accounted(engine: Engine, context: Any, spec: LoadSpec) -> int:
+    """Bytes on the spec's devices by the engine's own account, where no driver tells."""
+    if not spec.devices:
+        return 0
+    found = dry_run.by_device(engine, dry_run.breakdown(engine, context))
+    sizes = [sizes for name, sizes in found.items() if name in spec.devices]
+    return sum(one.model + one.context + one.compute for one in sizes)
+
+
+def _free_bytes(spec: LoadSpec) -> Any:
+    """A function that tells the free memory of the first CUDA device; None for a spec without one."""
+    if not any(name.startswith("CUDA") for name in spec.devices):
+        return None
+    from runtime.stripes.cuda_driver import Driver
+
+    driver = Driver()
+    primary = driver.retain(0)
+
+    def free() -> int:
+        with driver.current(primary):
+            return driver.memory()[0]
+
+    return free
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Generated models whose routers answer to the token, and token streams with an asked-for locality."""

@@ -1,0 +1,53 @@
+"""Which experts live on the device and how the rest is computed: the native library's settings as text.
+
+The same text goes to the library in this process and, as a file that ATSPLAN_HYBRID names, to stock tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ENVIRONMENT = "ATSPLAN_HYBRID"
+LIBRARY = "GGML_BACKEND_PATH"  # of ggml's loader
+MEMORIES = ("pinned", "plain", "mapped")
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The experts that have slots in a block of `n_experts`, in the order of the slots."""
+
+    n_experts: int
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of one hybrid device."""
+
+    device: str = ""  # to wrap, for stock tools; "": the first GPU
+    name: str = ""  # of the wrapper; "": HYBRID0
+    residents: Mapping[int, Resident] = field(default_factory=dict)  # by block
+    slots: int = 0  # of the blocks that are not in `residents`: their first experts
+    guests: int = 0  # slots for experts that are uploaded for one step
+    stage: int = -1  # experts of a layer that a prompt may bring at once; -1 all, 0 none
+    memory: str = "pinned"  # of the experts on the host: one of MEMORIES
+    threads: int = 0  # of the CPU lane; 0: the engine's
+    cpu_tokens: int = 64  # batches up to this many tokens may use the CPU lane
+    cpu_bytes_us: int = 0  # weights that the CPU lane reads in a microsecond; 0: measured after loading
+    bus_bytes_us: int = 0
+    report: str = ""  # file for statistics, written when a model is freed
+    quiet: bool = True
+    regions: bool = True  # False: every product by itself
+    fault: str = ""  # seeded by tests
+
+    def text(self) -> bytes:
+        """One setting a line."""
+        numbers = ("slots", "guests", "stage", "threads", "cpu_tokens", "cpu_bytes_us", "bus_bytes_us")
+        lines = [f"device {self.device}"] if self.device else []
+        lines += [f"{key} {getattr(self, key)}" for key in ("name", "report", "fault") if getattr(self, key)]
+        lines += [f"{key} {getattr(self, key)}" for key in numbers]
+        lines += [f"memory {self.memory}", f"quiet {self.quiet:d}", f"regions {self.regions:d}"]
+        for block, line in sorted(self.residents.items()):
+            lines.append(f"resident {block} {line.n_experts} {','.join(map(str, line.experts)) or '-'}")
+        return ("\n".join(lines) + "\n").encode()

@@ -1,0 +1,159 @@
+#include "config.h"
+
+#include <cerrno>
+#include <climits>
+#include <cstdlib>
+#include <sstream>
+
+namespace hybrid {
+
+namespace {
+
+bool whole(const std::string & word, int64_t least, int64_t most, int64_t & value) {
+    if (word.empty()) {
+        return false;
+    }
+    char * end = nullptr;
+    errno = 0;
+    const long long read = std::strtoll(word.c_str(), &end, 10);
+    value = read;
+    return errno == 0 && *end == '\0' && read >= least && read <= most;
+}
+
+bool small(const std::string & word, int least, int & value) {
+    int64_t read = 0;
+    if (!whole(word, least, 1 << 20, read)) {
+        return false;
+    }
+    value = static_cast<int>(read);
+    return true;
+}
+
+// "3,5,9" or "-" for none; every expert once and below n.
+bool experts(const std::string & word, int n, std::vector<int32_t> & found) {
+    if (word == "-") {
+        return true;
+    }
+    std::vector<bool> seen(static_cast<size_t>(n));
+    std::stringstream parts(word);
+    std::string part;
+    while (std::getline(parts, part, ',')) {
+        int64_t expert = 0;
+        if (!whole(part, 0, n - 1, expert) || seen[static_cast<size_t>(expert)]) {
+            return false;
+        }
+        seen[static_cast<size_t>(expert)] = true;
+        found.push_back(static_cast<int32_t>(expert));
+    }
+    return !found.empty() && word.back() != ',';
+}
+
+bool memory(const std::string & word, Memory & value) {
+    value = word == "plain" ? Memory::kPlain : word == "mapped" ? Memory::kMapped : Memory::kPinned;
+    return word == "plain" || word == "mapped" || word == "pinned";
+}
+
+bool yes_or_no(const std::string & word, bool & value) {
+    value = word == "1";
+    return word == "0" || word == "1";
+}
+
+bool fault(const std::string & word, Fault & value) {
+#if defined(ATSPLAN_HYBRID_FAULTS)
+    value = word == "wrong-slot"  ? Fault::kWrongSlot
+            : word == "stale-row" ? Fault::kStaleRow
+            : word == "exchanged" ? Fault::kExchanged
+            : word == "bias"      ? Fault::kWrongBias
+                                  : Fault::kNone;
+    return value != Fault::kNone || word == "none";
+#else
+    (void)word;
+    (void)value;
+    return false;
+#endif
+}
+
+bool resident(const std::string & block, const std::string & count, const std::string & list, Config & config) {
+    Resident made;
+    int n = 0;
+    if (!small(block, 0, made.block) || !small(count, 1, n) || !experts(list, n, made.experts)) {
+        return false;
+    }
+    made.n_experts = n;
+    if (config.resident(made.block, n)) {
+        return false;
+    }
+    config.residents.push_back(made);
+    return true;
+}
+
+// One line of words; false when it is not understood.
+bool setting(const std::vector<std::string> & words, Config & config) {
+    const std::string & key = words[0];
+    if (key == "resident") {
+        return words.size() == 4 && resident(words[1], words[2], words[3], config);
+    }
+    if (words.size() != 2) {
+        return false;
+    }
+    const std::string & value = words[1];
+    if (key == "name") {
+        config.name = value;
+        return true;
+    }
+    return key == "memory"         ? memory(value, config.memory)
+           : key == "threads"      ? small(value, 0, config.threads) && config.threads <= 512
+           : key == "slots"        ? small(value, 0, config.slots)
+           : key == "guests"       ? small(value, 0, config.guests)
+           : key == "stage"        ? small(value, -1, config.stage)
+           : key == "cpu_tokens"   ? small(value, 0, config.cpu_tokens)
+           : key == "cpu_bytes_us" ? whole(value, 0, LLONG_MAX, config.cpu_bytes_us)
+           : key == "bus_bytes_us" ? whole(value, 0, LLONG_MAX, config.bus_bytes_us)
+           : key == "quiet"        ? yes_or_no(value, config.quiet)
+           : key == "regions"      ? yes_or_no(value, config.regions)
+           : key == "fault"        ? fault(value, config.fault)
+                                   : false;
+}
+
+}  // namespace
+
+const Resident * Config::resident(int block, int n_experts) const {
+    for (const Resident & line : residents) {
+        if (line.block == block && line.n_experts == n_experts) {
+            return &line;
+        }
+    }
+    return nullptr;
+}
+
+bool parse_config(const std::string & text, std::vector<Config> & configs, std::string & error) {
+    configs.assign(1, Config());
+    bool named = false;  // whether a device line was read
+    std::stringstream lines(text);
+    std::string line;
+    for (int number = 1; std::getline(lines, line); number++) {
+        std::stringstream parts(line);
+        std::vector<std::string> words;
+        for (std::string word; parts >> word;) {
+            words.push_back(word);
+        }
+        if (words.empty() || words[0][0] == '#') {
+            continue;
+        }
+        if (words[0] == "device" && words.size() == 2) {
+            if (named) {
+                configs.emplace_back();
+            }
+            named = true;
+            configs.back().device = words[1];
+        } else if (words[0] == "report" && words.size() >= 2) {
+            configs.back().report = line.substr(line.find(words[1], line.find("report") + 6));
+        } else if (!setting(words, configs.back())) {
+            error = "line " + std::to_string(number) + " is not understood: " + line;
+            return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace hybrid

@@ -1,0 +1,48 @@
+// What is to be wrapped and which experts live on the device: a small text file, one setting a line.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hybrid {
+
+// Where the experts' bytes are kept in host memory.
+enum class Memory { kPinned, kPlain, kMapped };
+
+// The experts of one block that have slots, in the order of the slots.
+struct Resident {
+    int block;
+    int n_experts;  // the block must have as many, so that a draft model is not taken for its target
+    std::vector<int32_t> experts;
+};
+
+// Faults that the tests seed; they need a library built with ATSPLAN_HYBRID_FAULTS.
+enum class Fault { kNone, kWrongSlot, kStaleRow, kExchanged, kWrongBias };
+
+struct Config {
+    std::string device;        // to wrap; "": the first that is a GPU
+    std::string name;          // of the wrapper; "": HYBRID0, HYBRID1 …
+    std::string report;        // file that statistics are written to when a model is freed
+    Memory memory = Memory::kPinned;
+    int threads = 0;           // of the CPU lane; 0: as many as the engine is told to use
+    int slots = 0;             // of blocks without a line of their own: their first experts
+    int guests = 0;            // slots for experts that are uploaded for one step
+    int stage = -1;            // experts of a layer that a prompt may bring at once; -1: all, 0: none
+    int cpu_tokens = 64;       // batches up to this many tokens may use the CPU lane beside the others
+    int64_t cpu_bytes_us = 0;  // bytes of weights the CPU lane reads in a microsecond; 0: measured when loaded
+    int64_t bus_bytes_us = 0;  // and the bus
+    bool quiet = false;        // say nothing on stderr
+    bool regions = true;       // false: every product by itself
+    Fault fault = Fault::kNone;
+    std::vector<Resident> residents;
+
+    // The line of a block; nullptr when it has none.
+    const Resident * resident(int block, int n_experts) const;
+};
+
+// Settings of every device to wrap: `device` lines begin the next one.
+// On error returns false and says in `error` which line is wrong.
+bool parse_config(const std::string & text, std::vector<Config> & configs, std::string & error);
+
+}  // namespace hybrid

@@ -1,0 +1,58 @@
+// Where a graph multiplies by our experts: each product alone, or with its neighbours up to the last product.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "program.h"
+#include "store.h"
+
+namespace hybrid {
+
+// One MUL_MAT_ID over experts of ours.
+struct Product {
+    Tensor * node = nullptr;
+    Matrix * matrix = nullptr;
+    Weights weights;         // on the host
+    Tensor * slots = nullptr;  // of the matrix, or `part` where the node reads a part of each expert
+    Tensor part{};
+};
+
+// Nodes begin..end of a graph that are computed together: one product, or all of a block's experts.
+struct Region {
+    int begin = 0, end = 0;
+    Group * group = nullptr;
+    std::vector<Product> products;   // in the graph's order; the last is the result
+    bool has_program = false;
+    Program program;
+    std::vector<int> first_rows;
+    int result = -1;
+    Tensor * ids = nullptr;
+    Tensor * input = nullptr;
+    Tensor * output = nullptr;
+    std::vector<std::pair<int, int>> others;  // runs of nodes in between that have nothing to do with it
+    uint64_t before_uid = 0, slots_uid = 0, stage_uid = 0;
+    bool quantised = true;           // all products: their kernels may meet an expert twice in a token
+    bool cpu = true;                 // all products can be computed by the CPU lane
+    int64_t expert_bytes = 0;        // of all products
+
+    int64_t n_places() const { return ids->ne[0]; }
+    int64_t n_tokens() const { return ids->ne[1]; }
+};
+
+struct Plan {
+    uint64_t uid = 0;
+    int64_t version = 0;  // of the store, when it was made
+    int n_nodes = 0;
+    uint64_t used = 0;    // when it was used last
+    std::vector<std::unique_ptr<Region>> regions;
+    uint64_t after_uid = 0;
+};
+
+// Find the regions of a graph, which keeps its nodes. `fault` says what cannot be computed here, or stays empty.
+std::unique_ptr<Plan> make_plan(Store & store, Graph * graph, std::string & fault);
+
+}  // namespace hybrid

@@ -1,0 +1,70 @@
+#include "platform.h"
+
+#include <cstdlib>
+
+#if defined(_WIN32)
+// Compiled, not tested.
+#include <windows.h>
+
+namespace hybrid {
+
+void * library_of(const void * address) {
+    HMODULE module = nullptr;
+    const DWORD how = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS;
+    return GetModuleHandleExA(how, static_cast<LPCSTR>(address), &module) ? module : nullptr;
+}
+
+void * function_in(void * library, const char * name) {
+    HMODULE module = library ? static_cast<HMODULE>(library) : GetModuleHandleA(nullptr);
+    return reinterpret_cast<void *>(GetProcAddress(module, name));
+}
+
+void * allocate_pages(size_t size) {
+    return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+}
+
+void free_pages(void * address, size_t) { VirtualFree(address, 0, MEM_RELEASE); }
+
+}  // namespace hybrid
+
+#else
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+namespace hybrid {
+
+void * library_of(const void * address) {
+    Dl_info found;
+    if (!dladdr(address, &found) || !found.dli_fname) {
+        return nullptr;
+    }
+    // NOLOAD finds it among those that are loaded; the handle is kept for the life of the process.
+    return dlopen(found.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+}
+
+void * function_in(void * library, const char * name) { return dlsym(library ? library : RTLD_DEFAULT, name); }
+
+void * allocate_pages(size_t size) {
+    void * made = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) {
+        return nullptr;
+    }
+#if defined(MADV_HUGEPAGE)
+    madvise(made, size, MADV_HUGEPAGE);
+#endif
+    return made;
+}
+
+void free_pages(void * address, size_t size) { munmap(address, size); }
+
+}  // namespace hybrid
+#endif
+
+namespace hybrid {
+
+std::string environment(const char * name) {
+    const char * value = std::getenv(name);
+    return value ? value : "";
+}
+
+}  // namespace hybrid

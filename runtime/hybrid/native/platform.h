@@ -1,0 +1,27 @@
+// The few things that differ between systems: functions of loaded libraries, and where one lies.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#if defined(_WIN32)
+#define HYBRID_EXPORT extern "C" __declspec(dllexport)
+#else
+#define HYBRID_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+namespace hybrid {
+
+// The loaded library that an address lies in, kept loaded; nullptr where that cannot be told.
+void * library_of(const void * address);
+
+// A function of that library or, on Linux, of those it needs; nullptr: of the program and what it was started with.
+void * function_in(void * library, const char * name);
+
+// Memory of whole pages for `size` bytes that are not touched yet; nullptr when there is none.
+void * allocate_pages(size_t size);
+void free_pages(void * address, size_t size);
+
+std::string environment(const char * name);  // "" when it is not set
+
+}  // namespace hybrid

@@ -1,0 +1,77 @@
+// Threads of the CPU lane. They sleep between steps, look out for work within one, and take it in chunks,
+// so that a slow or interrupted core holds up no more than the chunk in its hands.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace hybrid {
+
+// Work in chunks that any thread may take, in the order of their numbers.
+class Job {
+  public:
+    virtual ~Job() = default;
+    virtual void chunk(int64_t index, int thread) = 0;
+
+    int64_t n_chunks = 0;
+
+  private:
+    friend class Pool;
+    std::atomic<int64_t> next_{0};
+};
+
+class Pool {
+  public:
+    Pool() = default;
+    ~Pool();
+    Pool(const Pool &) = delete;
+    Pool & operator=(const Pool &) = delete;
+
+    // A step begins: `n_threads` (with the caller) are wanted soon. Every rouse() needs its rest().
+    void rouse(int n_threads);
+    void rest();
+
+    // All chunks of a job, by the caller and up to `n_threads` - 1 others; returns when the last is done.
+    void run(Job & job, int n_threads);
+
+    int n_workers() const { return n_workers_.load(std::memory_order_relaxed); }
+
+    static constexpr int kMaxThreads = 512;
+
+  private:
+    struct alignas(64) Worker {
+        std::thread thread;
+        std::atomic<Job *> box{nullptr};  // what it shall help with; taken back when it has not begun
+        std::atomic<bool> busy{false};
+    };
+
+    void grow(int n_workers);
+    void work(int index);
+    bool wait_for_work(int index);
+    static void take_part(Job & job, int thread);
+
+    std::vector<std::unique_ptr<Worker>> workers_;
+    std::atomic<int> n_workers_{0};
+    std::atomic<int> awake_{0};  // workers with a smaller number look out for work
+    std::atomic<bool> ended_{false};
+    std::mutex mutex_;            // of what follows and of growing
+    std::condition_variable wake_;
+    int steps_ = 0;
+    std::mutex running_;  // one job at a time
+};
+
+// Wait politely: at first in place, soon by giving the core to others.
+class Patience {
+  public:
+    void wait();
+
+  private:
+    int turns_ = 0;
+};
+
+}  // namespace hybrid

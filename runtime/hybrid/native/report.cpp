@@ -1,0 +1,107 @@
+// What is resident and what was done, as JSON, for people, tests and plans.
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+
+#include "device.h"
+#include "stream.h"
+
+namespace hybrid {
+
+namespace {
+
+std::string quoted(const std::string & text) {
+    std::string made = "\"";
+    for (const char letter : text) {
+        if (letter == '"' || letter == '\\') {
+            made += '\\';
+        }
+        made += static_cast<unsigned char>(letter) < 32 ? ' ' : letter;
+    }
+    return made + "\"";
+}
+
+template <typename Values>
+std::string list(const Values & values) {
+    std::string made = "[";
+    for (const auto & value : values) {
+        made += (made.size() > 1 ? "," : "") + std::to_string(static_cast<int64_t>(value));
+    }
+    return made + "]";
+}
+
+}  // namespace
+
+std::string Store::describe(const Group & group, int model) const {
+    const Counters & c = group.counters;
+    size_t bytes = 0, each = 0;
+    for (const Matrix * matrix : group.matrices) {
+        bytes += matrix->memory ? host.ggml_backend_buffer_get_size(matrix->memory) : 0;
+        each += matrix->tensor->nb[2];
+    }
+    std::ostringstream out;
+    out << "{\"model\":" << model << ",\"block\":" << group.block << ",\"kind\":" << quoted(group.kind)
+        << ",\"experts\":" << group.n_experts << ",\"slots\":" << group.n_slots << ",\"guests\":" << group.n_guests
+        << ",\"resident\":" << list(group.expert_in) << ",\"expert_bytes\":" << each << ",\"device_bytes\":" << bytes
+        << ",\"steps\":" << c.steps << ",\"hits\":" << c.hits << ",\"uploaded\":" << c.uploaded << ",\"cpu\":" << c.cpu
+        << ",\"all_at_once\":" << c.all_at_once << ",\"uploads\":" << c.uploads << ",\"upload_bytes\":" << c.upload_bytes
+        << ",\"staged\":" << c.staged << ",\"wait_ns\":" << c.wait_ns << ",\"cpu_ns\":" << c.cpu_ns
+        << ",\"chosen\":" << list(c.chosen) << "}";
+    return out.str();
+}
+
+// Blocks of models that are loaded, then of those that were freed.
+std::string Store::report() {
+    Change change(gate);
+    std::ostringstream out;
+    out << "\"host_bytes\":" << host_bytes_ << ",\"cpu_bytes_us\":" << cpu_bytes_us << ",\"bus_bytes_us\":" << bus_bytes_us
+        << ",\"blocks\":[";
+    const char * comma = "";
+    for (const auto & model : models_) {
+        for (const auto & group : model->groups) {
+            out << comma << describe(*group, model->number);
+            comma = ",";
+        }
+    }
+    out << "],\"freed\":[";
+    comma = "";
+    for (const std::string & text : retired_) {
+        out << comma << text;
+        comma = ",";
+    }
+    out << "]";
+    return out.str();
+}
+
+void Store::write_report() {
+    if (config.report.empty()) {
+        return;
+    }
+    // Whole or not at all: a reader never sees half of it.
+    const std::string made = config.report + ".part";
+    std::ofstream file(made);
+    file << "{" << report() << "}\n";
+    file.close();
+    if (!file || std::rename(made.c_str(), config.report.c_str()) != 0) {
+        voice.note("cannot write the report " + config.report);
+    }
+}
+
+std::string Wrapper::report() {
+    size_t device_bytes = 0, host_bytes = 0, n_streams = 0;
+    {
+        std::lock_guard<std::mutex> lock(streams_mutex);
+        n_streams = streams.size();
+        for (const Stream * each : streams) {
+            device_bytes += each->device_bytes();
+            host_bytes += each->host_bytes();
+        }
+    }
+    std::ostringstream out;
+    out << "{\"name\":" << quoted(name) << ",\"wraps\":" << quoted(store.inner->iface.get_name(store.inner))
+        << ",\"stage_bytes\":" << stage.bytes() << ",\"stream_device_bytes\":" << device_bytes
+        << ",\"stream_host_bytes\":" << host_bytes << ",\"streams\":" << n_streams << "," << store.report() << "}";
+    return out.str();
+}
+
+}  // namespace hybrid

@@ -1,0 +1,141 @@
+#include "route.h"
+
+#include <algorithm>
+
+namespace hybrid {
+
+std::string Router::route(const Choices & choices, const Table & table, const Costs & costs, Routing & result) {
+    result = Routing();
+    std::string fault = count(choices, table);
+    if (!fault.empty()) {
+        return fault;
+    }
+    choose(choices, table, costs, result);
+    place(choices, table, result);
+    return result.n_cpu && !table.cpu ? "neither slots nor the CPU can compute a chosen expert" : "";
+}
+
+// How many choices name each expert; the experts without a slot, the most wanted first.
+std::string Router::count(const Choices & choices, const Table & table) {
+    const auto n = static_cast<size_t>(table.n_experts);
+    n_pairs_.assign(n, 0);
+    last_token_.assign(n, -1);
+    for (int64_t t = 0; t < choices.n_tokens; t++) {
+        for (int64_t p = 0; p < choices.n_places; p++) {
+            const int32_t expert = choices.at(t, p);
+            if (expert < 0 || expert >= table.n_experts) {
+                return "expert " + std::to_string(expert) + " was chosen of " + std::to_string(table.n_experts);
+            }
+            n_pairs_[static_cast<size_t>(expert)]++;
+        }
+    }
+    cold_.clear();
+    for (int32_t expert = 0; expert < table.n_experts; expert++) {
+        const auto e = static_cast<size_t>(expert);
+        if (n_pairs_[e] && (*table.slot_of)[e] < 0) {
+            cold_.push_back(Cold{expert, n_pairs_[e]});
+        }
+    }
+    std::sort(cold_.begin(), cold_.end(), [](const Cold & a, const Cold & b) {
+        return a.n_pairs != b.n_pairs ? a.n_pairs > b.n_pairs : a.expert < b.expert;
+    });
+    return "";
+}
+
+// Where the device finds each expert: slots, guests beside them, or the stage when that ends sooner.
+void Router::choose(const Choices & choices, const Table & table, const Costs & costs, Routing & result) {
+    int64_t rest = 0;  // choices left to the CPU
+    for (const Cold & cold : cold_) {
+        rest += cold.n_pairs;
+    }
+    const auto n_cold = static_cast<int64_t>(cold_.size());
+    const auto n_bank = static_cast<int64_t>(table.n_slots) + table.n_guests;
+    const bool slots_work = table.may_repeat ? n_bank > 0 : n_bank >= choices.n_places;
+    const int64_t never = INT64_MAX;
+    int64_t best = never, n_guests = 0;
+    int64_t left = rest;
+    for (int64_t n = 0; n <= std::min<int64_t>(n_cold, slots_work ? table.n_guests : 0); n++) {
+        const int64_t ends = std::max(left * costs.cpu_pair, n * costs.bus_expert);
+        if ((table.cpu || left == 0) && ends < best) {
+            best = ends;
+            n_guests = n;
+        }
+        left -= n < n_cold ? cold_[static_cast<size_t>(n)].n_pairs : 0;
+    }
+    if (!slots_work && table.cpu) {
+        best = choices.n_places * choices.n_tokens * costs.cpu_pair;
+    } else if (!slots_work) {
+        best = never;
+    }
+    const int64_t n_staged = table.n_slots + n_cold;
+    const bool stage_works = n_staged <= table.n_stage && (table.may_repeat || table.n_stage >= choices.n_places);
+    if (stage_works && n_cold * costs.bus_expert + costs.stage < best) {
+        result.bank = Bank::kStage;
+        n_guests = n_cold;
+    }
+    result.device = slots_work || result.bank == Bank::kStage;
+    position_.assign(static_cast<size_t>(table.n_experts), -1);
+    if (!result.device) {
+        return;
+    }
+    for (int32_t expert = 0; expert < table.n_experts; expert++) {
+        position_[static_cast<size_t>(expert)] = (*table.slot_of)[static_cast<size_t>(expert)];
+    }
+    for (int64_t n = 0; n < n_guests; n++) {
+        const auto position = static_cast<int32_t>(table.n_slots + n);
+        result.uploads.push_back(Upload{cold_[static_cast<size_t>(n)].expert, position});
+        position_[static_cast<size_t>(result.uploads.back().expert)] = position;
+    }
+}
+
+// Every choice a position of its own within its token; what has none is the CPU's, and computed to be overwritten.
+void Router::place(const Choices & choices, const Table & table, Routing & result) {
+    const int32_t bank_size = result.bank == Bank::kStage ? table.n_stage : table.n_slots + table.n_guests;
+    result.positions.assign(static_cast<size_t>(choices.n_places * choices.n_tokens), -1);
+    taken_.assign(static_cast<size_t>(std::max(bank_size, 1)), -1);
+    bool any = false;
+    for (int64_t t = 0; t < choices.n_tokens; t++) {
+        int32_t * positions = result.positions.data() + t * choices.n_places;
+        for (int64_t p = 0; p < choices.n_places; p++) {
+            const int32_t expert = choices.at(t, p);
+            const auto e = static_cast<size_t>(expert);
+            const int32_t position = position_[e];
+            const bool again = !table.may_repeat && last_token_[e] == t;
+            last_token_[e] = t;
+            if (position < 0 || again) {
+                result.pairs.push_back(Pair{expert, static_cast<int32_t>(t), static_cast<int32_t>(p), 0, 0});
+                continue;
+            }
+            positions[p] = position;
+            taken_[static_cast<size_t>(position)] = t;
+            favourite_ = position;
+            any = true;
+            ((*table.slot_of)[e] >= 0 ? result.n_hits : result.n_uploaded)++;
+        }
+        cursor_ = 0;
+        for (int64_t p = 0; result.device && p < choices.n_places; p++) {
+            if (positions[p] < 0) {
+                positions[p] = spare(bank_size, t, table.may_repeat);
+            }
+        }
+        favourite_ = -1;
+    }
+    result.device = result.device && any;
+    result.n_cpu = static_cast<int64_t>(result.pairs.size());
+    std::stable_sort(result.pairs.begin(), result.pairs.end(),
+                     [](const Pair & a, const Pair & b) { return a.expert < b.expert; });
+}
+
+// A position for a choice whose row will be overwritten: one that the token reads anyway, or one of its own.
+int32_t Router::spare(int32_t bank_size, int64_t token, bool may_repeat) {
+    if (may_repeat) {
+        return favourite_ >= 0 ? favourite_ : 0;
+    }
+    while (cursor_ < bank_size && taken_[static_cast<size_t>(cursor_)] == token) {
+        cursor_++;
+    }
+    taken_[static_cast<size_t>(cursor_)] = token;
+    return cursor_;
+}
+
+}  // namespace hybrid

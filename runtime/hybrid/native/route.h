@@ -1,0 +1,79 @@
+// Which lane computes each choice of the router: resident slots, uploads, or the CPU.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lane.h"
+
+namespace hybrid {
+
+// What the router chose, as it lies in memory.
+struct Choices {
+    const char * data = nullptr;
+    size_t place_stride = 0, token_stride = 0;  // bytes
+    int64_t n_places = 0, n_tokens = 0;         // experts of a token, tokens
+
+    int32_t at(int64_t token, int64_t place) const {
+        return *reinterpret_cast<const int32_t *>(data + static_cast<size_t>(token) * token_stride +
+                                                  static_cast<size_t>(place) * place_stride);
+    }
+};
+
+// Nanoseconds.
+struct Costs {
+    int64_t cpu_pair = 1;    // one choice by the CPU
+    int64_t bus_expert = 1;  // one expert brought to the device
+    int64_t stage = 0;       // bringing anything to the stage: what is resident is copied there
+};
+
+struct Table {
+    const std::vector<int32_t> * slot_of = nullptr;  // by expert; -1: none
+    int32_t n_experts = 0, n_slots = 0, n_guests = 0;
+    int32_t n_stage = 0;    // experts the stage can take; 0: there is none
+    bool cpu = true;        // whether the CPU lane may be used
+    bool may_repeat = false;  // whether two places of a token may name one slot
+};
+
+struct Upload {
+    int32_t expert;
+    int32_t position;  // in the slots or in the stage
+};
+
+enum class Bank { kSlots, kStage };
+
+struct Routing {
+    Bank bank = Bank::kSlots;
+    bool device = false;               // whether the device computes anything
+    std::vector<int32_t> positions;    // by token and place: the choices, renamed
+    std::vector<Upload> uploads;       // to be made before the device computes
+    std::vector<Pair> pairs;           // for the CPU, those of an expert together; `input` is not set
+    int64_t n_hits = 0, n_uploaded = 0, n_cpu = 0;  // choices by resident slots, by uploads, by the CPU
+};
+
+class Router {
+  public:
+    // Divide the choices so that the later of CPU and bus ends first. Returns what is wrong, or "".
+    std::string route(const Choices & choices, const Table & table, const Costs & costs, Routing & result);
+
+  private:
+    struct Cold {
+        int32_t expert;
+        int64_t n_pairs;
+    };
+
+    std::string count(const Choices & choices, const Table & table);
+    void choose(const Choices & choices, const Table & table, const Costs & costs, Routing & result);
+    void place(const Choices & choices, const Table & table, Routing & result);
+    int32_t spare(int32_t bank_size, int64_t token, bool may_repeat);
+
+    std::vector<int64_t> n_pairs_;    // by expert
+    std::vector<int32_t> position_;   // by expert: where the device finds it; -1: nowhere
+    std::vector<int64_t> last_token_;  // by expert: that named it last
+    std::vector<int64_t> taken_;      // by position: token that names it
+    std::vector<Cold> cold_;
+    int32_t cursor_ = 0, favourite_ = -1;
+};
+
+}  // namespace hybrid

@@ -1,0 +1,149 @@
+// The expert store: all experts in host memory, some of them in slots on the device, and the tables between.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "config.h"
+#include "gate.h"
+#include "host.h"
+#include "route.h"
+#include "say.h"
+
+namespace hybrid {
+
+class Stream;
+struct Group;
+
+enum class Role { kGate, kUp, kGateUp, kDown };
+
+// One expert weight of the engine's: `tensor->data` is host memory, `slots` lie on the device.
+struct Matrix {
+    Tensor * tensor = nullptr;
+    Role role = Role::kUp;
+    Group * group = nullptr;
+    Context * context = nullptr;
+    Tensor * slots = nullptr;  // slots, then guests; nullptr: none of either
+    Buffer * memory = nullptr;
+
+    Weights weights() const;
+};
+
+// Counts since the model was loaded. Choices of all experts at once (warm-up) are counted apart.
+struct Counters {
+    std::atomic<int64_t> steps{0}, hits{0}, uploaded{0}, cpu{0}, all_at_once{0};
+    std::atomic<int64_t> uploads{0}, upload_bytes{0}, staged{0};
+    std::atomic<int64_t> wait_ns{0}, cpu_ns{0};
+    std::vector<std::atomic<int64_t>> chosen;  // by expert
+};
+
+// The experts of one block that the router chooses together.
+struct Group {
+    int block = -1;
+    std::string kind;  // "exps", "chexps"
+    int32_t n_experts = 0, n_slots = 0, n_guests = 0;
+    std::vector<int32_t> slot_of, expert_in;
+    std::vector<Matrix *> matrices;
+    bool filled = false;  // whether the slots hold what the table says
+    Counters counters;
+
+    // Guests are written and read by one stream at a time; another waits on its own queue for the reads.
+    std::mutex guests;
+    Stream * guest_owner = nullptr;
+    Event * guests_read = nullptr;
+
+    std::mutex biases_mutex;
+    std::map<const void *, std::vector<float>> biases;  // of the device's tensors, by their address there
+
+    bool whole() const { return n_slots == n_experts; }  // then slot and expert are the same number
+};
+
+// What one file load brought; found by the names of its tensors.
+struct Model {
+    int number = 0;
+    int n_buffers = 0;
+    std::vector<std::string> names;
+    std::vector<std::unique_ptr<Group>> groups;
+};
+
+// A buffer of the engine's in which experts are allocated.
+struct ExpertBuffer {
+    class Store * store = nullptr;
+    Buffer * real = nullptr;  // pinned or plain memory; nullptr: own pages or mapped ones
+    char * base = nullptr;
+    size_t size = 0;
+    bool mapped = false;
+    Model * model = nullptr;
+    std::unordered_map<const void *, std::unique_ptr<Matrix>> matrices;  // by data
+    std::vector<Buffer *> beside;  // of tensors that are no experts: on the device
+};
+
+class Store {
+  public:
+    Store(const Host & host, Device * inner, const Config & config);
+    ~Store();
+    Store(const Store &) = delete;
+    Store & operator=(const Store &) = delete;
+
+    // ---- the engine's buffers; nullptr, kAllocFailed: no memory, said once
+    ExpertBuffer * allocate(size_t size);
+    ExpertBuffer * map(void * address, size_t size);
+    Status add(ExpertBuffer & buffer, Buffer * of, Tensor * tensor);
+    void written(ExpertBuffer & buffer, const Tensor * tensor);
+    void release(ExpertBuffer * buffer);
+
+    // ---- for steps
+    Matrix * find(const Tensor * weights) const;  // of a tensor in one of our buffers, or of a view of it
+    bool owns(const Tensor * tensor) const;
+    int64_t version() const { return version_.load(std::memory_order_acquire); }
+    void fill(Stream & stream);                   // slots that do not hold what their table says
+    const std::vector<float> * bias(Group & group, const Tensor * tensor);
+
+    // ---- streams with work queued
+    void join(Stream * stream);
+    void part(Stream * stream);
+
+    // Other experts for a block, between steps. Returns what is wrong, or "".
+    std::string set_residents(int model, int block, const std::string & kind, const std::vector<int32_t> & experts);
+
+    std::string report();
+    void write_report();
+
+    const Host & host;
+    Device * const inner;
+    BufferType * const inner_type;
+    const Config config;
+    BufferType * type = nullptr;  // of the engine's expert buffers
+    Gate gate;
+    Voice voice;
+    std::atomic<int64_t> cpu_bytes_us{0}, bus_bytes_us{0};
+
+  private:
+    Group * group_of(Model & model, int block, const std::string & kind, int32_t n_experts);
+    Model * model_of(const std::string & name);
+    bool make_slots(Matrix & matrix);
+    void set_table(Group & group);
+    void beside(ExpertBuffer & buffer, Tensor * tensor, Status & status);
+    void fill_group(Group & group, Stream & stream, int64_t & bytes);
+    std::string describe(const Group & group, int model) const;
+
+    std::vector<std::unique_ptr<Model>> models_;
+    Model * loading_ = nullptr;
+    int next_model_ = 0;
+    std::atomic<int64_t> version_{1};
+    std::atomic<bool> unfilled_{false};
+    std::mutex streams_mutex_;
+    std::vector<Stream *> streams_;
+    std::vector<std::string> retired_;  // reports of blocks that were freed
+    size_t host_bytes_ = 0;
+};
+
+// The block, kind and role that the name of an expert weight tells; false for any other tensor.
+bool expert_name(const char * name, int & block, std::string & kind, Role & role);
+
+}  // namespace hybrid

@@ -1,0 +1,116 @@
+// A backend of the wrapper: forwards to one of the wrapped device, except where a graph multiplies by experts.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "plan.h"
+#include "pool.h"
+#include "stage.h"
+
+namespace hybrid {
+
+inline int64_t nanoseconds() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Page-locked host memory where the device has it, for what is read back and uploaded in a step.
+class Transfer {
+  public:
+    explicit Transfer(Store & store) : store_(store) {}
+    ~Transfer() { release(); }
+    Transfer(const Transfer &) = delete;
+    Transfer & operator=(const Transfer &) = delete;
+
+    // Room for `size` bytes; what was there is lost when it grows. nullptr: no memory.
+    char * room(size_t size);
+    size_t bytes() const { return size_; }
+
+  private:
+    void release();
+
+    Store & store_;
+    Buffer * buffer_ = nullptr;
+    std::vector<char> plain_;
+    char * data_ = nullptr;
+    size_t size_ = 0;
+};
+
+class Stream {
+  public:
+    Stream(Store & store, Pool & pool, Stage & stage, Backend * inner);
+    ~Stream();
+    Stream(const Stream &) = delete;
+    Stream & operator=(const Stream &) = delete;
+
+    Status compute(Graph * graph);
+    void synchronize();
+    void set_async(Tensor * tensor, const void * data, size_t offset, size_t size);
+    void get_async(const Tensor * tensor, void * data, size_t offset, size_t size);
+
+    Backend * inner() const { return inner_; }
+    // One call at a time reaches the inner backend: another thread may wait for it to be idle.
+    std::recursive_mutex & api() { return api_; }
+
+    void set_threads(int n) { n_threads_ = n; }
+    void set_abort(bool (*callback)(void *), void * data) {
+        abort_ = callback;
+        abort_data_ = data;
+    }
+    size_t device_bytes() const { return positions_bytes_; }
+    size_t host_bytes() const;
+
+  private:
+    Plan * plan_of(Graph * graph, std::string & fault);
+    Status compute_region(Graph * graph, Region & region, std::string & fault);
+    Status run_whole(Graph * graph, Region & region);
+    Status run_device(Graph * graph, Region & region, const std::vector<Tensor *> & banks, uint64_t uid);
+    Status run_others(Graph * graph, Region & region);
+    Status run_nodes(Graph * graph, int begin, int end, uint64_t uid);
+    bool read_choices(Region & region, Choices & choices, bool with_input);
+    bool read_input(Region & region, bool wait);
+    Status on_slots(Graph * graph, Region & region);
+    Status on_stage(Graph * graph, Region & region, const std::vector<Tensor *> & banks);
+    bool upload_positions();
+    void renumber();
+    Status copy_residents(Region & region, const std::vector<Tensor *> & banks, bool & copied);
+    bool run_lane(Region & region);
+    void write_rows(Region & region, const float * rows);
+    void wait_for(Event * event, Stream * owner);
+    void record(Event *& event);
+    Costs costs(const Region & region) const;
+    void measure_cpu(Region & region);
+    void count(Region & region, const Choices & choices);
+    int threads() const;
+
+    Store & store_;
+    const Host & host_;
+    Pool & pool_;
+    Stage & stage_;
+    Backend * const inner_;
+    std::recursive_mutex api_;
+    std::vector<std::unique_ptr<Plan>> plans_;
+    uint64_t clock_ = 0;
+    Router router_;
+    Routing routing_;
+    Lane lane_;
+    Transfer ids_, input_, renamed_, rows_;
+    std::vector<const float *> inputs_;
+    LaneWork work_;
+    std::vector<int32_t> order_;  // pairs by token and place
+    // Renamed choices on the device: one tensor serves every region, in the order of the queue.
+    Context * positions_context_ = nullptr;
+    Tensor * positions_ = nullptr;
+    Tensor positions_shape_{};
+    std::vector<std::unique_ptr<Tensor>> positions_by_shape_;
+    Buffer * positions_memory_ = nullptr;
+    size_t positions_bytes_ = 0;
+    int n_threads_ = 0;
+    bool (*abort_)(void *) = nullptr;
+    void * abort_data_ = nullptr;
+};
+
+}  // namespace hybrid

@@ -1,0 +1,136 @@
+"""Sessions whose spec puts experts into slots: through a device of this program, the slots proven."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from planner.errors import MachineError
+from planner.model.gguf_file import read_model
+from planner.plan.load_spec import CPU, LoadSpec, Residents
+from planner.site import Site, SiteKind
+from runtime.hybrid.config import Config, Resident
+from runtime.hybrid.device import HybridDevice, Report
+from runtime.load.dry_run import Breakdown
+from runtime.session.session import Session
+from runtime.verify.loaded_placement import Weight
+
+_ORDER = "atsplan.experts."  # + layer: original expert ids by position, in a rewritten file
+
+
+@dataclass(eq=False)
+class SlotsDiffer(MachineError):
+    """Experts of a loaded model that are not where the plan puts them."""
+
+    layer: int
+    planned: tuple[int, ...]
+    found: tuple[int, ...]
+
+    def message(self) -> str:
+        missing = sorted(set(self.planned) - set(self.found))[:4]
+        return (
+            f"layer {self.layer}: {len(self.found)} experts have slots, the plan names {len(self.planned)}; "
+            f"without: {', '.join(map(str, missing)) or 'none'}"
+        )
+
+
+class HybridSession(Session):
+    """A session of a spec that names slots; `wrapped`: this program's device for each of the plan's."""
+
+    wrapped: Mapping[str, HybridDevice]
+
+    def __enter__(self) -> HybridSession:
+        """Raises HybridRefused with what to install, SlotsDiffer."""
+        asked, here = self.spec, positions(self.path, self.spec.residents)
+        self.wrapped = {
+            name: HybridDevice(self.engine.ggml, name, settings(asked, name, here, self._free_name()))
+            for name in slotted(asked)
+        }
+        self._own = {d.buffer_name: d.buffer_type for d in self.wrapped.values()}
+        self.spec = through(asked, self.wrapped)
+        super().__enter__()
+        try:
+            self._prove(here)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _free_name(self) -> str:
+        """A wrapper stays registered as long as the process lives, so the next one has the next number."""
+        taken = {device.name for device in self.engine.ggml.devices()}
+        return next(name for n in range(len(taken) + 1) if (name := f"HYBRID{n}") not in taken)
+
+    def _prove(self, residents: Residents) -> None:
+        """Slots hold the plan's experts, to the expert."""
+        held = {b.block: b for report in self.reports().values() for b in report.blocks}
+        for layer, _, experts in residents:
+            found = tuple(e for e in held[layer].resident if e >= 0) if layer in held else ()
+            if set(found) != set(experts):
+                raise SlotsDiffer(layer, experts, found)
+
+    def reports(self) -> dict[str, Report]:
+        """What became of each layer's choices, by the plan's device."""
+        return {name: device.report() for name, device in self.wrapped.items()}
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Experts in slots belong to the device that is wrapped, as the plan says it."""
+        home = {device.buffer_name: name for name, device in self.wrapped.items()}
+        found = super().weights()
+        return tuple(replace(w, device=home[w.buffer]) if w.buffer in home else w for w in found)
+
+    def memory(self) -> dict[str, Breakdown]:
+        """Bytes per device: experts on the host, slots, guests and stage on the device that is wrapped."""
+        none, found = Breakdown(0, 0, 0), super().memory()
+        here = {device.name for device in self.engine.ggml.devices() if device.kind != "accel"}
+        lent = [name for name in found if name not in here]
+        for name in lent:  # the second device, which only lends the buffer type its name
+            found[CPU] = found.get(CPU, none) + found.pop(name)
+        for name, report in self.reports().items():
+            slots = sum(block.device_bytes for block in report.blocks)
+            moved = Breakdown(slots, 0, report.stage_bytes + report.stream_device_bytes)
+            found[name] = found.get(name, none) + moved
+        return found
+
+
+def slotted(spec: LoadSpec) -> tuple[str, ...]:
+    """The devices whose slots a spec names, each once."""
+    sites = (Site.of_buffer(buffer) for _, buffer in spec.overrides)
+    return tuple(dict.fromkeys(site.device for site in sites if site.kind is SiteKind.HYBRID))
+
+
+def positions(path: Path, residents: Residents) -> Residents:
+    """The same experts by their position in the file, which a rewrite may have put in another order."""
+    header = read_model(path).headers[0].header
+    found = []
+    for layer, n, experts in residents:
+        order = next((kv.value for kv in header.kvs if kv.key == f"{_ORDER}{layer}"), None)
+        at = {e: i for i, e in enumerate(order)} if isinstance(order, tuple) else {}
+        found.append((layer, n, tuple(at.get(e, e) for e in experts)))
+    return tuple(found)
+
+
+def settings(spec: LoadSpec, device: str, residents: Residents, name: str) -> Config:
+    """What the native device is told; the same text serves stock tools as a file."""
+    return Config(
+        device=device,
+        name=name,
+        residents={layer: Resident(n, experts) for layer, n, experts in residents},
+        guests=spec.guests,
+        memory="mapped" if spec.use_mmap else "pinned",
+    )
+
+
+def through(spec: LoadSpec, wrapped: Mapping[str, HybridDevice]) -> LoadSpec:
+    """The spec with wrappers in the place of their devices."""
+
+    def buffer(name: str) -> str:
+        site = Site.of_buffer(name)
+        return wrapped[site.device].buffer_name if site.kind is SiteKind.HYBRID else name
+
+    return replace(
+        spec,
+        devices=tuple(wrapped[d].name if d in wrapped else d for d in spec.devices),
+        overrides=tuple((pattern, buffer(name)) for pattern, name in spec.overrides),
+    )

@@ -1,0 +1,193 @@
+"""The clock in planning: never looked at unless asked, kept when asked, and told in the plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from planning_models import machine, moe, plan, real
+from random_problems import random_problem
+
+from atsplan import main
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.check.findings import Severity, exit_code
+from planner.machine.budgets import budgets_for, parse_budget
+from planner.memory.reserves import Extras
+from planner.passes.draft_length import Drafting, best_length
+from planner.passes.largest_context import largest_context
+from planner.passes.refusal import OutOfTime
+from planner.plan.plan import Plan, Search, from_text, to_text
+from planner.plan.request import SolveOptions
+from planner.solver.deadline import Deadline
+from planner.solver.evaluate import evaluate
+from planner.solver.solve import Limits, solve
+from planner.workload import Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+TWO_GPUS = "rtx3090-rtx3060-ddr4"
+HARD = ROOT / "plans/inputs/Qwen3-Next-80B-A3B-Q4_K_M.inventory.yaml"
+
+
+def never() -> float:
+    raise AssertionError("nobody asked for a clock")
+
+
+class FakeClock:
+    """Seconds that pass with every look at it."""
+
+    def __init__(self, step: float) -> None:
+        self.step, self.time = step, 0.0
+
+    def __call__(self) -> float:
+        self.time += self.step
+        return self.time
+
+
+def within(seconds: float, now: Callable[[], float] = time.monotonic) -> SolveOptions:
+    return SolveOptions(deadline=Deadline(seconds, now))
+
+
+def test_without_a_limit_no_clock_is_looked_at() -> None:
+    made = plan(moe(8), "3000", options=SolveOptions(deadline=Deadline(math.inf, never)))
+    assert made.search is None and "search" not in to_text(made)
+
+
+def test_a_part_ends_within_the_whole_and_tells_it() -> None:
+    whole = Deadline(10, FakeClock(0.001))
+    first = whole.part(0.5)
+    assert 4.9 < first.left_s() < 5 < whole.left_s() and first.part(0.5).ends < first.ends < whole.ends
+    assert not whole.over() and whole.ended_by == "proof"
+    whole.ended.add("work")
+    assert first.ended_by == "work"
+    spent = Deadline(1, FakeClock(2)).part(0.5)
+    assert spent.left_s() == 0 and spent.over() and spent.ended_by == "clock" and spent.seconds == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_search_cut_at_any_moment_claims_nothing_false(seed: int) -> None:
+    """Cut after one look at the clock, after two, and so on: bounds hold, placements keep every limit."""
+    problem = random_problem(seed, length=5)
+    best = solve(problem)
+    assert best.status in ("optimal", "infeasible")
+    for looks in (1, 2, 3, 5, 9, 17):
+        limits = Limits(deadline=Deadline(looks, FakeClock(1.0)))
+        cut = solve(problem, None, limits)
+        if cut.status == "infeasible":
+            assert best.status == "infeasible"
+        elif cut.solution is not None:
+            found = evaluate(problem, cut.solution)
+            assert found.feasible and found.objective_ns == cut.objective_ns
+            assert cut.bound_ns <= best.objective_ns <= cut.objective_ns
+            if cut.status == "optimal":
+                assert cut.objective_ns == best.objective_ns
+        if cut.status not in ("optimal", "infeasible"):
+            assert limits.deadline.ended_by == "clock"
+
+
+def test_a_plan_whose_search_the_clock_ended_says_so() -> None:
+    profile = machine(TWO_GPUS)
+    made = plan(moe(24), "CUDA0=3000,CUDA1=2000", on=profile, options=within(20, FakeClock(7)))
+    assert made.search == Search(ended_by="clock", time_limit_ms=20_000)
+    assert made.predicted.bound_ns <= made.predicted.objective_ns
+    stock = [made.workload.gen * b.tpot_ns + b.prefill_ns for b in made.baselines if b.feasible]
+    assert made.predicted.objective_ns <= min(stock)
+    assert from_text(to_text(made), "plan.yaml") == made
+    proven = plan(moe(8), "3000", options=within(3600))
+    assert proven.search == Search(ended_by="proof", time_limit_ms=3_600_000)
+
+
+def found_in(made: Plan, inputs: Inputs, options: CheckOptions) -> list[tuple[str, Severity, int]]:
+    text = to_text(made)
+    lines = text.splitlines()
+    found = check_plan(made, text, "plan.yaml", inputs, options)
+    assert exit_code(found) == 0, found
+    return [(lines[f.line - 1].split(":")[0], f.severity, f.line) for f in found if f.rule == "search"]
+
+
+def test_check_tells_of_a_clock_in_the_plan_and_in_the_check() -> None:
+    model, profile = moe(8), machine()
+    inputs = Inputs(model, profile)
+    sure = plan(model, "3000")
+    cut = sure.model_copy(update={"search": Search(ended_by="clock", time_limit_ms=20_000)})
+    assert [each[:2] for each in found_in(cut, inputs, CheckOptions())] == [("search", Severity.NOTE)]
+    assert found_in(sure, inputs, CheckOptions()) == []
+    limited = sure.model_copy(update={"search": Search(ended_by="work", time_limit_ms=20_000)})
+    assert found_in(limited, inputs, CheckOptions()) == []
+    assert [e[:2] for e in found_in(sure, inputs, CheckOptions(time_limit_s=1e-9))] == [
+        ("predicted", Severity.NOTE)
+    ]
+
+
+def test_no_refusal_where_only_the_time_was_too_short() -> None:
+    model, profile = moe(24), machine(TWO_GPUS)
+    budgets = budgets_for(profile, parse_budget("CUDA0=9000,CUDA1=9000"))
+    with pytest.raises(OutOfTime, match="give a longer --time-limit, or none"):
+        largest_context(model, profile, budgets, Workload(), within(1, FakeClock(2)), 256)
+
+
+def test_draft_lengths_share_the_time() -> None:
+    """When it is up the lengths not yet tried are left out; to draft nothing is always tried."""
+    profile = machine()
+    model = real("Qwen3.6-35B-A3B-q4_K")
+    budgets = budgets_for(profile, parse_budget("9000"))
+    drafting = Drafting(700_000, Extras(), "CUDA0")
+    options = replace(within(1, FakeClock(2)), work_s=20)
+    made = best_length(model, profile, budgets, Workload(), options, drafting)
+    assert made.search is not None and made.search.ended_by == "clock"
+    assert made.speculation is not None and made.speculation.tokens == 0
+    assert " 1: " not in made.notes[-1]
+
+
+def test_a_real_limit_is_the_seconds_that_a_person_waits(tmp_path: Path) -> None:
+    """A problem of minutes, with contexts and draft lengths: it took seven times the limit."""
+    out = tmp_path / "p.yaml"
+    words = ["solve", HARD, "--machine", TWO_GPUS, "--page", "--ctx", "max", "--time-limit", 4, "-o", out]
+    started = time.monotonic()
+    done = CliRunner().invoke(main, list(map(str, words)))
+    waited = time.monotonic() - started
+    assert done.exit_code == 0, done.output
+    made = from_text(out.read_text(), "plan.yaml")
+    assert made.search is not None and made.search.time_limit_ms == 4000
+    assert waited < 24
+    checked = CliRunner().invoke(main, ["check", "--no-resolve", str(out), "--json"])
+    rules = [f["rule"] for file in json.loads(checked.stdout)["files"] for f in file["findings"]]
+    assert ("search" in rules) == (made.search.ended_by == "clock")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_a_suspended_search_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Stopped again and again while it works, for longer than it works."""
+    table = ROOT / "plans/inputs/GLM-4.7-Flash-q4_K.inventory.yaml"
+    words = [sys.executable, str(ROOT / "atsplan.py"), "solve", str(table), "--machine", "2x-rtx4060ti-16gb"]
+    words += ["--budget", "5000", "--page", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    quiet = subprocess.run(words, capture_output=True, env=environment, cwd=tmp_path, check=True).stdout
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, cwd=tmp_path)
+    stops = 0
+    try:
+        while child.poll() is None and stops < 12:
+            child.send_signal(signal.SIGSTOP)
+            time.sleep(1)
+            child.send_signal(signal.SIGCONT)
+            stops += 1
+            time.sleep(0.3)
+        found, _ = child.communicate(timeout=500)
+    finally:
+        child.kill()
+    assert stops > 2 and found == quiet and json.loads(found)["search"] is None
+
+
+def test_plans_without_the_field_are_as_they_were() -> None:
+    path = next((ROOT / "plans").glob("*--*.yaml"))
+    made = from_text(path.read_text(), str(path))
+    assert made.search is None and to_text(made) == path.read_text()

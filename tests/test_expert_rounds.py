@@ -1,0 +1,78 @@
+"""The list of cells and the whole way through it, with small models and without a GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks import expert_rounds as bench
+from benchmarks.consumer import CompetingStream
+from benchmarks.live import Live, Work
+from benchmarks.rounds import Bench, Cell, Journal, whole_rounds
+from planner.errors import EngineProblem
+from planner.plan.load_spec import LoadSpec
+from planner.workload import Workload
+from profiler.routed.model import habits_of
+from profiler.routed.presets import PRESETS
+
+
+def test_every_cell_differs_from_the_base_in_one_factor() -> None:
+    base, *others = bench.CELLS
+    assert base.factors == bench.BASE and base.factors["preset"] in PRESETS
+    assert len(bench.CELLS) >= 12
+    for cell in others:
+        changed = [name for name in bench.BASE if cell.factors[name] != bench.BASE[name]]
+        assert len(changed) == 1 and cell.name == f"{changed[0]}={cell.factors[changed[0]]}"
+    assert {cell.factors["preset"] for cell in bench.CELLS} <= PRESETS.keys()
+
+
+def test_presets_of_one_size_share_a_file(tmp_path: Path) -> None:
+    models = bench.Models(tmp_path, "small", {})
+    strong, inventory = models.ready("strong")
+    stamp = strong.stat().st_mtime_ns
+    assert models.ready("strong")[0].stat().st_mtime_ns == stamp and inventory.number("expert_count") == 128
+    moderate, again = models.ready("moderate")
+    assert moderate == strong and habits_of(strong) == PRESETS["moderate"].habits and again is inventory
+    other, _ = models.ready("gpt-oss")
+    assert other != strong and len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_whole_way_in_a_real_engine(tmp_path: Path) -> None:
+    """Files made, cores limited, contenders loaded and taking turns, a table of ratios; without a GPU."""
+    factors = {**bench.BASE, "preset": "gpt-oss", "prompt": 32, "cores": 1}
+    journal = Journal(tmp_path / "runs.jsonl")
+    journal.begin({"cpu": "here"})
+    models = bench.Models(tmp_path, "small", {})
+    made = bench.contenders(models, "", "", Work((), depth=16, gen=4), bench.RIVALS)
+    within = bench.around(CompetingStream("host"))
+    assert Bench(journal, made, rounds=2, within=within).run([Cell("base", factors)])
+    records = journal.records()
+    runs = [r for r in records if r["kind"] == "run"]
+    assert {r["contender"] for r in runs} == bench.RIVALS.keys(), [r.get("why") for r in records]
+    assert len(whole_rounds(records, "base", list(bench.RIVALS))) == 2
+    assert all(r["cores"] == 1 and "rate of host memory" in r["not_paced"] for r in runs)
+    assert len({r["digest"] for r in runs}) == 1  # the same model, the same tokens
+    text = bench.report(journal, "n-cpu-moe")
+    assert "| base | decode_ns | all in VRAM |" in text and "| base | prefill32_ns | ngl |" in text
+
+
+def test_a_contender_that_dies_is_recorded_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF")
+    spec = LoadSpec((), (), 0, (), Workload(n_ctx=256), threads=1)
+    with pytest.raises(EngineProblem, match="broken"), Live("", path, spec):
+        pass
+    small = bench.Models(tmp_path, "small", {}).ready("gpt-oss")[0]
+    with Live("", small, spec, Work((), 0, 4)) as session:
+        assert session.measure(0)["decode_ns"] > 0
+        assert session._process is not None
+        os.killpg(session._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineProblem, match="SIGKILL"):
+            session.measure(1)
+
+
+def test_another_contender_is_plugged_in_by_name() -> None:
+    assert bench.plugged("benchmarks.expert_rounds:n_cpu_moe") is bench.n_cpu_moe
