@@ -479,7 +479,7 @@ class Ground:
             return said
         if code == 2 and len([line for line in said.splitlines() if line.startswith("atsplan")]) > 1:
             return f"more than a line: {said}"
-        made = {name for name in _files(self.folder) - files if not name.endswith(".damaged")}
+        made = {name for name in _files(self.folder) - files if not name.endswith((".bad", ".bad"))}
         new = {name for name in made if code or not name.startswith(f"{OUT}/")}
         return f"exit code {code} left {', '.join(sorted(new))}" if new else ""
 

@@ -11,14 +11,9 @@ from planning_models import MIB, machine, plan, sites
 from sparse_model import write_sparse
 
 from benchmarks.tensor_tables import Row, inventory_of
-from planner.memory.weights import (
-    compute_bytes,
-    kv_bytes,
-    loaded_tensors,
-    output_bytes,
-    tied_copy_bytes,
-    weight_bytes,
-)
+from planner.memory.compute_buffer import compute_bytes, output_bytes
+from planner.memory.kv_cache import kv_bytes
+from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.ggml_types import tensor_bytes
 from planner.model.gguf_file import read_model
 from planner.model.inventory import Hparam, Inventory

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_models import MIB, machine
+from planning_models import MIB, machine, priced
 from random_problems import brute_force, sharing_problem
 
 from benchmarks.tensor_tables import Row, inventory_of
 from planner.check.check import CheckOptions, Inputs, check_plan
-from planner.cost.build_problem import Priced, model_of, price
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.profile import Profile
 from planner.model.ggml_types import tensor_bytes
 from planner.model.inventory import Hparam, Inventory
-from planner.passes.largest_context import Keep, fits, free_of_charge, largest_context
+from planner.model.structure import structure_of
+from planner.passes.case import Case
+from planner.passes.clock import Clock
+from planner.passes.largest_context import Keep, fits, free_of_charge, largest_context, with_context
 from planner.passes.make_plan import make_plan
 from planner.passes.refusal import Infeasible
+from planner.plan.engine_settings import EngineSettings
 from planner.plan.load_spec import plan_layer_devices
 from planner.plan.plan import to_text
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Problem
 from planner.solver.solve import solve, solve_cp
@@ -103,15 +106,11 @@ def gemma(layers: int = 42, shared: int = 18, *, period: int = 6, width: int = 2
     return inventory_of("gemma4-e4b", "gemma4", hparams, rows)
 
 
-def priced(model: Inventory, profile: Profile, budget: str, options: SolveOptions) -> Priced:
-    budgets = budgets_for(profile, parse_budget(budget))
-    return price(model_of(model, WORK), profile, budgets, WORK, options)
-
-
-def ways() -> Iterator[SolveOptions]:
-    yield SolveOptions()
-    yield SolveOptions(op_offload=False)
-    yield SolveOptions(page=True, max_runs=2)
+def ways(model: Inventory, profile: Profile, budgets: Mapping[str, int]) -> Iterator[Problem]:
+    request = Request(budgets, WORK)
+    yield priced(model, profile, request).problem
+    yield priced(model, profile, request, settings=EngineSettings(op_offload=False)).problem
+    yield replace(priced(model, profile, replace(request, page=True)).problem, max_runs=2)
 
 
 @pytest.mark.parametrize("budget", [300, 420, 560, 900])
@@ -120,13 +119,12 @@ def test_a_small_model_is_placed_as_well_as_trying_everything_does(name: str, bu
     """Four layers, of which the last two read the caches of the first two."""
     model, profile = gemma(4, 2, period=2, width=1024), machine(name)
     best = None
-    for options in ways():
-        problem = slim(priced(model, profile, str(budget), options).problem)
+    budgets = budgets_for(profile, parse_budget(str(budget)))
+    for problem in map(slim, ways(model, profile, budgets)):
         lowest = brute_force(problem)
         agrees(problem, lowest)
         best = min((x for x in (best, lowest) if x is not None), default=None)
-    budgets = budgets_for(profile, parse_budget(str(budget)))
-    made = make_plan(model, profile, budgets, WORK, SolveOptions(time_limit_s=5))
+    made = make_plan(model, profile, Request(budgets, WORK), clock=Clock(5))
     found = check_plan(made, to_text(made), "p", Inputs(model, profile), CheckOptions(time_limit_s=5))
     assert found == []
     assert best is None or made.predicted.objective_ns <= best * 1.01  # a stock rule may come as close
@@ -151,7 +149,7 @@ def test_a_real_shape_on_two_gpus(name: str, budget: int, page: bool) -> None:
     budgets = budgets_for(profile, parse_budget(str(budget)))
     work = Workload(n_ctx=32768)
     try:
-        made = make_plan(model, profile, budgets, work, SolveOptions(page=page, time_limit_s=1.5))
+        made = make_plan(model, profile, Request(budgets, work, page=page), clock=Clock(1.5))
     except Infeasible as refused:
         assert all(need.total_bytes > need.budget_bytes for need in refused.needs)
         return
@@ -165,7 +163,8 @@ def test_the_largest_context_of_caches_that_are_shared() -> None:
     model, profile = gemma(8, 4, period=2, width=1024), machine("2x-rtx4060ti-16gb")
     budgets = budgets_for(profile, parse_budget("700"))
     work = Workload(n_ctx=131072, n_ubatch=256)
-    found, keep = largest_context(model, profile, budgets, work, SolveOptions(time_limit_s=2), 4096)
-    assert fits(model, profile, budgets, work, SolveOptions(), found, keep)
-    assert found == work.n_ctx or not fits(model, profile, budgets, work, SolveOptions(), found + 256, keep)
+    case = Case(structure_of(model), profile, Request(budgets, work, lowest_ctx=4096))
+    found, keep = largest_context(case, EngineSettings())
+    assert fits(case, EngineSettings(), with_context(work, found), keep)
+    assert found == work.n_ctx or not fits(case, EngineSettings(), with_context(work, found + 256), keep)
     assert keep in Keep and MIB

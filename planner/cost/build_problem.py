@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from planner.constants import MAX_ENGINE_DEVICES
 from planner.cost.expert_cache import cache_shares
-from planner.cost.layer_options import Chooser
+from planner.cost.layer_options import Choices, Chooser
 from planner.cost.ledger import Ledger, Once, Parts, Placed, once
 from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
 from planner.cost.shared_kv import Sharing
 from planner.cost.unit_time import Prices, state_case
 from planner.machine import op_time
-from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory
+from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_bound
 from planner.memory import kv_cache
 from planner.memory.memory import NOTHING, Memory
 from planner.memory.memory_limits import Room, room_of
 from planner.model.inventory import Inventory
-from planner.model.layers import Layers, layers_of, shared_kv
-from planner.model.units import Kind, Unit, UnitTable, units_of
-from planner.plan.request import SolveOptions
+from planner.model.layers import Layers, shared_kv
+from planner.model.structure import Structure
+from planner.model.units import Kind, Unit
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
+from planner.plan.request import Request
 from planner.site import ON_CPU, sites
 from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem
 from planner.workload import Workload
@@ -36,26 +40,33 @@ _NOT_LOADED = frozenset({Kind.FOREIGN})
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model ready for planning: its units by decision, its caches."""
+    """A model analysed for one use: its units by decision, its caches."""
 
-    inventory: Inventory
-    table: UnitTable
-    layers: Layers
+    structure: Structure
+    workload: Workload
     groups: tuple[tuple[str, tuple[Unit, ...]], ...]  # decision name and its units, in graph order
     kv: Mapping[str, int]  # bytes by decision
     state: Mapping[str, int]
     owners: Mapping[str, str]  # decision of a layer that reads another's KV cache, and of that other
 
     @property
+    def inventory(self) -> Inventory:
+        return self.structure.inventory
+
+    @property
+    def layers(self) -> Layers:
+        return self.structure.layers
+
+    @property
     def units(self) -> tuple[Unit, ...]:
-        return self.table.units
+        return self.structure.units
 
 
-def model_of(inventory: Inventory, workload: Workload) -> Model:
+def analyse(structure: Structure, workload: Workload) -> Model:
     """Group the units of a model into decisions: the input tables, each layer, the output head."""
-    table, layers = units_of(inventory), layers_of(inventory)
+    inventory, layers = structure.inventory, structure.layers
     groups: dict[str, list[Unit]] = {INPUT: []}
-    for unit in table.units:
+    for unit in structure.units:
         if unit.kind in _NOT_LOADED or (unit.kind is Kind.NEXTN and not workload.mtp):
             continue
         groups.setdefault(decision_of(unit), []).append(unit)
@@ -66,9 +77,8 @@ def model_of(inventory: Inventory, workload: Workload) -> Model:
         caches |= dict(zip(names, kv_cache.nextn_kv_bytes(inventory, workload), strict=True))
     state = dict(zip(_names(layers.n_main), kv_cache.state_bytes(inventory, workload), strict=True))
     return Model(
-        inventory,
-        table,
-        layers,
+        structure,
+        workload,
         tuple((k, tuple(v)) for k, v in groups.items() if v),
         caches,
         state,
@@ -95,44 +105,42 @@ class Priced:
     problem: Problem
     prices: Prices
     ledger: Ledger  # the parts of the memory that the problem counts in totals
-    op_offload: bool = True  # long prompts of host weights are computed on a GPU
-    repack: bool = True  # weights of a CPU without GPU change their layout
+    settings: EngineSettings
 
     @property
     def copies(self) -> bool:
         """Whether a GPU has room for host weights that prompts need."""
         long = self.prices.workload.n_ubatch >= OFFLOAD_BATCH
-        return self.op_offload and long and any(d.kind == "gpu" for d in self.problem.devices)
+        return self.settings.op_offload and long and any(d.kind == "gpu" for d in self.problem.devices)
 
 
-def price(
+def build_problem(
     model: Model,
     profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
+    request: Request,
+    settings: EngineSettings,
+    known: Known,
 ) -> Priced:
-    """The placement problem on the devices that have a budget."""
-    devices = tuple(d for d in profile.devices if d.name in budgets and d.kind != "cpu")
-    devices += tuple(d for d in profile.devices if d.name in budgets and d.kind == "cpu")
+    """The placement problem on the devices that have a budget and are opened, for the model's workload."""
+    devices = devices_of(profile, request.budgets, settings)
     # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
-    repack = options.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
-    memory = options.host_memory or HostMemory.PINNED
-    prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation, memory)
-    rooms = {d.name: room_of(model.inventory, workload, d, options.op_offload) for d in devices}
+    repack = settings.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
+    workload, drafts, memory = model.workload, settings.speculation, settings.host_memory
+    prices = Prices(model.structure, profile, workload, known.distinct, repack, drafts, memory)
+    rooms = {d.name: room_of(model.inventory, workload, d, settings.op_offload) for d in devices}
     fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, rooms[d.name])]
-    fixed += cache_shares(model.inventory, model.units, devices, options.cache)
-    fixed += _stages(model, devices) if options.hybrid else ()
-    chooser = Chooser(prices, devices, options, rooms)
+    fixed += cache_shares(model.structure, devices, known.cache)
+    fixed += _stages(model, devices) if request.hybrid else ()
+    chooser = Chooser(prices, devices, Choices.of(request, settings, known), rooms)
     units = [u for _, g in model.groups for u in g]
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
     idle = [u for u in model.units if u.name not in loaded]
-    wanted |= pinned(options.pins, units, [d.name for d in devices], idle)
+    wanted |= pinned(request.pins, units, [d.name for d in devices], idle)
     sharing = Sharing(model.owners, model.kv, devices, prices, len(fixed))
     fixed += [(share, NOTHING) for share in sharing.shares()]
     placed = {
-        name: sharing.told(name, _placed(chooser, model, name, units, options, wanted))
+        name: sharing.told(name, _placed(chooser, model, name, units, request, wanted))
         for name, units in model.groups
     }
     decisions = tuple(
@@ -143,14 +151,14 @@ def price(
         (name, p.option.key): p.held for name, options_ in placed.items() for p in options_
     }
     ledger = Ledger(held, tuple(memory for _, memory in fixed))
-    reserved = {d.name: options.reserved_bytes(d.name) for d in devices}
+    reserved = {d.name: settings.reserved_bytes(d.name) for d in devices}
     pools = _pools(devices, profile, reserved)
     problem = Problem(
         devices=tuple(
             Capacity(
                 d.name,
                 d.kind,
-                max(_budget(d, budgets, options) - reserved[d.name], 0),
+                max(_budget(d, request) - reserved[d.name], 0),
                 _pool_index(pools, d),
             )
             for d in devices
@@ -163,11 +171,18 @@ def price(
         mixed=_mixed(model, prices, devices, decisions),
         decode_weight=workload.gen,
         decode_ns=prices.token_ns,
-        max_runs=options.max_runs,
-        host_leads=options.op_offload and _streams(devices, workload),
-        contiguous=options.contiguous,
+        max_runs=MAX_ENGINE_DEVICES,
+        host_leads=settings.op_offload and _streams(devices, workload),
+        contiguous=request.contiguous,
     )
-    return Priced(model, rounded(problem), prices, ledger, options.op_offload, options.repack)
+    return Priced(model, rounded(problem), prices, ledger, settings)
+
+
+def devices_of(profile: Profile, budgets: Mapping[str, int], settings: EngineSettings) -> tuple[Device, ...]:
+    """The devices that may be used, GPUs first."""
+    offered = [d for d in profile.devices if d.name in budgets]
+    gpus = [d for d in offered if d.kind != "cpu"] if settings.gpus else []
+    return (*gpus, *(d for d in offered if d.kind == "cpu"))
 
 
 def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:
@@ -180,8 +195,8 @@ def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:
     return longest >= OFFLOAD_BATCH and any(d.kind == "gpu" for d in devices)
 
 
-def _budget(device: Device, budgets: Mapping[str, int], options: SolveOptions) -> int:
-    return 2**62 if device.kind == "cpu" and options.page else budgets[device.name]
+def _budget(device: Device, request: Request) -> int:
+    return 2**62 if device.kind == "cpu" and request.page else request.budgets[device.name]
 
 
 def _shares(index: int, device: Device, room: Room) -> tuple[Once, ...]:
@@ -217,7 +232,7 @@ def _placed(
     model: Model,
     name: str,
     units: tuple[Unit, ...],
-    options: SolveOptions,
+    request: Request,
     wanted: Mapping[str, Wanted],
 ) -> list[Placed]:
     """The options of a decision that constraints leave."""
@@ -226,7 +241,7 @@ def _placed(
     else:
         kept = Memory(kv=model.kv.get(name, 0), state=model.state.get(name, 0))
         found = chooser.layer(units, kept, reads=name in model.owners)
-    return [p for p in found if _allowed(chooser, p.option, name, units, options, wanted)]
+    return [p for p in found if _allowed(chooser, p.option, name, units, request, wanted)]
 
 
 def _allowed(
@@ -234,13 +249,13 @@ def _allowed(
     option: Option,
     name: str,
     units: tuple[Unit, ...],
-    options: SolveOptions,
+    request: Request,
     wanted: Mapping[str, Wanted],
 ) -> bool:
     if name != INPUT:
-        if options.contiguous and not option.whole:
+        if request.contiguous and not option.whole:
             return False
-        if options.no_cpu and chooser.uses_host(option):
+        if request.no_cpu and chooser.uses_host(option):
             return False
     return all(
         wanted[unit.name].admits(site)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from planner.constants import CPU
 from planner.cost.ledger import Once, once
 from planner.machine.profile import Device
 from planner.memory.memory import NOTHING, Memory
-from planner.model.inventory import Inventory, by_name
-from planner.model.units import Kind, Unit, movable
-from planner.plan.load_spec import CPU, plan_layer_devices
+from planner.model.structure import Structure
+from planner.model.units import Kind, movable
+from planner.plan.load_spec import plan_layer_devices
 from planner.plan.plan import CachePoint, Placement, Plan
 from planner.site import ON_CPU, Site, SiteKind
 
@@ -24,7 +25,7 @@ def cached(sites: Iterable[Site]) -> set[Site]:
 
 
 def cache_shares(
-    inventory: Inventory, units: Sequence[Unit], devices: Sequence[Device], curve: Sequence[CachePoint]
+    structure: Structure, devices: Sequence[Device], curve: Sequence[CachePoint]
 ) -> tuple[Once, ...]:
     """What each size of the engine's MoE cache takes beside its part of every layer, by device.
 
@@ -33,10 +34,10 @@ def cache_shares(
     """
     if not curve:
         return ()
-    tensors = by_name(inventory)
+    tensors = structure.tensors
     slots = {
         tuple((tensors[n].type, tensors[n].shape) for n in movable(u)): u.size_bytes // u.experts
-        for u in units
+        for u in structure.units
         if u.kind is Kind.EXPERTS
     }
     extra = sum(slots.values()) + 2**20

@@ -1,7 +1,7 @@
 """What else takes memory: projector, NextN head, draft model, prompt cache, other users; line by line.
 
 Pure functions from inventories to `Reserve` lines, one per part and device. The solver takes them as
-`SolveOptions.reserves`; their sum per device is what the plan must leave free. What the driver takes
+`EngineSettings.reserves`; their sum per device is what the plan must leave free. What the driver takes
 for a context is a figure of the device (`Device.context_bytes`), not a line here.
 """
 
@@ -10,18 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from planner.constants import CPU
 from planner.errors import OptionProblem
-from planner.memory.compute_buffer import converts_caches
+from planner.memory.compute_buffer import compute_bytes, converts_caches, output_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.memory import Reserve
-from planner.memory.weights import (
-    compute_bytes,
-    kv_bytes,
-    loaded_tensors,
-    output_bytes,
-    state_bytes,
-    tied_copy_bytes,
-    weight_bytes,
-)
+from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import KNOWN, layers_of
 from planner.model.sliding_window import sliding_layers
@@ -70,7 +64,7 @@ def estimates(extras: Extras) -> Iterator[str]:
 
 
 def reserves(
-    inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = "CPU"
+    inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = CPU
 ) -> tuple[Reserve, ...]:
     """Every line that something beside the model's own weights, caches and compute takes.
 

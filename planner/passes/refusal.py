@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner.constants import CPU
 from planner.cost.build_problem import Priced
 from planner.cost.layer_options import PER_DEVICE
 from planner.errors import AnswerIsNo
 from planner.memory.memory import Memory, together
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.solver.problem import Problem
 
 
@@ -68,7 +68,7 @@ def _sentence(need: Need) -> str:
     )
 
 
-def forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible | None:
+def forced(priced: Priced, request: Request) -> Infeasible | None:
     """What no search can save: a decision without options, or forced bytes above a limit.
 
     None does not promise that a placement exists.
@@ -77,63 +77,67 @@ def forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) ->
     for decision in problem.decisions:
         if not decision.options:
             why = f"{decision.name} has no allowed place under the pins, modes, KV and tensor types given"
-            return Infeasible((), hints(priced, options), why)
-    needs = [_forced(priced, d, budgets, options) for d in range(len(problem.devices))]
+            return Infeasible((), hints(priced, request), why)
+    needs = [_forced(priced, d, request) for d in range(len(problem.devices))]
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
     host = any(d.host and n.total_bytes > n.budget_bytes for d, n in zip(problem.devices, needs, strict=True))
-    return Infeasible(short, hints(priced, options, host)) if short else None
+    return Infeasible(short, hints(priced, request, host)) if short else None
 
 
-def crowded(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible | None:
+def crowded(priced: Priced, request: Request) -> Infeasible | None:
     """Devices that a projector or a draft model overfills by itself, layers or not."""
-    opened = dict.fromkeys(r.device for r in options.reserves if r.opens and r.device in budgets)
+    opened = dict.fromkeys(
+        r.device for r in priced.settings.reserves if r.opens and r.device in request.budgets
+    )
     needs = []
     for name in opened:
         context = priced.prices.profile.device(name).context_bytes
-        needs.append(Need(name, budgets[name], Memory(reserve=context + options.reserved_bytes(name))))
+        needs.append(
+            Need(name, request.budgets[name], Memory(reserve=context + priced.settings.reserved_bytes(name)))
+        )
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
-    draft = any(r.name.startswith("draft") for r in options.reserves)
+    draft = any(r.name.startswith("draft") for r in priced.settings.reserves)
     ours = ("no --", "--mmproj") if not draft else ("no --", "--")
-    helpful = tuple(h for h in hints(priced, options) if h.startswith(ours))
+    helpful = tuple(h for h in hints(priced, request) if h.startswith(ours))
     return Infeasible(short, helpful) if short else None
 
 
-def refuse(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible:
+def refuse(priced: Priced, request: Request) -> Infeasible:
     """The refusal after a search: all devices together against all that must be held."""
     problem = priced.problem
     least = [(d, min(d.options, key=lambda o: sum(o.memory))) for d in problem.decisions]
     used = [priced.ledger.shares[PER_DEVICE * d] for d in range(len(problem.devices))]
-    beside = Memory(reserve=sum(r.size_bytes for r in options.reserves))
+    beside = Memory(reserve=sum(r.size_bytes for r in priced.settings.reserves))
     held = together((*(together(priced.ledger.of(d, o)) for d, o in least), *used, beside))
-    total, name = _room(problem, budgets, options)
+    total, name = _room(priced, request)
     need = Need(name, total, held)
     if need.total_bytes <= total:
-        return Infeasible((need,), hints(priced, options), "there is room, but not for whole units")
-    return Infeasible((need,), hints(priced, options, any(d.host for d in problem.devices)))
+        return Infeasible((need,), hints(priced, request), "there is room, but not for whole units")
+    return Infeasible((need,), hints(priced, request, any(d.host for d in problem.devices)))
 
 
-def _room(problem: Problem, budgets: Mapping[str, int], options: SolveOptions) -> tuple[int, str]:
+def _room(priced: Priced, request: Request) -> tuple[int, str]:
     """What all devices hold together, memory that several share counted once, and what to call them."""
-    total = 0
+    problem, total = priced.problem, 0
     for index, pool in enumerate((*problem.pools, None)):
         members = [d.device for d in problem.devices if d.pool == (index if pool else -1)]
-        kept = sum(r.size_bytes for r in options.reserves if r.device in members)
-        offered = sum(budgets[name] for name in members)
+        kept = sum(r.size_bytes for r in priced.settings.reserves if r.device in members)
+        offered = sum(request.budgets[name] for name in members)
         total += min(offered, pool.capacity_bytes + kept) if pool else offered
     one = len(problem.pools) == 1 and len(problem.devices) > 1 and all(d.pool == 0 for d in problem.devices)
     names = " and ".join(d.device for d in problem.devices)
     return total, f"the one memory of {names}" if one else "all devices together"
 
 
-def _forced(priced: Priced, device: int, budgets: Mapping[str, int], options: SolveOptions) -> Need:
+def _forced(priced: Priced, device: int, request: Request) -> Need:
     problem, name = priced.problem, priced.problem.devices[device].device
-    reserve = options.reserved_bytes(name)
+    reserve = priced.settings.reserved_bytes(name)
     least = [(d, min(d.options, key=lambda o: o.memory[device])) for d in problem.decisions]
     shares = [s for s in _always(problem) if problem.shares[s].device == device]
     held = together(priced.ledger.of(d, o)[device] for d, o in least)
     held += together(priced.ledger.shares[s] for s in shares) + Memory(reserve=reserve)
     capacity = problem.devices[device].capacity_bytes
-    budget = min(budgets[name], capacity + reserve)
+    budget = min(request.budgets[name], capacity + reserve)
     if capacity > budget:  # host memory that may be paged from disk
         budget = capacity
     return Need(name, budget, held)
@@ -147,7 +151,7 @@ def _always(problem: Problem) -> set[int]:
     return found
 
 
-def hints(priced: Priced, options: SolveOptions, host: bool = False) -> tuple[str, ...]:
+def hints(priced: Priced, request: Request, host: bool = False) -> tuple[str, ...]:
     """What would free memory, most promising first; `host`: it is host memory that is short."""
     workload = priced.prices.workload
     found = []
@@ -157,15 +161,15 @@ def hints(priced: Priced, options: SolveOptions, host: bool = False) -> tuple[st
         found.append("--kv-type q8_0")
     if workload.n_ubatch > 256:
         found.append(f"--ubatch {workload.n_ubatch // 2}")
-    eyes = [r.device for r in options.reserves if r.name.startswith("projector")]
+    eyes = [r.device for r in priced.settings.reserves if r.name.startswith("projector")]
     if eyes:
-        found.append("no --mmproj" if "CPU" in eyes else "--mmproj-device cpu")
-    if any(r.name.startswith("draft") for r in options.reserves):
+        found.append("no --mmproj" if CPU in eyes else "--mmproj-device cpu")
+    if any(r.name.startswith("draft") for r in priced.settings.reserves):
         found.append("no --draft")
-    if options.pins:
+    if request.pins:
         found.append("fewer pins")
-    if options.no_cpu or options.contiguous:
+    if request.no_cpu or request.contiguous:
         found.append("allowing the CPU")
-    elif not options.page:
+    elif not request.page:
         found += [*(["--page"] if host else []), "a smaller quantisation"]
     return tuple(found)
