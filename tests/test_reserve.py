@@ -9,6 +9,7 @@ from planner.memory.compute_buffer import compute_bytes, pipeline_copies, stagin
 from planner.memory.kv_cache import KvTypeProblem, kv_bytes, state_bytes
 from planner.memory.reserves import (
     Extras,
+    estimates,
     projector_compute_bytes,
     reserves,
 )
@@ -160,3 +161,10 @@ def test_copies_of_inputs_when_several_gpus_work_in_a_pipeline() -> None:
     assert pipeline_copies(2, full_offload=True, overrides=False) == 4
     assert pipeline_copies(2, full_offload=True, overrides=True) == 1
     assert pipeline_copies(1, full_offload=True, overrides=False) == 1
+
+
+def test_a_draft_of_a_foreign_architecture_is_said_to_be_an_estimate(draft: Inventory) -> None:
+    foreign = draft.model_copy(update={"architecture": "novel-net"})
+    (note,) = estimates(Extras(draft=foreign))
+    assert "architecture novel-net is not known" in note and "estimate" in note
+    assert list(estimates(Extras(draft=draft))) == list(estimates(Extras())) == []

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from planner.constants import CPU
 from planner.errors import OptionProblem
-from planner.memory.compute_buffer import compute_bytes, output_bytes
+from planner.memory.compute_buffer import compute_bytes, converts_caches, output_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.memory import Reserve
 from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
+from planner.model.layers import KNOWN, layers_of
 from planner.model.tensor_roles import Role, part_of
 from planner.workload import Workload
 
@@ -48,6 +48,16 @@ def check_extras(mmproj: Inventory | None, draft: Inventory | None) -> None:
         raise OptionProblem("--mmproj", mmproj.name, why)
     if draft is not None and draft.architecture == PROJECTOR:
         raise OptionProblem("--draft", draft.name, "is a vision projector; a language model is needed")
+
+
+def estimates(extras: Extras) -> Iterator[str]:
+    """What a plan must say of sizes that are not known to be right: a draft of a foreign architecture."""
+    draft = extras.draft
+    if draft is not None and draft.architecture not in KNOWN:
+        yield (
+            f"the draft {draft.name}: architecture {draft.architecture} is not known, so its KV cache, state "
+            "and compute buffer are an estimate"
+        )
 
 
 def reserves(
@@ -110,9 +120,10 @@ def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str)
         return
     blocks = range(shape.n_main, shape.n_all)
     plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=rollback)
-    yield _line(
-        "MTP compute", device, compute_bytes(inventory, workload, layers=blocks, outputs=workload.n_seq)
+    buffer = compute_bytes(
+        inventory, workload, layers=blocks, outputs=workload.n_seq, converts=converts_caches(device)
     )
+    yield _line("MTP compute", device, buffer)
     yield _line("MTP state", device, sum(kept) - sum(plain))
 
 
@@ -132,6 +143,7 @@ def _draft(
     yield _line("draft", device, weight_bytes(rest, GPU_STEP) + tied)
     yield _line("draft KV", device, sum(kv_bytes(draft, workload)))
     yield _line("draft state", device, sum(state_bytes(draft, workload)))
-    yield _line("draft compute", device, compute_bytes(draft, workload, outputs=workload.n_seq))
+    buffer = compute_bytes(draft, workload, outputs=workload.n_seq, converts=converts_caches(device))
+    yield _line("draft compute", device, buffer)
     yield _line("draft roll-back", device, rollback)
     yield _line("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))
