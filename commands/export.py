@@ -72,6 +72,8 @@ def command(
     from commands.shared.inputs import InputLibrary
     from planner.check.consistency import check_agreement
     from planner.errors import AnswerIsNo
+    from planner.plan.load_spec import plan_layer_devices
+    from runtime.tools.expert_rule import expert_rule
     from runtime.tools.export import export
 
     published = _published(form, publish, no_key)
@@ -91,7 +93,8 @@ def command(
         if legal.layers == plan.layers:
             done = "instead: the experts of whole layers on the CPU"
         plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
-    placed = replace(placed, **_beside(plan, placed.spec, device_maps, mmproj, draft))
+    rule = expert_rule(placed.spec, len(plan_layer_devices(plan)) - 1, inputs.inventory, plan)
+    placed = replace(placed, rule=rule, **_beside(plan, placed.spec, device_maps, mmproj, draft))
     text = export(plan, placed, model or file_name(plan.model.name, ".gguf"), form, published)
     if output is None:
         out_text(text)

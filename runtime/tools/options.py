@@ -17,6 +17,7 @@ from planner.plan.engine_rules import spec_layer_devices
 from planner.plan.load_spec import CPU, LoadSpec
 from planner.plan.overrides import numbers
 from planner.site import Site
+from runtime.tools.expert_rule import ExpertRule
 
 MAX_SPLIT = 15  # the option parser refuses llama_max_devices() entries
 _RPC = re.compile(r"(RPC\d*)\[(.+)\]")
@@ -48,11 +49,17 @@ class Stock:
     draft: str = ""  # path of a draft model
     draft_device: str = ""  # where it computes; "": the tool's choice
     draft_tokens: int = 0  # drafted a step; 0: the tool's choice
+    rule: ExpertRule | None = None  # stands for overrides of `spec`
 
     @property
     def devices(self) -> tuple[str, ...]:
         """Device names as the tools print them."""
         return tuple(_short(device) for device in self.spec.devices)
+
+    @property
+    def overrides(self) -> tuple[tuple[str, str], ...]:
+        """The overrides to spell out: those that no rule of the tool's own stands for."""
+        return self.rule.others if self.rule else self.spec.overrides
 
 
 def stock(spec: LoadSpec, n_blocks: int) -> Stock:
@@ -83,8 +90,10 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
     ]
     if len(spec.devices) > 1 and any(spec.tensor_split):
         found.append(("--tensor-split", ",".join(map(str, spec.tensor_split))))
-    if spec.overrides:
-        found.append(("--override-tensor", ",".join(f"{p}={b}" for p, b in spec.overrides)))
+    if plan.overrides:
+        found.append(("--override-tensor", ",".join(f"{p}={b}" for p, b in plan.overrides)))
+    if plan.rule:
+        found.append(plan.rule.option)
     found += [
         # Left on, it would change whatever is not set here.
         ("--fit", "off"),
@@ -138,6 +147,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "--n-gpu-layers": "LLAMA_ARG_N_GPU_LAYERS",
     "--tensor-split": "LLAMA_ARG_TENSOR_SPLIT",
     "--override-tensor": "LLAMA_ARG_OVERRIDE_TENSOR",
+    "--cpu-moe": "LLAMA_ARG_CPU_MOE",
+    "--n-cpu-moe": "LLAMA_ARG_N_CPU_MOE",
     "--fit": "LLAMA_ARG_FIT",
     "--ctx-size": "LLAMA_ARG_CTX_SIZE",
     "--parallel": "LLAMA_ARG_N_PARALLEL",
