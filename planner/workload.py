@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from planner.records import Record
+from planner.records import Count, Record
 
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
@@ -18,9 +18,9 @@ class Workload(Record):
     """One use of a model."""
 
     n_ctx: int = Field(4096, gt=0, le=_MOST)  # cells the KV cache holds, for all sequences together
-    depth: int = Field(0, ge=0)  # cells filled while the priced token is decoded
-    prompt: int = Field(512, ge=0)  # tokens of a typical prompt
-    gen: int = Field(256, gt=0)  # tokens of a typical answer
+    depth: Count = 0  # cells filled while the priced token is decoded
+    prompt: int = Field(512, ge=0, le=_MOST)  # tokens of a typical prompt
+    gen: int = Field(256, gt=0, le=_MOST)  # tokens of a typical answer
     n_seq: int = Field(1, gt=0, le=_MOST)
     n_batch: int = Field(2048, gt=0, le=_MOST)
     n_ubatch: int = Field(512, gt=0, le=_MOST)

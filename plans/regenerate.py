@@ -18,7 +18,7 @@ from planner.model.inventory import Inventory, from_text
 from planner.passes.make_plan import make_plan
 from planner.plan.plan import to_text
 from planner.plan.request import SolveOptions
-from planner.records import Record
+from planner.records import Many, Record
 from planner.records import load as load_record
 from planner.workload import usual
 
@@ -37,7 +37,7 @@ class OfModel(Record):
     """A model and the context it is planned for."""
 
     model: str
-    ctx: int = Field(gt=0)
+    ctx: int = Field(gt=0, le=2**31 - 1)
     heat: str = ""  # file of expert routing in inputs/: hot experts may live on the GPU
 
 
@@ -45,15 +45,15 @@ class Group(Record):
     """Every model on every machine."""
 
     name: str
-    machines: tuple[OnMachine, ...]
-    models: tuple[OfModel, ...]
+    machines: Many[OnMachine]
+    models: Many[OfModel]
 
 
 class Library(Record):
     """All plans of this folder."""
 
     schema_: int = Field(1, alias="schema", ge=1, le=1)
-    groups: tuple[Group, ...]
+    groups: Many[Group]
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,8 @@ def look(request: Request, watch: Watcher) -> Found:
     until_s = time.monotonic() + request.seconds
     fingerprint = host.fingerprint("")
     journal = Journal(*map(str, (request.engine, request.devices, request.threads)))
+    if journal.damage:
+        watch.note(journal.damage)
     forget_another(journal, _facts(request, fingerprint), watch.note)
     if not any(line["kind"] == "link-end" for line in journal.lines):
         load = host.load()

@@ -30,7 +30,7 @@ from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import LayerRange, Plan, from_text, to_text
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
-from runtime import child
+from runtime.child.ask import ask
 from runtime.engine.libllama import Engine
 from runtime.worker import Ask, Checks, work
 
@@ -269,7 +269,7 @@ def test_an_abort_names_the_build_that_the_child_had_loaded(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(EngineProblem, match=r"engine folder \(b10434\): GGML_ASSERT\(n > 0\) failed"):
-        child.ask("aborts", {}, "folder")
+        ask("aborts", {}, "folder")
 
 
 _LABEL = "import sys; from runtime.engine.libllama import Engine; print(Engine.find(sys.argv[1]).label)"

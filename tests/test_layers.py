@@ -227,6 +227,50 @@ def test_nothing_of_an_engine_is_remembered_by_a_function() -> None:
         assert "lru_cache" not in text and "@cache" not in text, path
 
 
+# What starts other processes, and the one file that may use it. All else goes through runtime/child.
+STARTS = {
+    "subprocess": "runtime/child/process.py",
+    "multiprocessing": "runtime/child/pool.py",
+    "pty": "",
+    "posix": "",
+}
+OS_STARTS = re.compile(r"ProcessPoolExecutor|os\.(system|popen|fork\w*|posix_spawn\w*|spawn\w+|exec\w+)\b")
+
+
+@pytest.mark.parametrize(("library", "home"), STARTS.items())
+def test_processes_are_started_in_one_place(library: str, home: str) -> None:
+    paths = [path for package in MAY_IMPORT for path in files(package)]
+    users = {path.relative_to(ROOT).as_posix() for path in paths if library in dict(imported(path))}
+    assert users == ({home} if home else set())
+
+
+def test_nothing_is_started_behind_its_back() -> None:
+    paths = (path for package in MAY_IMPORT for path in files(package))
+    for path in (path for path in paths if path != ROOT / "runtime/child/pool.py"):
+        assert not OS_STARTS.search(path.read_text(encoding="utf-8")), path
+
+
+def test_engine_children_are_opened_in_one_file_and_programs_in_few() -> None:
+    """Python is named in one file; only what asks and what starts programs reaches for `process`."""
+    python, starters = set(), set()
+    for path in (path for package in MAY_IMPORT for path in files(package)):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        if "sys.executable" in text:
+            python.add(name)
+        if re.search(r"\bprocess\.(start|run|follow)\(", text):
+            starters.add(name)
+    assert python == {"runtime/child/environment.py"}
+    programs = {"runtime/tools/llama_server.py", "runtime/hybrid/build.py", "commands/demo.py"}
+    assert starters == {"runtime/child/ask.py", *programs}
+
+
+def test_python_children_of_benchmarks_are_isolated_too() -> None:
+    """They may measure programs of any kind, but a child that runs a module of ours goes through `python`."""
+    for path in files("benchmarks"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"sys\.executable, \"-[mc]\"", text), path
+
+
 # Who may spell a text for another language, and why; everybody else asks planner.quoting.
 QUOTERS: dict[str, dict[str, str]] = {
     "shlex": {},
@@ -236,13 +280,11 @@ QUOTERS: dict[str, dict[str, str]] = {
     "json.dumps": {
         "planner/records.py": "between YAML and the validator, within a process",
         "planner/plan/schema.py": "our own schema, keys sorted",
-        "runtime/child.py": "a pipe between our processes",
+        "runtime/child/ask.py": "a pipe between our processes",
+        "runtime/child/serve.py": "a pipe between our processes",
         "runtime/stripes/server.py": "an argument of our own child",
-        "profiler/answers.py": "a pipe between our processes",
-        "profiler/runner.py": "a pipe between our processes",
         "profiler/journal.py": "our own journal",
         "profiler/routed/model.py": "metadata of files that we generate",
-        "profiler/routing_trace.py": "a pipe between our processes",
     },
     "yaml.dump": {"planner/records.py": "the canonical text of records"},
     "xml.etree": {"planner/check/findings.py": "ElementTree, on texts that went through xml()"},
@@ -257,8 +299,8 @@ QUOTERS: dict[str, dict[str, str]] = {
     "print": {
         "commands/shared/console.py": "the one place that prints",
         "planner/plan/schema.py": "our own schema",
-        "profiler/answers.py": "a pipe between our processes; errors show themselves",
         "profiler/routed/presets.py": "a developer's own figures",
+        "runtime/hybrid/build.py": "paths of ours, for whom makes a wheel",
         "runtime/stripes/server.py": "errors show themselves; device names through terminal()",
     },
     "click.echo": {

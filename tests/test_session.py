@@ -20,7 +20,7 @@ from planner.model.gguf_file import read_model
 from planner.plan.engine_rules import expected_devices
 from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime import child
+from runtime.child.ask import ask
 from runtime.engine import locate
 from runtime.engine.libllama import Engine
 from runtime.load import dry_run
@@ -290,7 +290,7 @@ def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(EngineProblem, match="no answer within 1 s"):
-        child.ask("hangs", {}, "test", timeout_s=1)
+        ask("hangs", {}, "test", timeout_s=1)
 
 
 def test_a_death_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_death_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(EngineProblem, match=r"GGML_ASSERT\(n > 0\) failed \(ended by SIGABRT\)"):
-        child.ask("dies", {}, "test")
+        ask("dies", {}, "test")
 
 
 def test_two_threads_of_a_core_count_once(tmp_path: Path) -> None:

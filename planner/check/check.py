@@ -24,8 +24,8 @@ from planner.plan.override_match import disagreements
 from planner.plan.overrides import wanted_buffers
 from planner.plan.plan import Plan, from_text, to_text
 from planner.plan.request import SolveOptions
-from planner.records import Lines
 from planner.solver.deadline import Deadline
+from planner.yaml_reader import Lines
 
 _PPM = 10**6
 _NOT_SEARCHED = "the time limit ended the search: that nothing better exists was not shown again"
@@ -75,7 +75,7 @@ def read_plan(text: str, path: str) -> tuple[Plan | None, list[Finding]]:
 
 def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckOptions) -> list[Finding]:
     """All findings about one plan, in the order of the file."""
-    report = _Report(path, Lines(text, path))
+    report = _Report(path, Lines(text))
     if to_text(plan) != text:
         report.add(
             "canonical", "not in canonical form; atsplan fmt rewrites it", line=_first_change(plan, text)
@@ -338,7 +338,7 @@ def _stale(profile: Profile, options: CheckOptions, report: _Report) -> None:
 
 def missing_inputs(plan: Plan, path: str, text: str, inputs: Inputs) -> Iterable[Finding]:
     """Notes about inputs that were not found, so that nobody takes silence for proof."""
-    lines = Lines(text, path)
+    lines = Lines(text)
     if inputs.inventory is None:
         message = f"no inventory of {plan.model.name} with this digest: overrides and cost were not checked"
         yield Finding(path, lines.of("model"), "inputs", Severity.NOTE, message)

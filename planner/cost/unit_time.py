@@ -17,9 +17,10 @@ from planner.memory.kv_cache import head_widths, kv_heads, state_widths
 from planner.model.inventory import Inventory, Tensor, by_name
 from planner.model.layers import layers_of
 from planner.model.sliding_window import sliding_layers, window
-from planner.model.tensor_roles import Role, part_of
+from planner.model.tensor_roles import Role, parts_of
 from planner.model.units import Kind, Unit, movable
 from planner.plan.plan import Speculation
+from planner.remember import remembered
 from planner.workload import Workload
 
 REPACKED = "CPU_REPACK"  # the buffer type of weights in the layout of the CPU's kernels
@@ -77,7 +78,11 @@ class Prices:
 
     def __post_init__(self) -> None:
         self.tensors = by_name(self.inventory)
-        self._parts = {name: part_of(tensor) for name, tensor in self.tensors.items()}
+        self._parts = parts_of(self.inventory)
+        self._weights = _weights_of(self.inventory)
+        self._steps: dict[object, tuple[int, int]] = {}
+        self._times: dict[object, Times] = {}
+        self._likenesses: dict[str, tuple[object, ...]] = {}
         self._layers = layers_of(self.inventory)
         self._slides = sliding_layers(self.inventory, self._layers.n_main)
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
@@ -92,6 +97,12 @@ class Prices:
 
     def on(self, unit: Unit, device: str, buffer: str = "") -> Times:
         """A unit computed on a device that holds it in `buffer` ("": its own memory)."""
+        key = (self._likeness(unit), device, buffer)
+        if key not in self._times:
+            self._times[key] = self._priced(unit, device, buffer)
+        return self._times[key]
+
+    def _priced(self, unit: Unit, device: str, buffer: str) -> Times:
         decode, measured = self._decode(unit, device, buffer)
         prefill = sum(
             count * self._step(unit, device, buffer, batch, self.workload.prompt // 2)[0]
@@ -206,8 +217,30 @@ class Prices:
     ) -> tuple[int, int]:
         """One pass over a unit: nanoseconds, and how many of them rest on measured cases.
 
-        `outputs` tokens reach the head; 0: one a sequence.
+        `outputs` tokens reach the head; 0: one a sequence. Layers are mostly alike: each kind is priced once.
         """
+        key = (self._likeness(unit), device, buffer, batch, depth, outputs)
+        if key not in self._steps:
+            self._steps[key] = self._priced_step(unit, device, buffer, batch, depth, outputs)
+        return self._steps[key]
+
+    def _likeness(self, unit: Unit) -> tuple[object, ...]:
+        """All that the time of a step depends on but the name: units with the same take the same."""
+        if unit.name not in self._likenesses:
+            self._likenesses[unit.name] = (
+                unit.kind,
+                unit.experts,
+                unit.used,
+                unit.tied_bytes,
+                tuple(self._weights[name] for name in unit.tensors),
+                self._weightless(unit, 1, 1 << 60),  # so deep that a sliding window shows
+                self._batches(unit),
+            )
+        return self._likenesses[unit.name]
+
+    def _priced_step(
+        self, unit: Unit, device: str, buffer: str, batch: int, depth: int, outputs: int
+    ) -> tuple[int, int]:
         total = measured = 0
         rows = batch if unit.kind is not Kind.OUTPUT else min(batch, outputs or self.workload.n_seq)
         for name in unit.tensors:
@@ -293,6 +326,13 @@ class Prices:
             )
             self._memo[key] = (time.ns, time.measured)
         return self._memo[key]
+
+
+@remembered
+def _weights_of(inventory: Inventory) -> Mapping[str, tuple[object, ...]]:
+    """All that the time of each tensor depends on."""
+    parts = parts_of(inventory)
+    return {t.name: (parts[t.name].role, t.type, t.shape, _is_matrix(t)) for t in inventory.tensors}
 
 
 def _is_matrix(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from planner.model.inventory import Inventory
 from planner.model.units import Kind, units_of
-from planner.records import Record, load
+from planner.records import Count, Many, Record, load
 
 _FILE = Path(__file__).with_name("engine_faults.yaml")
 _CPU = "CPU"
@@ -31,20 +31,20 @@ _APART = (Kind.EMBEDDING, Kind.LOOKUP, Kind.NEXTN, Kind.FOREIGN)
 class EngineRange(Record):
     """Builds of llama.cpp by number; 0: no limit."""
 
-    least: int = Field(0, ge=0)
-    most: int = Field(0, ge=0)
+    least: Count = 0
+    most: Count = 0
 
 
 class Fault(Record):
     """Something that builds from `first` on, and before `fixed`, cannot do."""
 
-    architectures: tuple[str, ...]
-    devices: tuple[str, ...]  # beginnings of device names; (): any but the CPU alone
+    architectures: Many[str]
+    devices: Many[str]  # beginnings of device names; (): any but the CPU alone
     placement: Literal[
         "mixed", "any"
     ]  # mixed: the CPU and another device both hold weights they compute with
-    first: int = Field(gt=0)
-    fixed: int = Field(ge=0)  # 0: not yet
+    first: int = Field(gt=0, le=2**31 - 1)
+    fixed: Count  # 0: not yet
     why: str
     source: str
 
@@ -68,7 +68,7 @@ class Knowledge(Record):
 
     schema_: int = Field(1, alias="schema", ge=1, le=1)
     commits: Mapping[str, int]
-    faults: tuple[Fault, ...]
+    faults: Many[Fault]
 
 
 @dataclass(frozen=True, slots=True)

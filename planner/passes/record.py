@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from pydantic import ValidationError
+
 from planner.cost.build_problem import OUTPUT, Model, Priced, decision_of
 from planner.cost.expert_cache import cached, cached_bytes
 from planner.cost.unit_time import Prices
+from planner.errors import InputError
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
 from planner.machine.profile import Calibration, Profile, to_text
@@ -59,6 +62,18 @@ class Chosen:
     rule: str
 
 
+@dataclass(eq=False)
+class BeyondPlans(InputError):
+    """Figures of a machine that give a number no plan holds: months for a token."""
+
+    field: str
+    value: int
+    profile: str
+
+    def message(self) -> str:
+        return f"profile {self.profile}: its figures give {self.field} {self.value}, more than any plan holds"
+
+
 def record(
     chosen: Chosen,
     stock: Sequence[Candidate],
@@ -67,7 +82,24 @@ def record(
     workload: Workload,
     options: SolveOptions,
 ) -> Plan:
-    """The plan of a chosen placement."""
+    """The plan of a chosen placement. Raises BeyondPlans."""
+    try:
+        return _recorded(chosen, stock, profile, budgets, workload, options)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False)[0]
+        if first["type"] != "less_than_equal":
+            raise
+        raise BeyondPlans(str(first["loc"][-1]), int(first["input"]), profile.name) from None
+
+
+def _recorded(
+    chosen: Chosen,
+    stock: Sequence[Candidate],
+    profile: Profile,
+    budgets: Mapping[str, int],
+    workload: Workload,
+    options: SolveOptions,
+) -> Plan:
     priced = chosen.priced
     devices = layer_devices(chosen)
     placed = sites_of(chosen, devices)

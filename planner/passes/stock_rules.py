@@ -54,23 +54,24 @@ def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate,
     A rule without a feasible setting appears once, infeasible. The engine's own `--fit` comes last.
     """
     found: list[Candidate] = []
+    known: Known = {}
     for name, rules in itertools.groupby(_rules(priced.model, priced), key=lambda rule: rule.name):
-        found.append(_best(priced, name, list(rules)))
+        found.append(_best(priced, name, list(rules), known))
     if fit is not None:
-        found.append(_fitted(priced, fit))
+        found.append(_fitted(priced, fit, known))
     return tuple(found)
 
 
-def _fitted(priced: Priced, fit: EngineFit) -> Candidate:
+def _fitted(priced: Priced, fit: EngineFit, known: Known) -> Candidate:
     read = readings(priced.model.inventory, fit, priced.prices.workload)
     rules = [Rule(FIT, each.setting, each.layer_devices, each.sites) for each in read]
-    return _best(priced, FIT, rules) if rules else Candidate(FIT, "finds no placement", None, None)
+    return _best(priced, FIT, rules, known) if rules else Candidate(FIT, "finds no placement", None, None)
 
 
-def _best(priced: Priced, name: str, rules: Sequence[Rule]) -> Candidate:
+def _best(priced: Priced, name: str, rules: Sequence[Rule], known: Known) -> Candidate:
     best: Candidate | None = None
     for rule in rules:
-        solution = realise(priced, rule.layer_devices, rule.sites)
+        solution = realise(priced, rule.layer_devices, rule.sites, known)
         if solution is None:
             continue
         result = evaluate(priced.problem, solution)
@@ -90,19 +91,32 @@ def _rank(candidate: Candidate) -> tuple[bool, int]:
     return not candidate.feasible, candidate.evaluation.objective_ns
 
 
-def realise(priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Site]) -> Solution | None:
-    """The solution with these layer devices and sites; None when a decision has no such option."""
+# Which option a decision has for a layer device and sites: the rules ask the same over and over.
+Known = dict[tuple[object, ...], int | None]
+
+
+def realise(
+    priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Site], known: Known | None = None
+) -> Solution | None:
+    """The solution with these layer devices and sites; None when a decision has no such option.
+
+    `known` holds answers of earlier calls about the same problem.
+    """
+    known = {} if known is None else known
     names = [d.device for d in priced.problem.devices]
     homes = {f"blk.{n}": device for n, device in enumerate(layer_devices[:-1])}
     homes[OUTPUT] = layer_devices[-1]
     choices: list[int] = []
-    for decision in priced.problem.decisions:
+    for number, decision in enumerate(priced.problem.decisions):
         home = homes.get(decision.name, "CPU")
         if home not in names and decision.layer:
             return None
         owner = priced.model.owners.get(decision.name)
         away = owner is not None and homes[owner] != home
-        index = _find(decision, home, names.index(home) if decision.layer else -1, sites, away)
+        key = (number, home, away, *map(sites.get, decision.units))
+        if key not in known:
+            known[key] = _find(decision, home, names.index(home) if decision.layer else -1, sites, away)
+        index = known[key]
         if index is None:
             return None
         choices.append(index)
@@ -182,12 +196,13 @@ def layer_devices(n_all: int, ngl: int, gpus: Sequence[tuple[str, int]]) -> tupl
     first = max(n_all + 1 - ngl, 0)
     active = min(ngl, n_all + 1)
     sums = list(itertools.accumulate(size for _, size in gpus))
+    shares = [size / sums[-1] for size in sums] if gpus and sums[-1] else []
     found = []
     for layer in range(n_all + 1):
-        if layer < first or not gpus or not sums[-1]:
+        if layer < first or not shares:
             found.append("CPU")
             continue
         at = (layer - first) / active
-        index = bisect.bisect_right([s / sums[-1] for s in sums], at)
+        index = bisect.bisect_right(shares, at)
         found.append(gpus[min(index, len(gpus) - 1)][0])
     return tuple(found)

@@ -147,7 +147,7 @@ def _listed(spec: LoadSpec, runs: Sequence[tuple[str, int]], others: Iterable[st
 
 def plan_layer_devices(plan: Plan) -> tuple[str, ...]:
     """The device of every layer the engine counts, NextN blocks included, the output head last."""
-    blocks = [int(m[1]) + 1 for p in plan.units if (m := re.match(r"blk\.(\d+)\.", p.unit))]
+    blocks = [int(m[1]) + 1 for p in plan.units if (m := re.match(r"blk\.([0-9]{1,4})\.", p.unit))]
     return layer_devices(plan.layers, max(blocks, default=0))
 
 

@@ -20,7 +20,7 @@ from planner.plan.load_spec import CPU
 from planner.plan.plan import Override
 from planner.site import Site, SiteKind
 
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
 _TIED = "token_embd.weight"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -10,6 +11,8 @@ from planner.plan.plan import LayerRange, Placement, Plan
 from planner.site import ON_CPU, Site, SiteKind
 
 _FREE = (".experts", ".ffn")  # units that need not be where their layer is
+
+_BLOCK = re.compile(r"blk\.([0-9]{1,4})(?:\.|$)")
 
 
 def nearest(plan: Plan) -> Plan:
@@ -43,8 +46,8 @@ def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cac
 
 
 def _layer(unit: str) -> int | None:
-    parts = unit.split(".")
-    return int(parts[1]) if parts[0] == "blk" and len(parts) > 1 and parts[1].isdecimal() else None
+    block = _BLOCK.match(unit)
+    return int(block[1]) if block else None
 
 
 def _ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:

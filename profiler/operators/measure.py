@@ -6,7 +6,6 @@ nothing but the case that failed. Requests: {"ask": "figures"} and {"ask": "case
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -14,12 +13,13 @@ from itertools import groupby
 from planner.errors import AtsplanError, MachineError
 from planner.machine.op_time import Case
 from profiler import host
-from profiler.answers import Line, answer_request
 from profiler.operators import figures, links, thermal
 from profiler.operators.arena import MiB
 from profiler.operators.bench import Bench
 from profiler.operators.cases import NOT_SUPPORTED, Place, job_of
 from profiler.operators.pace import Pace
+from runtime.child.serve import Message as Line
+from runtime.child.serve import serve_lines
 from runtime.engine import gpu_usage
 from runtime.engine.ggml import Device, Ggml
 from runtime.engine.libllama import Engine
@@ -209,4 +209,4 @@ def _max_alloc(ggml: Ggml, place: Place) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(answer_request(answer))
+    serve_lines(answer)

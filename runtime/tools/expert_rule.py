@@ -7,20 +7,21 @@ overrides by patterns of the tool's own, so what they place can be proved like a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.model.inventory import Inventory
 from planner.plan.engine_rules import expected_devices, spec_layer_devices
 from planner.plan.load_spec import CPU, LoadSpec
 from planner.plan.override_match import matches
+from planner.plan.patterns import listed
 from planner.plan.plan import Placement, Plan
 from planner.site import ON_CPU
 
 # Searched in the tensor's name (b10068 to b11549); a layer's own begins with `blk\.N`.
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-_LAYER = re.compile(r"blk\.(\d+)\.")
-_PARTS = tuple(f"ffn_{part}_exps.weight" for part in ("up", "down", "gate", "gate_up"))
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
+_WEIGHT = re.compile(r"blk\.([0-9]{1,4})\.ffn_(up|down|gate|gate_up)_exps\.weight")
 # Architectures whose experts have biases or scales, which the rule moves and a plan may leave.
 _MORE = frozenset(["gpt-oss", "gemma4"])
 
@@ -86,30 +87,29 @@ def _of_units(spec: LoadSpec, n_blocks: int, units: Sequence[Placement]) -> Expe
     """By the sites: experts of the first layers on the CPU, and overrides that reach exactly these."""
     experts = {n: p.site for p in units if p.unit.endswith(".experts") and (n := _layer(p.unit)) is not None}
     held = {n for n, site in experts.items() if site == ON_CPU}
-    if not held or not spec.overrides or any(buffer != CPU for _, buffer in spec.overrides):
-        return None
-    if any(site.divided for site in experts.values()):
+    if not held or not spec.overrides or any(site.divided for site in experts.values()):
         return None
     first = max(held) + 1
-    if any(n < first and n not in held for n in experts):
+    reached = _reached(spec.overrides)
+    if reached is None or any(n < first and n not in held for n in experts):
         return None
-    reached = {n for n in experts if _reached(n, spec.overrides)}
     devices = spec_layer_devices(spec, n_blocks)
     on_host = {n for n in held if devices[n] == CPU}  # their experts need no override
-    if reached - held or (held - reached) - on_host or not _only_experts(spec.overrides, held):
-        return None
-    return ExpertRule(first, held == set(experts), ())
+    return ExpertRule(first, held == set(experts), ()) if reached <= held <= reached | on_host else None
 
 
-def _reached(layer: int, overrides: Overrides) -> bool:
-    return any(re.search(p, f"blk.{layer}.{part}") for p, _ in overrides for part in _PARTS)
-
-
-def _only_experts(overrides: Overrides, held: Iterable[int]) -> bool:
-    """Whether each pattern names experts and nothing else; patterns of this program end in their names."""
-    names = [f"blk.{layer}.{part}" for layer in held for part in _PARTS]
-    own = re.compile(r"\^blk\\\.[^.]*\\\.(?:\(\?:)?(?:ffn_(?:up|down|gate|gate_up)_exps\|?)+\)?\\\.\w+\$")
-    return all(own.fullmatch(p) and any(re.search(p, name) for name in names) for p, _ in overrides)
+def _reached(overrides: Overrides) -> set[int] | None:
+    """The layers whose experts overrides keep on the CPU; None when they place anything else, or may."""
+    parts: dict[int, set[str]] = {}
+    for pattern, buffer in overrides:
+        names = listed(pattern)
+        found = [_WEIGHT.fullmatch(name) for name in names or ()]
+        if buffer != CPU or not found or not all(found):
+            return None
+        for each in filter(None, found):
+            parts.setdefault(int(each[1]), set()).add(each[2])
+    whole = all("down" in each and each & {"up", "gate_up"} for each in parts.values())
+    return set(parts) if whole else None
 
 
 def _layer(name: str) -> int | None:

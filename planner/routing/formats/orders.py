@@ -42,7 +42,7 @@ def model_orders(data: Bytes, path: str) -> Orders:
         if kv.key.startswith(OWN_KEY):
             order = numbers(data, kv)
             layer = kv.key[len(OWN_KEY) :]
-            if order is None or not layer.isdecimal():
+            if order is None or not (layer.isascii() and layer.isdecimal() and len(layer) < 6):
                 raise FileProblem(path, f"damaged record of an earlier rewrite: {kv.key}")
             orders[int(layer)] = [int(e) for e in order]
     return orders or mbolt_orders(data, header, path)
@@ -55,5 +55,5 @@ def _plan_orders(text: str, path: str) -> Orders:
 def _json_orders(text: str, path: str, layout: str) -> Orders:
     try:
         return {int(la["layer"]): [int(e) for e in la[f"{layout}_perm"]] for la in json.loads(text)["layers"]}
-    except (KeyError, TypeError, ValueError, OverflowError) as problem:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as problem:
         raise FileProblem(path, f"no perms.json with {layout}_perm in each layer: {problem}") from None
