@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.shared.companions import draft_fields, projector_fields
-from commands.shared.console import ms, out_text, say, write_text
+from commands.shared.console import out_text, say, write_text
 from commands.shared.models import load_plan
 from commands.shared.option_types import Target
 from commands.shared.plan_job import parse_map
@@ -72,6 +72,7 @@ def command(
     from dataclasses import replace
 
     from commands.shared.inputs import InputLibrary
+    from commands.shared.stock_choice import choose
     from planner.check.consistency import check_agreement
     from planner.errors import AnswerIsNo
     from planner.plan.load_spec import plan_layer_devices
@@ -88,19 +89,13 @@ def command(
     if not stock_only and (slots := _with_slots(plan, form, device_maps, threads, path)):
         _write(slots, output)
         return
-    placed = _stock(plan, device_maps, threads)
-    if exact and not placed.exact:
-        raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(placed.notes)}")
-    for note in placed.notes:
-        say(f"not expressible: {note}")
-    if not placed.exact and (legal := _nearest(plan, inputs)):
-        again = _stock(legal, device_maps, threads)
-        done = "instead: as many layers on the CPU as planned, but the first ones"
-        if legal.layers == plan.layers:
-            done = "instead: the experts of whole layers on the CPU"
-        plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
-    rule = expert_rule(placed.spec, len(plan_layer_devices(plan)) - 1, inputs.inventory, plan)
-    placed = replace(placed, rule=rule, **_beside(plan, placed.spec, device_maps, mmproj, draft))
+    if exact and not (mine := _stock(plan, device_maps, threads)).exact:
+        raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(mine.notes)}")
+    plan, placed = choose(plan, str(plan_path), inputs, lambda each: _stock(each, device_maps, threads))
+    if placed.rule is None:
+        rule = expert_rule(placed.spec, len(plan_layer_devices(plan)) - 1, inputs.inventory, plan)
+        placed = replace(placed, rule=rule)
+    placed = replace(placed, **_beside(plan, placed.spec, device_maps, mmproj, draft))
     _write(export(plan, placed, path, form, published), output)
 
 
@@ -188,22 +183,3 @@ def _beside(
         **projector_fields(plan, mapped, spec, mmproj),
         **draft_fields(plan, mapped, spec, draft),
     }
-
-
-def _nearest(plan: Plan, inputs: Inputs) -> Plan | None:
-    """The nearest legal plan, priced; None, said, when it cannot be priced or does not fit."""
-    from planner.check.reprice import edited
-    from planner.errors import AnswerIsNo
-    from planner.plan.stock import nearest
-
-    if inputs.inventory is None or inputs.profile is None:
-        say("its cost is not known: give --inventory and --profile to price the nearest plan")
-        return None
-    try:
-        legal = edited(nearest(plan), inputs.inventory, inputs.profile, inputs.known)
-    except AnswerIsNo as problem:
-        say(f"layers on the CPU cannot simply come first: {problem}")
-        return None
-    was, now = plan.predicted.tpot_ns, legal.predicted.tpot_ns
-    say(f"nearest plan of a stock tool: predicted {ms(now)} a token, the plan itself {ms(was)}")
-    return legal

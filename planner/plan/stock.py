@@ -27,12 +27,12 @@ def nearest(plan: Plan) -> Plan:
     units = tuple(p.model_copy(update={"site": _site(p, before, after, cached)}) for p in plan.units)
     # Pins name units whose layers have moved.
     free = plan.constraints.model_copy(update={"pins": ()})
-    return plan.model_copy(update={"layers": _ranges(after), "units": units, "constraints": free})
+    return plan.model_copy(update={"layers": layer_ranges(after), "units": units, "constraints": free})
 
 
 def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cached: Site) -> Site:
     """The legal site; `cached` is that of host experts of device layers, the CPU without a MoE cache."""
-    layer = _layer(placement.unit)
+    layer = layer_of(placement.unit)
     if placement.site.kind in (SiteKind.STRIPE, SiteKind.HYBRID):
         return cached
     if layer is not None and placement.unit.endswith(".experts") and placement.site in (ON_CPU, cached):
@@ -45,12 +45,14 @@ def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cac
     return Site.on(after[layer])
 
 
-def _layer(unit: str) -> int | None:
+def layer_of(unit: str) -> int | None:
+    """The layer of a unit by its name; None for those of no layer."""
     block = _BLOCK.match(unit)
     return int(block[1]) if block else None
 
 
-def _ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:
+def layer_ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:
+    """Layer devices, the output head's last, as a plan states them."""
     found, at = [], 0
     for device, group in groupby(devices):
         count = len(list(group))

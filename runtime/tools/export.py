@@ -113,6 +113,7 @@ def _json(plan: Plan, placed: Stock, model: str) -> str:
         "arguments": arguments(placed, model),
         "environment": _environment(placed, model),
         "predicted_tpot_ns": plan.predicted.tpot_ns,
+        "predicted_prefill_ns": plan.predicted.prefill_ns,
     }
     return quoting.json_text(data) + "\n"
 
