@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.companions import draft_fields, projector_fields
+from commands.shared.companions import draft_fields, projector_fields, uncounted_draft
 from commands.shared.console import out_text, say, write_text
 from commands.shared.models import load_plan
 from commands.shared.option_types import Target
@@ -122,6 +122,7 @@ def _with_slots(plan: Plan, form: str, device_maps: tuple[str, ...], threads: in
         return ""
     spec = replace(spec, threads=threads or spec.threads)
     placed = stock(hybrid_script.named(spec), len(plan_layer_devices(plan)) - 1)
+    placed = replace(placed, least=plan.engines.least if plan.engines else 0)
     placed = replace(placed, **_beside(plan, placed.spec, device_maps, "", ""))
     # Slots are named by position: those of the file itself, where it is here.
     here = positions(Path(model), spec.residents) if Path(model).is_file() else spec.residents
@@ -167,7 +168,8 @@ def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:
     from runtime.tools.options import stock
 
     spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
-    return stock(replace(spec, threads=threads or spec.threads), len(plan_layer_devices(plan)) - 1)
+    placed = stock(replace(spec, threads=threads or spec.threads), len(plan_layer_devices(plan)) - 1)
+    return replace(placed, least=plan.engines.least if plan.engines else 0)
 
 
 def _beside(
@@ -179,6 +181,8 @@ def _beside(
         mmproj = mmproj or file_name(plan.projector.name, ".gguf")
     if planned and planned.tokens and planned.draft:
         draft = draft or file_name(planned.draft, ".gguf")
+    if draft and (sentence := uncounted_draft(plan)):
+        say(f"note: {sentence}")
     return {
         **projector_fields(plan, mapped, spec, mmproj),
         **draft_fields(plan, mapped, spec, draft),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.errors import InputError
-from runtime.tools.options import Inexpressible, Stock
+from runtime.tools.options import LOAD_MODE, Inexpressible, Stock
 
 
 def words(placed: Stock, model: str, prompt: int, gen: int, depth: int) -> list[str]:
@@ -27,7 +27,10 @@ def words(placed: Stock, model: str, prompt: int, gen: int, depth: int) -> list[
         found += ["-ncmoe", str(placed.rule.layers)]  # it has no --cpu-moe
     found += ["-b", str(max(work.n_batch, work.n_ubatch)), "-ub", str(work.n_ubatch)]
     found += ["-fa", "on" if work.flash_attn else "off", "-ctk", work.type_k, "-ctv", work.type_v]
-    found += ["-lm", "mmap" if spec.use_mmap else "none"]
+    if 0 < placed.least < LOAD_MODE:
+        found += ["-mmp", str(int(spec.use_mmap))]
+    else:
+        found += ["-lm", "mmap" if spec.use_mmap else "none"]
     if spec.threads:
         found += ["-t", str(spec.threads)]
     if not spec.use_extra_bufts:
