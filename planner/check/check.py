@@ -9,6 +9,7 @@ from datetime import date
 
 from planner.check.consistency import workload_faults
 from planner.check.findings import Finding, Severity
+from planner.check.plan_alone import faults
 from planner.check.reprice import NotPlaceable, asked, reprice
 from planner.errors import AtsplanError, FieldProblem
 from planner.machine.attention_kernels import kv_problem
@@ -95,7 +96,16 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     if inputs.profile is not None:
         _headroom(plan, inputs.profile, report)
         _stale(inputs.profile, options, report)
+    _alone(plan, report)
     return sorted(report.findings, key=lambda f: (f.line, f.rule))
+
+
+def _alone(plan: Plan, report: _Report) -> None:
+    """What the plan itself disproves, where no better finding stands on that line already."""
+    said = {f.line for f in report.findings if f.severity is not Severity.NOTE}
+    for fault in faults(plan):
+        if report.lines.of(*fault.where) not in said:
+            report.add(fault.rule, fault.message, *fault.where)
 
 
 @dataclass
@@ -336,15 +346,21 @@ def _stale(profile: Profile, options: CheckOptions, report: _Report) -> None:
             report.add("stale", message, "machine", severity=Severity.NOTE)
 
 
-def missing_inputs(plan: Plan, path: str, text: str, inputs: Inputs) -> Iterable[Finding]:
-    """Notes about inputs that were not found, so that nobody takes silence for proof."""
+def missing_inputs(
+    plan: Plan, path: str, text: str, inputs: Inputs, *, allowed: bool = False
+) -> Iterable[Finding]:
+    """Inputs that were not found: without them a plan cannot be judged, and silence would look like proof.
+
+    `allowed`: a note each, for those who check what the plan alone proves.
+    """
+    severity = Severity.NOTE if allowed else Severity.INPUT
     lines = Lines(text)
     if inputs.inventory is None:
         message = f"no inventory of {plan.model.name} with this digest: overrides and cost were not checked"
-        yield Finding(path, lines.of("model"), "inputs", Severity.NOTE, message)
+        yield Finding(path, lines.of("model"), "inputs", severity, message)
     if inputs.profile is None:
         message = f"no profile of {plan.machine.name} with this digest: cost was not checked"
-        yield Finding(path, lines.of("machine"), "inputs", Severity.NOTE, message)
+        yield Finding(path, lines.of("machine"), "inputs", severity, message)
     if inputs.heat_missing(plan):
         message = "no heat file with the recorded digest: cost was not checked"
-        yield Finding(path, lines.of("constraints", "heat_digest"), "inputs", Severity.NOTE, message)
+        yield Finding(path, lines.of("constraints", "heat_digest"), "inputs", severity, message)
