@@ -74,6 +74,7 @@ def command(
     from commands.shared.inputs import InputLibrary
     from commands.shared.stock_choice import choose
     from planner.check.consistency import check_agreement
+    from planner.check.divided_sites import check_sites
     from planner.errors import AnswerIsNo
     from planner.plan.load_spec import plan_layer_devices
     from runtime.tools.expert_rule import expert_rule
@@ -82,6 +83,7 @@ def command(
     published = _published(form, publish, no_key)
     plan = load_plan(plan_path)
     inputs = InputLibrary(models, profiles).of(plan, plan_path)
+    check_sites(plan, inputs.inventory, str(plan_path))
     if inputs.inventory is not None:
         check_agreement(plan, inputs.inventory, str(plan_path))
     plan = _without_commas(plan, inputs)

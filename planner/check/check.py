@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 
 from planner.check.consistency import workload_faults
+from planner.check.divided_sites import site_faults
 from planner.check.findings import Finding, Severity
 from planner.check.plan_alone import faults
 from planner.check.reprice import NotPlaceable, asked, reprice
@@ -85,7 +86,10 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     _search(plan, report)
     if problem := kv_problem(plan.workload):
         report.add("inputs", problem, "workload", "flash_attn")
-    if inputs.inventory is not None:
+    impossible = site_faults(plan, inputs.inventory)
+    for site_fault in impossible:
+        report.add("sites", site_fault.why, "units", site_fault.index, "site")
+    if inputs.inventory is not None and not impossible:
         for fault in workload_faults(plan.workload, inputs.inventory):
             report.add("inputs", fault, "workload", "mtp")
         _overrides(plan, inputs.inventory, report)

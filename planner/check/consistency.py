@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.check.divided_sites import check_sites
 from planner.cost.expert_cache import faults as cache_faults
 from planner.errors import InputError
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
@@ -38,7 +39,11 @@ class Contradiction(InputError):
 
 
 def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
-    """Contradiction unless layers, units, overrides and caches of the plan say the same."""
+    """Contradiction unless layers, units, overrides and caches of the plan say the same.
+
+    ImpossibleSite for a unit divided as it cannot be.
+    """
+    check_sites(plan, inventory, path)
     faults = (
         workload_faults(plan.workload, inventory)
         or _layer_faults(plan, inventory)
