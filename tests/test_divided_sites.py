@@ -82,3 +82,11 @@ def test_what_can_be_divided_is_no_fault(site: str, moe_model: Path) -> None:
     plan, _ = divided(hand_plan(file), ".experts", site)
     assert site_faults(plan, file.inventory) == site_faults(plan, None) == []
     assert from_text(to_text(plan), "plan") == plan
+
+
+def test_a_plan_with_a_cache_is_rewritten(moe_model: Path, tmp_path: Path) -> None:
+    plan, _ = divided(hand_plan(read_model(moe_model)), ".experts", "cache:CUDA0:500000")
+    path, out = tmp_path / "plan.yaml", tmp_path / "out.gguf"
+    path.write_text(to_text(plan))
+    done = CliRunner().invoke(main, ["rewrite", str(moe_model), "--plan", str(path), "-o", str(out)])
+    assert done.exit_code == 0 and out.exists(), done.output

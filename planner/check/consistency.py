@@ -14,6 +14,7 @@ from planner.errors import InputError
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
+from planner.model.nextn import nextn_fault
 from planner.model.units import Kind, units_of
 from planner.passes.prompt_pipeline import restated
 from planner.plan.load_spec import LoadSpec, plan_layer_devices
@@ -72,8 +73,8 @@ def check_order(plan: Plan, spec: LoadSpec, found: Mapping[int, tuple[int, ...]]
 
 def workload_faults(workload: Workload, inventory: Inventory) -> list[str]:
     """What a workload asks of a model that does not have it."""
-    if workload.mtp and layers_of(inventory).n_nextn == 0:
-        return ["workload: mtp is true, but the model holds no NextN/MTP block"]
+    if workload.mtp and (fault := nextn_fault(inventory)):
+        return [f"workload: mtp is true, but the model {fault}"]
     return []
 
 

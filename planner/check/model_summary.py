@@ -12,6 +12,7 @@ from planner.memory.weights import compute_bytes, kv_bytes, state_bytes
 from planner.model.ggml_types import is_known
 from planner.model.inventory import Inventory, by_name
 from planner.model.layers import Layers, layers_of
+from planner.model.nextn import promised_in_vain
 from planner.model.sliding_window import sliding_layers, window
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import Kind, Unit, active_bytes, foreign_note, units_of
@@ -208,5 +209,7 @@ def refuse_strange(inventory: Inventory) -> None:
     found = [f"tensor type {kind} is not known" for kind in types]
     found += filter(None, [foreign_note(table.units)])
     found += [f"{name} is not recognised" for name in table.unknown[:1]]
+    if fault := promised_in_vain(inventory):
+        found.append(f"the model {fault}")
     if found:
         raise Strange(inventory.name, tuple(found))
