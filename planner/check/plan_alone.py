@@ -18,6 +18,7 @@ from planner.plan.stock import layer_of
 from planner.site import NoSite, Site
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_NORM = 2**20  # no norm is larger
 _NOT_LOADED = "not loaded"  # the reason of units that the engine leaves in the file
 
 
@@ -83,6 +84,9 @@ def _weights(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
     """The weights of each device are the units there; of divided ones at most the whole."""
     if plan.units and (short := plan.model.size_bytes - sum(p.size_bytes for p in plan.units)) < 0:
         yield Fault("units", f"units hold {-short} bytes more than the model", ("model", "size_bytes"))
+    # The head's norm stays with its layer where the matrix leaves; its size is the model's to tell.
+    head = next((p for p in plan.units if p.unit == "output"), None)
+    slack = _NORM if head is not None and head.site.buffer != layers[-1] else 0
     for i, use in enumerate(plan.devices):
         loaded = [p for p in plan.units if p.why != _NOT_LOADED]
         whole = sum(p.size_bytes for p in loaded if _on(p, use))
@@ -91,7 +95,8 @@ def _weights(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
         tied = next((p.size_bytes for p in loaded if p.unit == "token_embd"), 0)
         most = whole + parts + (tied if use.name == layers[-1] else 0)
         have = use.weights_bytes
-        if have < whole or have > most or (not parts and have not in (whole, most)):
+        near = any(abs(have - exact) <= slack for exact in (whole, most))
+        if have < whole - slack or have > most + slack or (not parts and not near):
             span = f"{whole}" if whole == most else f"{whole} to {most}"
             where = ("devices", i, "weights_bytes")
             yield Fault("memory", f"{use.name}: weights of {have} bytes, its units hold {span}", where)
