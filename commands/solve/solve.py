@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @asking
-@click.option("-o", "--output", type=Target("plan"), help="Where to write the plan.")
+@click.option("-o", "--output", "--out", "output", type=Target("plan"), help="Where to write the plan.")
 @click.option(
     "--quant", "quants", multiple=True, help="What if: REGEX=TYPE, for example 'ffn_.*_exps=iq2_xs'."
 )
