@@ -78,8 +78,8 @@ class LazyGroup(click.Group):
         if name in COMMANDS or name.startswith("-"):
             return super().resolve_command(ctx, args)
         near = difflib.get_close_matches(name, COMMANDS, n=3, cutoff=0.5)
-        meant = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(COMMANDS)}"
-        raise click.UsageError(f"No such command '{name}': {meant}", ctx)
+        meant = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(COMMANDS)}"
+        raise click.UsageError(f"No such command '{name}'. {meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -119,7 +119,7 @@ def test_a_loaded_plan_says_the_rest(command: str, words: tuple[str, ...], said:
 
 def test_a_command_that_is_not_there_names_the_near_ones() -> None:
     found = run("sovle", "model.gguf")
-    assert found.exit_code == 2 and "did you mean solve" in found.stderr
+    assert found.exit_code == 2 and "Did you mean solve" in found.stderr
     assert all(name in run("xyzzyx").stderr for name in COMMANDS)
 
 
