@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ COMMANDS = [
     ("inventory", MOE),
     ("sweep", MOE, "--machine", "rtx4060-8gb-ddr5", "--budgets", "5000:7000:1000"),
     ("doctor",),
-
+    ("machines",),
 ]
 
 
@@ -78,3 +79,32 @@ def test_a_number_is_the_same_in_every_command(tmp_path: Path) -> None:
     assert used and used[1]
     row = next(line for line in solved.splitlines() if line.lstrip().startswith("CUDA0"))
     assert f"{used[1].strip()} MiB" in row
+
+
+def test_a_refusal_is_data_too() -> None:
+    words = (
+        "solve",
+        MOE,
+        "--machine",
+        "rtx4060-8gb-ddr5",
+        "--budget",
+        "7000",
+        "--no-cpu",
+        "-c",
+        "128k",
+        "--json",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "atsplan", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    data = json.loads(done.stdout)
+    assert done.returncode == 1 and not data["feasible"] and data["error"] in done.stderr
+    need = data["needs"][0]
+    assert need["shortage_bytes"] == need["needed_bytes"] - need["budget_bytes"] > 0
+    parts = ("weights_bytes", "kv_and_state_bytes", "compute_bytes", "reserve_bytes")
+    assert sum(need[part] for part in parts) == need["needed_bytes"]
