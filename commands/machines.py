@@ -53,8 +53,8 @@ def _list(as_json: bool) -> None:
 
     known = cards()
     if as_json:
-        machines = [{"name": name, "source": load(name).source} for name in names()]
-        out_json({"machines": machines, **known.model_dump(mode="json")})
+        shipped = [{"name": name, "source": load(name).source} for name in names()]
+        out_json({"machines": shipped, **known.model_dump(mode="json")})
         return
     machines = table("machine", "GPU", "host")
     for name in names():

@@ -40,10 +40,10 @@ def test_parts_give_the_shipped_description(name: str) -> None:
         assert all(getattr(mine, field) == getattr(device, field) for field in exact)
         assert mine.bandwidth_bytes_per_s == pytest.approx(device.bandwidth_bytes_per_s, rel=0.005)
         assert mine.flops_per_s == pytest.approx(device.flops_per_s, rel=0.15)  # scaled by FP32, not tensors
-    for mine, link in zip(new.links, shipped.links, strict=True):
-        assert (mine.source, mine.target, mine.latency_ns) == (link.source, link.target, link.latency_ns)
-        assert mine.bandwidth_bytes_per_s == link.bandwidth_bytes_per_s
-        assert mine.zero_copy_bytes_per_s == pytest.approx(link.zero_copy_bytes_per_s, rel=0.015)
+    for own, link in zip(new.links, shipped.links, strict=True):
+        assert (own.source, own.target, own.latency_ns) == (link.source, link.target, link.latency_ns)
+        assert own.bandwidth_bytes_per_s == link.bandwidth_bytes_per_s
+        assert own.zero_copy_bytes_per_s == pytest.approx(link.zero_copy_bytes_per_s, rel=0.015)
     assert new.calibrations == shipped.calibrations
     assert not new.measured and new.source.startswith("assumed, not measured")
 

@@ -60,6 +60,15 @@ def machine_parts(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+_WORDS = ("--gpu", "--vram", "--ram", "--memory", "--pcie", "--cpu", "--gpu-bandwidth", "--gpu-tflops")
+
+
+def words_of(parts: Described) -> list[str]:
+    """The options again, as words of a command line."""
+    found = zip(_WORDS, (getattr(parts, name) for name in parts.__slots__), strict=True)
+    return [word for option, value in found if value is not None for word in (option, str(value))]
+
+
 def profile_of(path: Path | None, machine: str | None, parts: Described) -> Profile:
     """The profile from a file, by name, or by parts; OptionProblem unless it is exactly one of them."""
     if not parts:

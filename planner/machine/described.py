@@ -5,7 +5,8 @@ the vendor's figure (an RTX 4090 copies at 918-924 of 1008 GB/s, batch-1 kernels
 (AIDA read, 9800X3D), DDR4 at 43.7 of 51.2 (arXiv 2607.10183, figure 9), many channels at half; PCIe 4 x16 at
 25.5/26.5 GB/s (NVIDIA/nvbandwidth#15), PCIe 5 x16 at 56.3/57.3 (tinygrad/open-gpu-kernel-modules#29), other
 widths in proportion; prompts by an RTX 4090 (10359 t/s of 8B Q4_0, ggml-org/llama.cpp#7676) or 3090 (3593 t/s
-of Q6_K, #7860), scaled by nominal FP32; Radeons by a third of an RTX 4090 for an RX 9070 XT (assumed), Arc by a B580 (2336 t/s of 7B Q4_K_M with SYCL,
+of Q6_K, #7860), scaled by nominal FP32; Radeons by
+a third of an RTX 4090 for an RX 9070 XT (assumed), Arc by a B580 (2336 t/s of 7B Q4_K_M with SYCL,
 intel/ipex-llm#12991).
 """
 
