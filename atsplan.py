@@ -53,6 +53,22 @@ def _end_politely() -> None:
             signal.signal(number, _interrupt)
 
 
+def _leave_the_current_folder() -> None:
+    """Begin again without search paths that lead to code in the current folder, if there are any.
+
+    The loader of libraries has read them already: only a new process is without.
+    """
+    from runtime.child.environment import cleaned, import_path
+
+    variables, sentences = cleaned(os.environ)
+    if variables != dict(os.environ):
+        for sentence in sentences:
+            _say(f"note: {sentence}")
+        if os.name == "posix" and sys.executable:
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
+    sys.path[:] = import_path()
+
+
 def _say(text: str) -> None:
     from commands.shared.console import say
 
@@ -61,6 +77,10 @@ def _say(text: str) -> None:
 
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, and whose errors become exit codes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _leave_the_current_folder()
+        return super().__call__(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -124,7 +144,11 @@ class LazyGroup(click.Group):
             sys.exit(3)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Words such as heat, stripe, site, unit, gap and bound: docs/glossary.md",
+)
 @click.version_option(package_name="atsplan")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def main(debug: bool) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import MachineError
-from runtime import child
+from runtime.child.environment import environment, python
+from runtime.child.process import tie
 
 NEAR = 0.08  # a paced link may be off by so much of the asked rate
 STREAMS = (1, 2, 4, 8, 16)
@@ -74,10 +74,16 @@ class CompetingStream(Pacer):
         if rate is None:
             yield Pace("nothing", None, probe(self.link))
             return
-        command = [sys.executable, "-m", "benchmarks.link_stream", self.link]
+        command = python("-m", "benchmarks.link_stream", self.link)
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, env=child.environment(), start_new_session=True
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+            preexec_fn=tie(),
         )
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -128,8 +134,8 @@ class ByEnvironment(Pacer):
 
 def probe(link: str) -> float:
     """What a process of its own gets of a link now, in GB/s."""
-    command = [sys.executable, "-m", "benchmarks.link_stream", link, str(PROBE_S)]
-    done = subprocess.run(command, capture_output=True, text=True, env=child.environment(), check=False)
+    command = python("-m", "benchmarks.link_stream", link, str(PROBE_S))
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     if done.returncode:
         raise NotPaced(0.0, 0.0, (done.stderr.strip().splitlines() or ["the probe failed"])[-1])
     return float(done.stdout)

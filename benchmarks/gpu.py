@@ -29,8 +29,8 @@ from planner.model.gguf_file import read_model
 from planner.model.inventory import Inventory
 from planner.plan.plan import Plan
 from planner.workload import Workload
-from runtime import child
 from runtime.bench.rivals import same_load
+from runtime.child.ask import ask
 from runtime.load.dry_run import to_json
 from runtime.load.load_params import usable_cores
 
@@ -72,7 +72,7 @@ class Bench:
         row = {**cell, "contender": one.name, "setting": one.setting}
         started = time.monotonic()
         try:
-            row |= child.ask("benchmarks.gpu_run", request, str(self.engine), CHILD_S)
+            row |= ask("benchmarks.gpu_run", request, str(self.engine), CHILD_S)
         except AtsplanError as problem:
             row["failed"] = str(problem)
         row["wall_s"] = round(time.monotonic() - started, 1)

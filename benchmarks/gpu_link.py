@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from runtime.child.environment import environment, python
 from runtime.engine.libllama import Engine
 
 PIECE_BYTES = 256 * 2**20
@@ -44,8 +45,8 @@ def copy_for_ever(engine_path: str, device: str) -> None:
 @contextmanager
 def busy(engine_path: str, device: str) -> Iterator[None]:
     """Copies in a child process inside the block."""
-    command = [sys.executable, "-m", "benchmarks.gpu_link", engine_path, device]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    command = python("-m", "benchmarks.gpu_link", engine_path, device)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as child:
         assert child.stdout is not None
         child.stdout.readline()
         try:

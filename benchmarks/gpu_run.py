@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime import child
+from runtime.child.serve import serve
 from runtime.engine.ggml import Handle, Tensor
 from runtime.engine.libllama import Batch, Engine
 from runtime.load import dry_run
@@ -196,4 +196,4 @@ def _trace(run: Run, counter: _Routing, n_tokens: int) -> dict[int, list[int]]:
 
 
 if __name__ == "__main__":
-    child.serve(measure)
+    serve(measure)

@@ -16,8 +16,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from runtime import child
-
 PIECE_BYTES = 4 * 2**20  # short, so that the link is shared evenly over any millisecond
 
 
@@ -107,7 +105,6 @@ def main() -> None:
     if len(sys.argv) > 2:
         print(f"{probe(sys.argv[1], float(sys.argv[2])):.3f}")
         return
-    child.die_with_parent()
     load, threads = Load(), 0
     for line in sys.stdin:
         streams, busy = line.split()

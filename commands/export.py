@@ -47,6 +47,7 @@ FORMATS = (
 @click.option("--publish", metavar="ADDRESS", help="docker-compose: for other machines [default: 127.0.0.1].")
 @click.option("--no-key", is_flag=True, help="Let everyone who reaches --publish use it, without a key.")
 @click.option("--exact", is_flag=True, help="Refuse when the tool cannot express the whole plan.")
+@click.option("--stock", "stock_only", is_flag=True, help="Without the device for experts in slots.")
 @click.option("-o", "--output", "--out", "output", type=Target(), help="Write here [default: stdout].")
 def command(
     plan_path: Path,
@@ -61,6 +62,7 @@ def command(
     publish: str | None,
     no_key: bool,
     exact: bool,
+    stock_only: bool,
     output: Path | None,
 ) -> None:
     """Print how a stock llama.cpp tool loads a model by PLAN.
@@ -80,6 +82,10 @@ def command(
     if inputs.inventory is not None:
         check_agreement(plan, inputs.inventory, str(plan_path))
     plan = _without_commas(plan, inputs)
+    path = model or file_name(plan.model.name, ".gguf")
+    if not stock_only and (slots := _with_slots(plan, form, device_maps, threads, path)):
+        _write(slots, output)
+        return
     placed = _stock(plan, device_maps, threads)
     if exact and not placed.exact:
         raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(placed.notes)}")
@@ -92,12 +98,38 @@ def command(
             done = "instead: the experts of whole layers on the CPU"
         plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
     placed = replace(placed, **_beside(plan, placed.spec, device_maps, mmproj, draft))
-    text = export(plan, placed, model or file_name(plan.model.name, ".gguf"), form, published)
+    _write(export(plan, placed, path, form, published), output)
+
+
+def _write(text: str, output: Path | None) -> None:
     if output is None:
         out_text(text)
     else:
         write_text(output, text)
         say(f"wrote {output}")
+
+
+def _with_slots(plan: Plan, form: str, device_maps: tuple[str, ...], threads: int, model: str) -> str:
+    """The script of a plan with experts in slots; "" where the format has none, or the plan no slots."""
+    from dataclasses import replace
+
+    from planner.plan.load_spec import load_spec, map_devices, plan_layer_devices
+    from runtime.session.hybrid import positions
+    from runtime.tools import hybrid_script
+    from runtime.tools.export import export
+    from runtime.tools.options import stock
+
+    spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
+    if form not in hybrid_script.FORMS or not hybrid_script.has_slots(spec):
+        return ""
+    spec = replace(spec, threads=threads or spec.threads)
+    placed = stock(hybrid_script.named(spec), len(plan_layer_devices(plan)) - 1)
+    placed = replace(placed, **_beside(plan, placed.spec, device_maps, "", ""))
+    # Slots are named by position: those of the file itself, where it is here.
+    here = positions(Path(model), spec.residents) if Path(model).is_file() else spec.residents
+    if not Path(model).is_file():
+        say(f"{model} is not here: its experts are taken to lie in the order of the source")
+    return hybrid_script.script(spec, here, export(plan, placed, model, form), plan.model.name)
 
 
 def _published(form: str, publish: str | None, no_key: bool) -> Published:

@@ -105,7 +105,12 @@ def command(
         out_json(_data(answer, model))
     else:
         _show(answer, model)
-    _next_steps(model, profile, profile_path, machine, parts)
+    limits = [] if budget is None else ["--budget", budget]
+    limits += [] if ctx == "4096" else ["-c", ctx]
+    cache = "/".join(_types(kv_type, type_k, type_v))
+    limits += [] if cache == "f16/f16" else ["--kv-type", cache]
+    which = ["--machine", machine] if machine else ["--profile", str(profile_path or "profile.yaml")]
+    _next_steps(model, profile, [*which, *limits], parts)
 
 
 def _types(whole: str | None, keys: str | None, values: str | None) -> tuple[str, str]:
@@ -349,15 +354,11 @@ def _more_host(question: Question, refusal: Infeasible) -> int:
     return 0
 
 
-def _next_steps(
-    model: Path, profile: Profile, path: Path | None, machine: str | None, parts: Described
-) -> None:
-    """What to do with the answer, as commands."""
-    file = str(path or "profile.yaml")
-    which = ["--machine", machine] if machine else ["--profile", file]
+def _next_steps(model: Path, profile: Profile, asked: list[str], parts: Described) -> None:
+    """What to do with the answer, as commands; `asked`: machine, budget and use as solve is told them."""
     if parts:
-        say(f"next: {shell(['atsplan', 'machines', *words_of(parts), '-o', file])}")
-    say(f"next: {shell(['atsplan', 'solve', str(model), *which, '-o', 'plan.yaml'])}")
+        say(f"next: {shell(['atsplan', 'machines', *words_of(parts), '-o', 'profile.yaml'])}")
+    say(f"next: {shell(['atsplan', 'solve', str(model), *asked, '-o', 'plan.yaml'])}")
     if model.suffix not in (".yaml", ".yml"):
         say(f"next: {shell(['atsplan', 'run', str(model), '--plan', 'plan.yaml'])}")
     if not profile.measured:

@@ -58,9 +58,11 @@ def command(
 
 
 def _write(path: Path, inventory: Inventory) -> None:
-    from planner.model.inventory import to_text
+    from planner.model.inventory import from_text, to_text
 
-    write_text(path, to_text(inventory))
+    text = to_text(inventory)
+    from_text(text, str(path))  # what cannot be read back is not written
+    write_text(path, text)
     say(f"wrote {path}")
 
 

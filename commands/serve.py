@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ def command(
 
     Striped experts are served by the engine's own server library, loaded beside the stripes.
     """
+    from runtime.child.environment import python_program
     from runtime.tools.llama_server import free_port, serving
 
     _refuse_open(host, extra, no_key)
@@ -56,7 +56,7 @@ def command(
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
     program, words = _command(job, engine, _beside(job, mmproj, draft))
     if not no_check:
-        build = None if program == Path(sys.executable) else str(program.parent)
+        build = None if program == python_program() else str(program.parent)
         review(job, engine or build, llama_h)
     with serving(program, [*words, *extra], host, port, (lambda line: None) if quiet else say) as server:
         out(f"{server.url} (OpenAI-compatible under /v1)")
@@ -97,6 +97,7 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     from planner.plan.load_spec import plan_layer_devices
     from planner.quoting import Unquotable
     from planner.site import Site
+    from runtime.child.environment import python_program
     from runtime.engine import locate
     from runtime.stripes import server as striped_server
     from runtime.stripes.widths import widths as stripe_widths
@@ -120,5 +121,7 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
         raise FileProblem(str(job.plan_path), str(problem)) from None
     if not widths:
         return find_program(engine), words
-    folder = locate.find(engine).path.parent
-    return Path(sys.executable), striped_server.command(folder, widths, words)
+    place = locate.find(engine)
+    if place.folder is None:
+        raise EngineProblem(place.label, "stripes are served by a build folder: give one with --engine PATH")
+    return python_program(), striped_server.command(place.folder, widths, words)

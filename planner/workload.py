@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from planner.records import Record
+from planner.records import Count, Record
 
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
@@ -18,9 +18,9 @@ class Workload(Record):
     """One use of a model."""
 
     n_ctx: int = Field(4096, gt=0, le=_MOST)  # cells the KV cache holds, for all sequences together
-    depth: int = Field(0, ge=0)  # cells filled while the priced token is decoded
-    prompt: int = Field(512, ge=0)  # tokens of a typical prompt
-    gen: int = Field(256, gt=0)  # tokens of a typical answer
+    depth: Count = 0  # cells filled while the priced token is decoded
+    prompt: int = Field(512, ge=0, le=_MOST)  # tokens of a typical prompt
+    gen: int = Field(256, gt=0, le=_MOST)  # tokens of a typical answer
     n_seq: int = Field(1, gt=0, le=_MOST)
     n_batch: int = Field(2048, gt=0, le=_MOST)
     n_ubatch: int = Field(512, gt=0, le=_MOST)
@@ -28,6 +28,12 @@ class Workload(Record):
     type_v: KvType = "f16"
     flash_attn: bool = True
     mtp: bool = False  # load NextN/MTP blocks
+
+    @property
+    def needed_cells(self) -> int:
+        """Cells that the use fills: prompt and answer; a depth beyond them is where an answer begins."""
+        whole = self.prompt + self.gen if self.gen > 1 else max(self.prompt, 1)
+        return whole if self.depth <= whole else self.depth + self.gen
 
 
 def usual(n_ctx: int, **stated: Any) -> Workload:

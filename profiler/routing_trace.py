@@ -1,31 +1,27 @@
 """Watches a model route: a cb_eval on `ffn_moe_topk-N` while it reads prompts and writes answers.
 
-The model runs in a child process (`python -m profiler.routing_trace`) that reports as it goes: one JSON
-object a line, `progress` while it works, `rows` after each prompt, `cost` at the end.
+The model runs in a child process that reports as it goes: `progress` while it works, `rows` after each
+prompt, `cost` at the end.
 """
 
 from __future__ import annotations
 
 import ctypes as c
-import json
-import os
+import math
 import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from planner.errors import AtsplanError, EngineProblem, InputError
+from planner.errors import EngineProblem, InputError
 from planner.plan.load_spec import LoadSpec
 from planner.routing import trace as traces
 from planner.routing.trace import Row, Trace
-from runtime import child
+from runtime.child.ask import Limits, stream
+from runtime.child.serve import Emit, Message, serve_events
 from runtime.engine.ggml import Tensor
-from runtime.engine.logs import cause
 from runtime.load import dry_run
 
 if TYPE_CHECKING:
@@ -101,56 +97,19 @@ def trace(
     }
     rows: list[Row] = []
     cost = Cost(0, 0)
-    for event in _events(request, engine or "default"):
-        if "progress" in event:
-            on_progress(Progress(*event["progress"]))
-        elif "rows" in event:
-            rows += [(s, bool(d), step, layer, tuple(ids)) for s, d, step, layer, ids in event["rows"]]
-        elif "cost" in event:
-            cost = Cost(*event["cost"])
+    limits = Limits(total_s=math.inf)  # as long as the prompts ask for
+    with closing(stream("profiler.routing_trace", request, engine or "default", limits)) as events:
+        for event in events:
+            if "progress" in event:
+                on_progress(Progress(*event["progress"]))
+            elif "rows" in event:
+                rows += [(s, bool(d), step, layer, tuple(ids)) for s, d, step, layer, ids in event["rows"]]
+            elif "cost" in event:
+                cost = Cost(*event["cost"])
     if not rows:
         raise EngineProblem(engine or "default", "the model ran, but no node ffn_moe_topk-N was computed")
     largest = max(max(row[4]) for row in rows)
     return traces.make("", max(n_expert, largest + 1), [p.name for p in prompts], rows), cost
-
-
-def _events(request: Mapping[str, Any], engine: str) -> Iterator[dict[str, Any]]:
-    """The lines of a child; ends it, whatever happens here."""
-    environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "profiler.routing_trace"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            with suppress(BrokenPipeError), process.stdin:  # a child that died tells why below
-                process.stdin.write(json.dumps(request).encode())
-            for line in process.stdout:
-                if not line.endswith(b"\n"):
-                    break  # killed in the middle of a word
-                event: dict[str, Any] = json.loads(line)
-                if "problem" in event:
-                    if event["exit_code"] == InputError.exit_code:
-                        raise InputError(event["problem"])
-                    raise child.Relayed(engine, event["problem"])
-                yield event
-            process.wait()
-        finally:
-            child.end(process)
-        if process.returncode:
-            raise EngineProblem(engine, _death(process.returncode, log))
-
-
-def _death(code: int, log: IO[bytes]) -> str:
-    log.seek(0)
-    said = cause(log.read().decode(errors="replace").splitlines())
-    how = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
-    return f"{said} ({how})" if said else f"{how}, without a message"
 
 
 # Below here: the child.
@@ -205,11 +164,12 @@ class Watcher:
         return [list((c.c_int32 * used).from_buffer(raw, row * stride)) for row in range(tensor.ne[1])]
 
 
-def _work(request: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None]) -> None:
+def _work(request: Mapping[str, Any], send: Emit) -> Message:
     from runtime.engine.libllama import Engine
     from runtime.session.striped import session_for
 
     engine = Engine.find(request["engine"])
+    send({"engine": engine.label})
     spec = dry_run.from_json(request["spec"])
     options = Options(**request["options"])
     watcher = Watcher(engine)
@@ -227,6 +187,7 @@ def _work(request: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None])
     if options.cost:
         with session_for(engine, model, spec) as session:
             send({"cost": (watched, _decode_ns(session, tokens, options))})
+    return {}
 
 
 def _tokens(session: Session, text: str, options: Options) -> list[int]:
@@ -268,7 +229,7 @@ def _decode_ns(session: Session, tokens: Sequence[int], options: Options) -> int
     return min(_generate(session, tokens, short, ignore_end=True) for _ in range(3))
 
 
-def _reporter(index: int, send: Callable[[Mapping[str, Any]], None]) -> Callable[[str], None]:
+def _reporter(index: int, send: Emit) -> Callable[[str], None]:
     made = 0
 
     def on_text(text: str) -> None:
@@ -279,21 +240,5 @@ def _reporter(index: int, send: Callable[[Mapping[str, Any]], None]) -> Callable
     return on_text
 
 
-def main() -> None:
-    """One request from stdin, events to stdout; the engine's own output goes to stderr."""
-    with os.fdopen(os.dup(1), "w") as channel:
-        os.dup2(2, 1)
-
-        def send(event: Mapping[str, Any]) -> None:
-            json.dump(event, channel)
-            channel.write("\n")
-            channel.flush()
-
-        try:
-            _work(json.load(sys.stdin), send)
-        except AtsplanError as problem:
-            send({"problem": str(problem), "exit_code": problem.exit_code})
-
-
 if __name__ == "__main__":
-    main()
+    serve_events(_work)

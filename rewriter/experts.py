@@ -18,8 +18,8 @@ from planner.model.inventory import Inventory, Tensor
 from planner.model.tensor_roles import Role, part_of
 
 Order = tuple[int, ...]
-_ALONE = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")  # experts before they were merged
-_ROUTER = re.compile(r"blk\.\d+\.(ffn_gate_inp\.(weight|bias)|exp_probs_b\w*(\.\w+)?)")
+_ALONE = re.compile(r"blk\.[0-9]{1,9}\.ffn_(gate|up|down)\.[0-9]+\.weight")  # experts before they were merged
+_ROUTER = re.compile(r"blk\.[0-9]{1,9}\.(ffn_gate_inp\.(weight|bias)|exp_probs_b\w*(\.\w+)?)")
 
 
 @dataclass(eq=False)

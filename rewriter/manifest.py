@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from planner.records import Record, dump, load
-from rewriter.journal import MANIFEST_SUFFIX
+from planner.records import Bytes, Many, Record, dump, load
+from rewriter.publishing.journal import MANIFEST_SUFFIX
 
 MOST_BYTES = 64 << 20  # of a manifest: 65 536 tensors of long names have a quarter of it
 
@@ -16,14 +16,14 @@ class ManifestFile(Record):
     """One output file."""
 
     file: str
-    size_bytes: int = Field(ge=0)
+    size_bytes: Bytes
 
 
 class ManifestTensor(Record):
     """A tensor: SHA-256 of its payload with its experts in original order."""
 
     name: str
-    size_bytes: int = Field(ge=0)
+    size_bytes: Bytes
     sha256: str
 
 
@@ -34,9 +34,9 @@ class Manifest(Record):
     model: str
     source_header: str
     plan_digest: str
-    claims: tuple[str, ...]
-    files: tuple[ManifestFile, ...]
-    tensors: tuple[ManifestTensor, ...]
+    claims: Many[str]
+    files: Many[ManifestFile]
+    tensors: Many[ManifestTensor]
 
 
 def manifest_path(out: Path) -> Path:

@@ -15,7 +15,8 @@ from typing import BinaryIO
 from planner.errors import FileProblem
 
 _WIDTH = (1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8)  # bytes of a value by GGUF type; 8 text, 9 array
-_TEXT, _ARRAY = 8, 9
+_U32, _TEXT, _ARRAY = 4, 8, 9
+_LONGEST = 1 << 16  # bytes of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,9 @@ class Seen:
         raw = self.value(key)
         if len(raw) < 16:
             return ()
-        _, _, count = struct.unpack_from("<IIQ", raw)
+        _, element, count = struct.unpack_from("<IIQ", raw)
+        if element != _U32 or len(raw) != 16 + 4 * count:
+            raise FileProblem(str(self.path), f"damaged: {key} is no array of 32-bit numbers")
         return struct.unpack_from(f"<{count}I", raw, 16)
 
     def text(self, key: str) -> str:
@@ -100,6 +103,8 @@ def _table(file: BinaryIO, count: int) -> Iterator[tuple[str, tuple[int, ...], i
     for _ in range(count):
         name = _text(file)
         n_dims = _word(file)
+        if n_dims > 4:
+            raise IndexError
         dims = struct.unpack(f"<{n_dims}Q", file.read(8 * n_dims))
         kind, offset = struct.unpack("<IQ", file.read(12))
         yield name, dims, kind, offset
@@ -120,7 +125,10 @@ def _skip_value(file: BinaryIO, kind: int) -> None:
 
 
 def _text(file: BinaryIO) -> str:
-    return file.read(_long(file)).decode("utf-8")
+    length = _long(file)
+    if length > _LONGEST:
+        raise IndexError
+    return file.read(length).decode("utf-8")
 
 
 def _word(file: BinaryIO) -> int:

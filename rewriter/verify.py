@@ -7,17 +7,17 @@ the file against the plan in loops of its own.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import AnswerIsNo, InputError
+from planner.errors import AnswerIsNo, FileProblem, InputError
 from planner.model.gguf_file import ModelFile, read_model
 from planner.model.inventory import Tensor
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of
+from planner.plan.patterns import hits, searcher
 from planner.plan.plan import Plan
 from planner.quoting import short
 from rewriter.manifest import ManifestTensor
@@ -218,18 +218,14 @@ def _original_places(source: ModelFile, theirs: list[Seen]) -> tuple[int, ...]:
 
 def _patterns(theirs: list[Seen], plan: Plan) -> Iterator[str]:
     """Each override of the plan still finds as many tensors as it announces, first match first."""
-    try:
-        patterns = [re.compile(override.pattern) for override in plan.overrides]
-    except re.error as problem:
-        yield f"override {short(str(problem.pattern))} is no pattern: {problem}"
-        return
-    found = [0] * len(patterns)
-    for name in (name for seen in theirs for name in seen.weights):
-        first = next((n for n, pattern in enumerate(patterns) if pattern.search(name)), None)
-        if first is not None:
-            found[first] += 1
-    for override, count in zip(plan.overrides, found, strict=True):
-        if count != override.tensors:
+    left = {name for seen in theirs for name in seen.weights}
+    for override in plan.overrides:
+        if searcher(override.pattern) is None:
+            yield f"override {short(override.pattern)} is no pattern"
+            return
+        found = set(hits(override.pattern, left))
+        left -= found
+        if (count := len(found)) != override.tensors:
             yield f"override {override.pattern} matches {count} tensors, the plan says {override.tensors}"
 
 
@@ -256,7 +252,11 @@ def _plan_order(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[s
 
 def _orders(first: Seen) -> Orders:
     keys = [key for key in first.entries if key.startswith(EXPERTS)]
-    return {int(key[len(EXPERTS) :]): first.numbers(key) for key in keys}
+    layers = {key: key[len(EXPERTS) :] for key in keys}
+    for key, layer in layers.items():
+        if not (layer.isascii() and layer.isdecimal() and len(layer) < 6):
+            raise FileProblem(str(first.path), f"damaged record of an earlier rewrite: {key}")
+    return {int(layer): first.numbers(key) for key, layer in layers.items()}
 
 
 def _compare(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import AtsplanError, EngineProblem
-from runtime import child
+from runtime.child.ask import ask
+from runtime.child.serve import serve
 from runtime.engine import locate
 from runtime.engine.libllama import Build, Engine
 from runtime.load import dry_run, engine_fit
@@ -55,7 +56,7 @@ def examine(engine: str | None, llama_h: Path | None, probe_model: Path | None =
     """
     place = locate.find(engine)
     request = {"engine": engine, "llama_h": str(llama_h) if llama_h else None}
-    answer = child.ask("runtime.doctor", request, place.label)
+    answer = ask("runtime.doctor", request, place.label)
     devices = tuple(Seen(**{**d, "buffers": tuple(d["buffers"])}) for d in answer["devices"])
     abilities = [Ability(**each) for each in answer["abilities"]]
     if probe_model is not None:
@@ -154,4 +155,4 @@ def cores() -> str:
 
 
 if __name__ == "__main__":
-    child.serve(_examine_here)
+    serve(_examine_here)

@@ -18,7 +18,8 @@ from planner.machine.engine_builds import Demands
 from planner.machine.fingerprint import AnotherMachine, Facts, differences
 from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Plan, from_text, to_text
-from runtime import child
+from runtime.child.ask import ask
+from runtime.child.serve import Emit, serve_events
 from runtime.engine import locate
 from runtime.engine.libllama import Engine
 from runtime.engine.logs import Tail
@@ -131,7 +132,7 @@ def work(
         if "loaded" in event:
             on_loaded()
 
-    answer = child.ask("runtime.worker", request, locate.find(engine).label, timeout_s, hear)
+    answer = ask("runtime.worker", request, locate.find(engine).label, timeout_s, hear)
     loaded = answer["loaded"]
     memory = {name: Breakdown(**sizes) for name, sizes in loaded["memory"].items()}
     timings = tuple(Timings(**{**t, "tokens": tuple(t["tokens"])}) for t in answer["timings"])
@@ -155,7 +156,7 @@ class _Job:
         return {planned.get(name, name): value for name, value in found.items()}
 
 
-def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
+def _work_here(request: Mapping[str, Any], emit: Emit) -> dict[str, Any]:
     job = _job(request, emit)
     dry = _review(job, emit) if job.checks or request["dry"] else None
     notes = dry.notes if dry else ()
@@ -179,7 +180,7 @@ def _work_here(request: Mapping[str, Any], emit: child.Emit) -> dict[str, Any]:
     return {"loaded": asdict(loaded), "timings": [asdict(t) for t in timings]}
 
 
-def _job(request: Mapping[str, Any], emit: child.Emit) -> _Job:
+def _job(request: Mapping[str, Any], emit: Emit) -> _Job:
     """The request in terms of a loaded engine, which the plan's demands are held to."""
     engine = Engine.find(request["engine"], Path(request["llama_h"]) if request["llama_h"] else None)
     emit({"engine": engine.label})
@@ -223,7 +224,7 @@ def _prove(
     return memory
 
 
-def _check_build(engine: Engine, demands: Mapping[str, Any] | None, emit: child.Emit) -> None:
+def _check_build(engine: Engine, demands: Mapping[str, Any] | None, emit: Emit) -> None:
     """The plan's demands on a build: EngineProblem for one known to fail, a note for another one."""
     if demands is None:
         return
@@ -256,7 +257,7 @@ def _draft_here(engine: Engine, data: Mapping[str, Any]) -> Draft:
     return replace(draft, spec=spec, devices=devices)
 
 
-def _review(job: _Job, emit: child.Emit) -> dry_run.DryRun:
+def _review(job: _Job, emit: Emit) -> dry_run.DryRun:
     """The dry run in the plan's device names: items, budgets and free memory, before anything is loaded.
 
     A draft's bytes are added, and the state that guesses may be taken back from; a plan's items are without.
@@ -284,7 +285,7 @@ def _sum(first: Mapping[str, Breakdown], second: Mapping[str, Breakdown]) -> dic
     return {name: first.get(name, none) + second.get(name, none) for name in {**first, **second}}
 
 
-def _generate(session: Session, guessing: tuple[Session, int] | None, ask: Ask, emit: child.Emit) -> Timings:
+def _generate(session: Session, guessing: tuple[Session, int] | None, ask: Ask, emit: Emit) -> Timings:
     prompt = ask.prompt
     if ask.chat and isinstance(prompt, str):
         prompt = session.chat(prompt) or prompt
@@ -348,4 +349,4 @@ def _ask_from_json(data: Mapping[str, Any]) -> Ask:
 
 
 if __name__ == "__main__":
-    child.serve_events(_work_here)
+    serve_events(_work_here)

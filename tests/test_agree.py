@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from planner.check.consistency import Contradiction, check_agreement, check_order
@@ -149,7 +149,7 @@ COMPARED = {"model", "units", "experts", "devices", "engines"}
 # Said beside what is measured, or in what is exported.
 SPOKEN = {"machine", "predicted", "command", "projector", "speculation"}
 # How the decision came about.
-PAST = {"schema_", "version", "constraints", "baselines", "fit", "notes"}
+PAST = {"schema_", "version", "constraints", "baselines", "fit", "notes", "search"}
 
 
 def test_every_field_of_a_plan_is_passed_compared_or_about_the_past() -> None:

@@ -17,11 +17,11 @@ from click.testing import CliRunner
 from engines import ENVIRONMENT, python
 from hostile_texts import CRAFTED
 from sample_plan import sample_plan
-from test_run import plan_for
-from test_stock import server_plan
+from small_plans import plan_for, server_plan
 
 from atsplan import main
 from planner.model.gguf_file import read_model
+from planner.model.structure import structure_of
 from planner.plan.engine_rules import expected_devices
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.plan import Override, Plan, to_text
@@ -237,7 +237,7 @@ def test_the_python_script_places_what_the_plan_places(
     assert done.returncode == 0, done.stderr
     held = json.loads(done.stdout)
     inventory = read_model(moe_model).inventory
-    devices = expected_devices(inventory, load_spec(plan))
+    devices = expected_devices(structure_of(inventory), load_spec(plan))
     wanted = sum(t.size_bytes for t in inventory.tensors if devices[t.name] == "Vulkan0")
     assert 0 <= held["Vulkan0"] - wanted < 4096 * len(inventory.tensors)
 

@@ -19,9 +19,8 @@ from engines import ENVIRONMENT, ROOT, python
 from planning_models import real
 from processes import alive, descendants, resident_bytes, until
 from rpc_servers import moved, rpc_process, rpc_serving
+from small_plans import cpu_plan, plan_for
 from sparse_model import write_sparse
-from test_builds import cpu_plan
-from test_run import plan_for
 
 from atsplan import main
 from planner.errors import EngineProblem
@@ -29,7 +28,7 @@ from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Plan, to_text
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
-from runtime import child
+from runtime.child.ask import ask
 from runtime.engine.libllama import Engine
 from runtime.tools.llama_server import free_port
 from runtime.worker import Ask, work
@@ -223,7 +222,7 @@ import resource
 from pathlib import Path
 from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime import child
+from runtime.child.serve import serve
 from runtime.engine.libllama import Engine
 from runtime.session.session import Session
 
@@ -235,7 +234,7 @@ def work(request):
         session.generate([5] * 1000, 3, ignore_end=True)
     return {}
 
-child.serve(work)
+serve(work)
 """
 
 
@@ -245,7 +244,7 @@ def test_no_memory_at_the_first_decode(
     (tmp_path / "decodes.py").write_text(_DECODES)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(EngineProblem, match="no memory is left") as problem:
-        child.ask("decodes", {"model": str(dense_model)}, "test")
+        ask("decodes", {"model": str(dense_model)}, "test")
     assert problem.value.exit_code == 3 and "\n" not in str(problem.value)
 
 

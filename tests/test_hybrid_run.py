@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 from engines import ENVIRONMENT
+from processes import until
 
 from planner.plan.load_spec import Unloadable, load_spec
 from planner.plan.plan import Plan, from_text, to_text
 from planner.site import SiteKind
 from profiler.synth.synth import SynthSpec, write
+from runtime.hybrid.device import read_blocks
 from runtime.load.dry_run import from_json, to_json
+from runtime.tools.llama_server import free_port
 
 EXPERTS = 16
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,3 +102,67 @@ def test_the_experts_in_slots_travel_to_the_child(model: Path, tmp_path: Path) -
     spec = load_spec(planned(model, tmp_path / "plan.yaml", "hybrid"))
     assert [(layer, n) for layer, n, _ in spec.residents] == [(layer, EXPERTS) for layer in range(3)]
     assert from_json(to_json(spec)) == spec
+
+
+SHIM = """#!{python}
+import os, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from runtime.tools.llama_server import spelt
+program = Path({program!r})
+os.execv(program, [str(program), *spelt(program, sys.argv[1:]), "--port", {port!r}])
+"""
+
+
+def test_the_exported_script_starts_an_unpatched_server_with_these_slots(
+    model: Path, vulkan_engine: Path, tmp_path: Path
+) -> None:
+    plan = with_slots(planned(model, tmp_path / "plan.yaml", "hybrid"), 5)
+    (tmp_path / "plan.yaml").write_text(to_text(plan))
+    report, port = tmp_path / "report.json", str(free_port("127.0.0.1"))
+    mapped = ("--device-map", "CUDA0=Vulkan0", "--model", model, "--threads", "2")
+    done = atsplan("export", tmp_path / "plan.yaml", *mapped)
+    assert done.returncode == 0, done.stderr
+    assert "--device HYBRID0" in done.stdout and "=HYBRID0_EXPERTS" in done.stdout
+    script = done.stdout.replace("device Vulkan0\n", f"device Vulkan0\nreport {report}\n")
+    shims = {
+        "llama-server": SHIM.format(
+            python=sys.executable, root=str(ROOT), program=str(vulkan_engine / "llama-server"), port=port
+        ),
+        "atsplan": f'#!/bin/sh\nexec {sys.executable} {ROOT / "atsplan.py"} "$@"\n',
+    }
+    for name, text in shims.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    paths = {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}", "LD_LIBRARY_PATH": str(vulkan_engine)}
+    server = subprocess.Popen(
+        ["bash", "-c", script], cwd=tmp_path, env={**ENVIRONMENT, **paths}, start_new_session=True
+    )
+    try:
+        assert until(lambda: server.poll() is not None or healthy(port), 240)
+        asked = json.dumps({"prompt": [5, 9, 14], "n_predict": 4, "temperature": 0}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/completion", asked, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert json.load(answer)["tokens_predicted"] == 4
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+    held = {block.block: set(block.resident) for block in read_blocks(report.read_text())}
+    assert held == {e.layer: set(e.order[:5]) for e in plan.experts}
+
+
+def healthy(port: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def test_other_formats_and_stock_get_the_nearest_placement(model: Path, tmp_path: Path) -> None:
+    planned(model, tmp_path / "plan.yaml", "hybrid")
+    for words in (("--stock",), ("--format", "json")):
+        done = atsplan("export", tmp_path / "plan.yaml", "--model", model, "--inventory", model, *words)
+        assert done.returncode == 0 and "HYBRID" not in done.stdout, done.stderr

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.tensor_tables import inventory_of, read_table
 from planner.errors import FieldProblem
+from planner.memory.compute_buffer import compute_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
-from planner.memory.weights import compute_bytes
 from planner.model.inventory import Inventory, from_text, to_text
 from planner.model.layers import KNOWN, layers_of
 from planner.model.units import Kind, units_of

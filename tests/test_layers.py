@@ -21,6 +21,24 @@ MAY_IMPORT = {
     "profiler": {"planner", "runtime"},
     "commands": {"planner", "rewriter", "runtime", "profiler"},
 }
+# The rooms of the planner in the order data flows: each may import those before it.
+ROOMS = (
+    *(
+        "constants",
+        "block_names",
+        "quoting",
+        "texts",
+        "errors",
+        "files",
+        "yaml_reader",
+        "records",
+        "remember",
+    ),
+    *("workload", "site"),
+    *("model", "machine", "memory", "solver", "plan", "routing", "cost", "passes", "check"),
+)
+MOST_FILES = 16  # of a folder: what a person can look over
+MOST_LINES = 500  # of a file
 PURE = ("solver", "cost", "memory", "model/units.py", "model/tensor_roles.py", "machine/budgets.py")
 IO_MODULES = {
     "os",
@@ -132,6 +150,59 @@ def early_modules(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def planner_rooms(path: Path) -> Iterator[str]:
+    """The rooms of the planner that a file imports from, when it is imported or later."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "planner":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("planner."):
+            yield (node.module or "").split(".")[1]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_the_planner_import_only_earlier_ones(room: str) -> None:
+    place = ROOT / "planner" / room
+    found = [place.with_suffix(".py")] if not place.is_dir() else sorted(place.rglob("*.py"))
+    allowed = {*ROOMS[: ROOMS.index(room)], room}
+    for path in found:
+        assert set(planner_rooms(path)) <= allowed, path
+
+
+def test_every_room_of_the_planner_has_its_place() -> None:
+    names = {path.stem for path in (ROOT / "planner").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert names - {"__init__", "__pycache__"} == set(ROOMS)
+
+
+def test_the_solver_imports_nothing_of_the_planner_but_errors() -> None:
+    for path in files("planner/solver"):
+        assert set(planner_rooms(path)) <= {"solver", "errors"}, path
+
+
+def test_folders_and_files_are_small_enough_to_look_over() -> None:
+    for package in (*MAY_IMPORT, "benchmarks"):
+        found = files(package)
+        for folder in {path.parent for path in found} if package != "benchmarks" else ():
+            inside = [path for path in found if path.parent == folder and path.stem != "__init__"]
+            assert len(inside) <= MOST_FILES, folder
+        for path in found:
+            assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES, path
+
+
+def test_no_file_only_passes_on_what_others_hold() -> None:
+    for path in (path for package in MAY_IMPORT for path in files(package)):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        own = [n for n in body if not isinstance(n, ast.Import | ast.ImportFrom | ast.Expr)]
+        listed = [n for n in own if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+        assert path.stem == "__init__" or len(own) > len(listed), path
+        assert path.stem != "__init__" or not own, path
+
+
+def test_no_test_module_imports_another() -> None:
+    names = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not {name for name, _ in imported(path)} & names, path
+
+
 def loaded_by(code: str) -> set[str]:
     """Top-level modules in sys.modules of a fresh interpreter after `code`."""
     code += "\nimport sys; print(*{name.split('.')[0] for name in sys.modules})"
@@ -227,6 +298,50 @@ def test_nothing_of_an_engine_is_remembered_by_a_function() -> None:
         assert "lru_cache" not in text and "@cache" not in text, path
 
 
+# What starts other processes, and the one file that may use it. All else goes through runtime/child.
+STARTS = {
+    "subprocess": "runtime/child/process.py",
+    "multiprocessing": "runtime/child/pool.py",
+    "pty": "",
+    "posix": "",
+}
+OS_STARTS = re.compile(r"ProcessPoolExecutor|os\.(system|popen|fork\w*|posix_spawn\w*|spawn\w+|exec\w+)\b")
+
+
+@pytest.mark.parametrize(("library", "home"), STARTS.items())
+def test_processes_are_started_in_one_place(library: str, home: str) -> None:
+    paths = [path for package in MAY_IMPORT for path in files(package)]
+    users = {path.relative_to(ROOT).as_posix() for path in paths if library in dict(imported(path))}
+    assert users == ({home} if home else set())
+
+
+def test_nothing_is_started_behind_its_back() -> None:
+    paths = (path for package in MAY_IMPORT for path in files(package))
+    for path in (path for path in paths if path != ROOT / "runtime/child/pool.py"):
+        assert not OS_STARTS.search(path.read_text(encoding="utf-8")), path
+
+
+def test_engine_children_are_opened_in_one_file_and_programs_in_few() -> None:
+    """Python is named in one file; only what asks and what starts programs reaches for `process`."""
+    python, starters = set(), set()
+    for path in (path for package in MAY_IMPORT for path in files(package)):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        if "sys.executable" in text:
+            python.add(name)
+        if re.search(r"\bprocess\.(start|run|follow)\(", text):
+            starters.add(name)
+    assert python == {"runtime/child/environment.py"}
+    programs = {"runtime/tools/llama_server.py", "runtime/hybrid/build.py", "commands/demo.py"}
+    assert starters == {"runtime/child/ask.py", *programs}
+
+
+def test_python_children_of_benchmarks_are_isolated_too() -> None:
+    """They may measure programs of any kind, but a child that runs a module of ours goes through `python`."""
+    for path in files("benchmarks"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"sys\.executable, \"-[mc]\"", text), path
+
+
 # Who may spell a text for another language, and why; everybody else asks planner.quoting.
 QUOTERS: dict[str, dict[str, str]] = {
     "shlex": {},
@@ -236,18 +351,16 @@ QUOTERS: dict[str, dict[str, str]] = {
     "json.dumps": {
         "planner/records.py": "between YAML and the validator, within a process",
         "planner/plan/schema.py": "our own schema, keys sorted",
-        "runtime/child.py": "a pipe between our processes",
+        "runtime/child/ask.py": "a pipe between our processes",
+        "runtime/child/serve.py": "a pipe between our processes",
         "runtime/stripes/server.py": "an argument of our own child",
-        "profiler/answers.py": "a pipe between our processes",
-        "profiler/runner.py": "a pipe between our processes",
         "profiler/journal.py": "our own journal",
         "profiler/routed/model.py": "metadata of files that we generate",
-        "profiler/routing_trace.py": "a pipe between our processes",
     },
     "yaml.dump": {"planner/records.py": "the canonical text of records"},
     "xml.etree": {"planner/check/findings.py": "ElementTree, on texts that went through xml()"},
     "repr": {
-        "rewriter/journal.py": "in a message, through terminal()",
+        "rewriter/publishing/journal.py": "in a message, through terminal()",
         "planner/model/inventory.py": "a digest",
         "planner/model/gguf_magic.py": "bytes, in a message",
         "runtime/session/draft_model.py": "bytes, in a message",
@@ -257,8 +370,8 @@ QUOTERS: dict[str, dict[str, str]] = {
     "print": {
         "commands/shared/console.py": "the one place that prints",
         "planner/plan/schema.py": "our own schema",
-        "profiler/answers.py": "a pipe between our processes; errors show themselves",
         "profiler/routed/presets.py": "a developer's own figures",
+        "runtime/hybrid/build.py": "paths of ours, for whom makes a wheel",
         "runtime/stripes/server.py": "errors show themselves; device names through terminal()",
     },
     "click.echo": {

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.memory.kv_cache import is_latent
-from planner.memory.weights import compute_bytes, host_bytes, kv_bytes, staging_bytes, state_bytes
+from planner.memory.compute_buffer import compute_bytes, host_bytes, staging_bytes
+from planner.memory.kv_cache import is_latent, kv_bytes, state_bytes
 from planner.model.inventory import Inventory, from_text
 from planner.model.layers import layers_of
 from planner.model.tensor_roles import Role, part_of

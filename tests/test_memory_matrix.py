@@ -9,16 +9,9 @@ import pytest
 from dry_loads import Bytes, Load, measure
 from sparse_model import write_sparse
 
-from planner.memory.weights import (
-    compute_bytes,
-    context_bytes,
-    kv_bytes,
-    loaded_tensors,
-    nextn_kv_bytes,
-    state_bytes,
-    tied_copy_bytes,
-    weight_bytes,
-)
+from planner.memory.compute_buffer import compute_bytes
+from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
+from planner.memory.weights import context_bytes, loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.gguf_file import read_model
 from planner.model.inventory import Inventory, from_text
 from planner.model.layers import layers_of

@@ -17,14 +17,14 @@ from planner.plan.overrides import overrides_of
 from planner.site import Site
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
-from runtime import child
+from runtime.child.ask import ask
 from runtime.load import dry_run
 
 WORK = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
 TOKENS = [5, 9, 3, 7, 200, 11, 8, 8] * 6  # past the batch from which host weights are computed on a device
 _LOGITS = """
 from pathlib import Path
-from runtime import child
+from runtime.child.serve import serve
 from runtime.load import dry_run
 from runtime.engine.libllama import Engine
 from runtime.engine.rpc import connect
@@ -39,7 +39,7 @@ def work(request):
             found.append({"devices": devices, "logits": session.logits(request["tokens"]).tolist()})
     return {"found": found}
 
-child.serve(work)
+serve(work)
 """
 
 
@@ -84,7 +84,7 @@ def test_where_weights_are_does_not_change_a_logit(
         "tokens": TOKENS,
         "specs": [dry_run.to_json(s) for s in specs(read_model(model).inventory, f"RPC0[{endpoint}]")],
     }
-    alone, *others = child.ask("logits_of", request, "test")["found"]
+    alone, *others = ask("logits_of", request, "test")["found"]
     assert alone["devices"] == ["CPU"]
     for other in others:
         assert other["devices"] == ["CPU", "RPC0"]

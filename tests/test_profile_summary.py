@@ -98,11 +98,15 @@ def test_strict_says_what_to_do() -> None:
 
 def test_an_interrupted_profile_continues_from_whole_lines(tmp_path: Path) -> None:
     first = Journal("machine", "engine", folder=tmp_path)
-    first.add({"kind": "case", "key": "a"})
-    first.add({"kind": "case", "key": "b"})
+    first.add({"kind": "case", "key": "a", "skipped": "why"})
+    first.add({"kind": "case", "key": "b", "time_ns": 1, "spread_ns": 0, "samples": 1})
     with first.path.open("a") as file:
         file.write('{"kind": "case", "ke')  # killed while writing
-    assert [entry["key"] for entry in Journal("machine", "engine", folder=tmp_path).lines] == ["a", "b"]
+    again = Journal("machine", "engine", folder=tmp_path)
+    assert ([entry["key"] for entry in again.lines], again.damage) == (["a", "b"], "")
+    again.add({"kind": "case", "key": "c", "skipped": "why"})
+    third = Journal("machine", "engine", folder=tmp_path)
+    assert ([entry["key"] for entry in third.lines], third.damage) == (["a", "b", "c"], "")
     assert Journal("machine", "other engine", folder=tmp_path).lines == []
     old = time.time() - MAX_AGE_S - 60
     os.utime(first.path, (old, old))
@@ -162,7 +166,7 @@ def test_an_interrupted_profile_of_another_machine_is_named_and_forgotten(tmp_pa
     here = {**host_facts(HERE), "GPUs": "0000:01:00.0 10de:2684"}
     journal = Journal("m", folder=tmp_path)
     session.forget_another(journal, here, said.append)
-    journal.add({"kind": "case", "key": "a"})
+    journal.add({"kind": "case", "key": "a", "skipped": "why"})
     session.forget_another(again := Journal("m", folder=tmp_path), here, said.append)
     assert [line["kind"] for line in again.lines] == ["machine", "case"]
     assert said == []

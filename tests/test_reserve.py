@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from small_tables import attention, dense, ends, table
 
+from planner.memory.compute_buffer import compute_bytes, pipeline_copies, staging_bytes
 from planner.memory.kv_cache import KvTypeProblem, kv_bytes, state_bytes
 from planner.memory.reserves import (
     Extras,
@@ -12,7 +13,6 @@ from planner.memory.reserves import (
     projector_compute_bytes,
     reserves,
 )
-from planner.memory.weights import compute_bytes, pipeline_copies, staging_bytes
 from planner.model.gguf_file import read_model
 from planner.model.inventory import Inventory
 from planner.workload import Workload

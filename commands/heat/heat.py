@@ -40,7 +40,7 @@ def command() -> None:
 @model_option
 @out_option
 @click.option(
-    "--experts", type=click.IntRange(1, 65536), help="Experts of a layer, where a file does not say."
+    "--experts", type=click.IntRange(1, 4096), help="Experts of a layer, where a file does not say."
 )
 @click.option("--source", help="Name of the prompt or workload [default: what the file says, or its name].")
 @click.option("--phase", type=click.Choice(PHASES), help="Phase, where the file does not say.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ def check_name(path: Path | None, option: str) -> None:
 def pyplot() -> Any:
     """matplotlib.pyplot without a screen; InputError says how to install it."""
     try:
-        import matplotlib as mpl
+        # It reads settings from the current folder when it is imported, whoever wrote them.
+        with contextlib.chdir(Path(__file__).parent):
+            import matplotlib as mpl
     except ImportError:
         raise InputError("pictures need matplotlib: pip install 'atsplan[plot]'") from None
+    mpl.rcdefaults()
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "atsplan"  # element ids that do not change from run to run
     # Texts are data: whatever the user's own settings say, no TeX runs on them.

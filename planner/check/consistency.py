@@ -12,8 +12,9 @@ from planner.cost.expert_cache import faults as cache_faults
 from planner.errors import InputError
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
-from planner.model.units import Kind, units_of
+from planner.model.layers import Layers
+from planner.model.structure import Structure, structure_of
+from planner.model.units import Kind, Unit
 from planner.passes.prompt_pipeline import restated
 from planner.plan.load_spec import LoadSpec, plan_layer_devices
 from planner.plan.override_match import disagreements
@@ -39,11 +40,12 @@ class Contradiction(InputError):
 
 def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
     """Contradiction unless layers, units, overrides and caches of the plan say the same."""
+    structure = structure_of(inventory)
     faults = (
-        workload_faults(plan.workload, inventory)
-        or _layer_faults(plan, inventory)
-        or _unit_faults(plan, inventory)
-        or _tensor_faults(plan, inventory)
+        workload_faults(plan.workload, structure.layers)
+        or _layer_faults(plan, structure.layers)
+        or _unit_faults(plan, structure.units)
+        or _tensor_faults(plan, structure)
         or _cache_faults(plan, inventory)
         or list(cache_faults(plan))
     )
@@ -65,24 +67,22 @@ def check_order(plan: Plan, spec: LoadSpec, found: Mapping[int, tuple[int, ...]]
         raise Contradiction(path, (fault, *map(str, wrong[1:])))
 
 
-def workload_faults(workload: Workload, inventory: Inventory) -> list[str]:
+def workload_faults(workload: Workload, layers: Layers) -> list[str]:
     """What a workload asks of a model that does not have it."""
-    if workload.mtp and layers_of(inventory).n_nextn == 0:
+    if workload.mtp and layers.n_nextn == 0:
         return ["workload: mtp is true, but the model holds no NextN/MTP block"]
     return []
 
 
-def _layer_faults(plan: Plan, inventory: Inventory) -> list[str]:
-    layers = layers_of(inventory)
+def _layer_faults(plan: Plan, layers: Layers) -> list[str]:
     stated = sum(each.last - each.first + 1 for each in plan.layers)
     if stated in (layers.n_main + 1, layers.n_all + 1):
         return []
     return [f"layers: {stated} layers with the output head, the model has {layers.n_main + 1}"]
 
 
-def _unit_faults(plan: Plan, inventory: Inventory) -> list[str]:
+def _unit_faults(plan: Plan, units: Sequence[Unit]) -> list[str]:
     stated = [placement.unit for placement in plan.units]
-    units = units_of(inventory).units
     optional = {unit.name for unit in units if unit.kind in _OPTIONAL}
     known = {unit.name for unit in units}
     return [
@@ -92,9 +92,10 @@ def _unit_faults(plan: Plan, inventory: Inventory) -> list[str]:
     ]
 
 
-def _tensor_faults(plan: Plan, inventory: Inventory) -> list[str]:
+def _tensor_faults(plan: Plan, structure: Structure) -> list[str]:
+    inventory = structure.inventory
     sites = {placement.unit: placement.site for placement in plan.units}
-    units = [unit for unit in units_of(inventory).units if unit.name in sites]
+    units = [unit for unit in structure.units if unit.name in sites]
     try:
         devices = plan_layer_devices(plan)
         wanted = wanted_buffers(inventory, units, [sites[u.name] for u in units], devices)

@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planner.constants import CPU, PPM
 from planner.machine import op_time
 from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory, copy_rate
 from planner.machine.profile import Calibration, Profile
 from planner.machine.unknown_types import product_of
 from planner.memory.kv_cache import head_widths, kv_heads, state_widths
-from planner.model.inventory import Inventory, Tensor, by_name
-from planner.model.layers import layers_of
-from planner.model.sliding_window import sliding_layers, window
-from planner.model.tensor_roles import Role, part_of
+from planner.model.inventory import Inventory, Tensor
+from planner.model.sliding_window import window
+from planner.model.structure import Structure
+from planner.model.tensor_roles import Role, parts_of
 from planner.model.units import Kind, Unit, movable
 from planner.plan.plan import Speculation
+from planner.remember import remembered
 from planner.workload import Workload
 
 REPACKED = "CPU_REPACK"  # the buffer type of weights in the layout of the CPU's kernels
 _FEW_TOKENS = 8  # the calibration of decode counts launches alone
-_PPM = 10**6
 # Operators without weights that a unit adds to the graph: rope, cache writes, softmax, top-k, residual …
 _SMALL_OPS = {
     Kind.ATTENTION: 6,
@@ -66,7 +67,7 @@ class Prices:
     part of it that falls to one accepted token.
     """
 
-    inventory: Inventory
+    structure: Structure
     profile: Profile
     workload: Workload
     distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
@@ -76,10 +77,13 @@ class Prices:
     _memo: dict[object, tuple[int, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tensors = by_name(self.inventory)
-        self._parts = {name: part_of(tensor) for name, tensor in self.tensors.items()}
-        self._layers = layers_of(self.inventory)
-        self._slides = sliding_layers(self.inventory, self._layers.n_main)
+        self.inventory, self.tensors = self.structure.inventory, self.structure.tensors
+        self._parts = parts_of(self.inventory)
+        self._weights = _weights_of(self.inventory)
+        self._steps: dict[object, tuple[int, int]] = {}
+        self._times: dict[object, Times] = {}
+        self._likenesses: dict[str, tuple[object, ...]] = {}
+        self._layers, self._slides = self.structure.layers, self.structure.slides
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
         self._state = state_case(self.inventory, 1)
         self._repacked = {(t.op, t.type) for t in self.profile.timings if t.buffer == REPACKED}
@@ -92,6 +96,12 @@ class Prices:
 
     def on(self, unit: Unit, device: str, buffer: str = "") -> Times:
         """A unit computed on a device that holds it in `buffer` ("": its own memory)."""
+        key = (self._likeness(unit), device, buffer)
+        if key not in self._times:
+            self._times[key] = self._priced(unit, device, buffer)
+        return self._times[key]
+
+    def _priced(self, unit: Unit, device: str, buffer: str) -> Times:
         decode, measured = self._decode(unit, device, buffer)
         prefill = sum(
             count * self._step(unit, device, buffer, batch, self.workload.prompt // 2)[0]
@@ -206,8 +216,30 @@ class Prices:
     ) -> tuple[int, int]:
         """One pass over a unit: nanoseconds, and how many of them rest on measured cases.
 
-        `outputs` tokens reach the head; 0: one a sequence.
+        `outputs` tokens reach the head; 0: one a sequence. Layers are mostly alike: each kind is priced once.
         """
+        key = (self._likeness(unit), device, buffer, batch, depth, outputs)
+        if key not in self._steps:
+            self._steps[key] = self._priced_step(unit, device, buffer, batch, depth, outputs)
+        return self._steps[key]
+
+    def _likeness(self, unit: Unit) -> tuple[object, ...]:
+        """All that the time of a step depends on but the name: units with the same take the same."""
+        if unit.name not in self._likenesses:
+            self._likenesses[unit.name] = (
+                unit.kind,
+                unit.experts,
+                unit.used,
+                unit.tied_bytes,
+                tuple(self._weights[name] for name in unit.tensors),
+                self._weightless(unit, 1, 1 << 60),  # so deep that a sliding window shows
+                self._batches(unit),
+            )
+        return self._likenesses[unit.name]
+
+    def _priced_step(
+        self, unit: Unit, device: str, buffer: str, batch: int, depth: int, outputs: int
+    ) -> tuple[int, int]:
         total = measured = 0
         rows = batch if unit.kind is not Kind.OUTPUT else min(batch, outputs or self.workload.n_seq)
         for name in unit.tensors:
@@ -222,8 +254,8 @@ class Prices:
             ns, known = self._tensor(unit, self.tensors["token_embd.weight"], device, buffer, batch, rows)
             total, measured = total + ns, measured + (ns if known else 0)
         total += _SMALL_OPS.get(unit.kind, 0) * self._small(device, batch, self._width(unit))
-        scale = self.calibration.scale_ppm.get(device, _PPM)
-        return total * scale // _PPM, measured * scale // _PPM
+        scale = self.calibration.scale_ppm.get(device, PPM)
+        return total * scale // PPM, measured * scale // PPM
 
     def _width(self, unit: Unit) -> int:
         """Values a token that a small operator of a unit reads and writes once each."""
@@ -276,7 +308,7 @@ class Prices:
         )
 
     def _lookup(self, case: op_time.Case, device: str, buffer: str) -> tuple[int, bool]:
-        if self.repack and device == "CPU" and not buffer and (case.op, case.type) in self._repacked:
+        if self.repack and device == CPU and not buffer and (case.op, case.type) in self._repacked:
             buffer = REPACKED
         key = (case, device, buffer)
         if key not in self._memo:
@@ -293,6 +325,13 @@ class Prices:
             )
             self._memo[key] = (time.ns, time.measured)
         return self._memo[key]
+
+
+@remembered
+def _weights_of(inventory: Inventory) -> Mapping[str, tuple[object, ...]]:
+    """All that the time of each tensor depends on."""
+    parts = parts_of(inventory)
+    return {t.name: (parts[t.name].role, t.type, t.shape, _is_matrix(t)) for t in inventory.tensors}
 
 
 def _is_matrix(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from planner.records import Record, Shape, dump, load
+from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Rate, Record, Shape, dump, load
 
 
 class Device(Record):
@@ -16,15 +16,15 @@ class Device(Record):
     kind: Literal["cpu", "gpu", "igpu", "rpc"]
     description: str
     id: str = ""  # PCI id or UUID, to find the device again when the order changes
-    memory_bytes: int = Field(ge=0)  # total; 0 when the device does not say
-    free_bytes: int = Field(ge=0)  # when profiled
-    bandwidth_bytes_per_s: int = Field(gt=0)  # achieved by a matrix-vector product far larger than the caches
-    flops_per_s: int = Field(gt=0)  # achieved by a quantised matrix product at prefill batch
-    op_overhead_ns: int = Field(ge=0)  # cost of one small operator in a graph
-    context_bytes: int = Field(0, ge=0)  # memory the driver takes for a context on this device
-    max_alloc_bytes: int = Field(0, ge=0)  # largest single buffer; 0 = no limit known
+    memory_bytes: Bytes  # total; 0 when the device does not say
+    free_bytes: Bytes  # when profiled
+    bandwidth_bytes_per_s: int = Field(gt=0, le=1 << 60)  # of a matrix-vector product larger than all caches
+    flops_per_s: int = Field(gt=0, le=1 << 62)  # achieved by a quantised matrix product at prefill batch
+    op_overhead_ns: Nanoseconds  # cost of one small operator in a graph
+    context_bytes: Bytes = 0  # memory the driver takes for a context on this device
+    max_alloc_bytes: Bytes = 0  # largest single buffer; 0 = no limit known
     memory_pool: str = ""  # devices of one non-empty pool share one memory: iGPU, RPC on one host
-    threads: int = Field(0, ge=0)  # CPU: best count for decode
+    threads: int = Field(0, ge=0, le=4096)  # CPU: best count for decode
 
 
 class Link(Record):
@@ -32,10 +32,10 @@ class Link(Record):
 
     source: str
     target: str
-    bandwidth_bytes_per_s: int = Field(gt=0)
-    latency_ns: int = Field(ge=0)  # of one small copy, synchronisation included
-    zero_copy_bytes_per_s: int = Field(0, ge=0)  # target kernels reading source memory directly; 0 = cannot
-    mapped_bytes_per_s: int = Field(0, ge=0)  # copies of pages that are not pinned; 0 = not measured
+    bandwidth_bytes_per_s: int = Field(gt=0, le=1 << 60)
+    latency_ns: Nanoseconds  # of one small copy, synchronisation included
+    zero_copy_bytes_per_s: Rate = 0  # target kernels reading source memory directly; 0 = cannot
+    mapped_bytes_per_s: Rate = 0  # copies of pages that are not pinned; 0 = not measured
 
 
 class OpTiming(Record):
@@ -44,14 +44,14 @@ class OpTiming(Record):
     op: str  # ggml's name: MUL_MAT, MUL_MAT_ID, GET_ROWS, FLASH_ATTN_EXT, GATED_DELTA_NET …
     type: str  # of the weight (or of K for attention)
     shape: Shape  # of the weight in ggml order; (head_dim, n_head, n_head_kv) for attention
-    batch: int = Field(gt=0)  # tokens
-    used: int = Field(0, ge=0)  # experts used per token, for MUL_MAT_ID
-    depth: int = Field(0, ge=0)  # KV cells, for attention
+    batch: int = Field(gt=0, le=2**31 - 1)  # tokens
+    used: Count = 0  # experts used per token, for MUL_MAT_ID
+    depth: Count = 0  # KV cells, for attention
     device: str
     buffer: str  # the weight's buffer type: CPU, CPU_REPACK, CUDA_Host, CUDA0 …
-    time_ns: int = Field(gt=0)  # median
-    spread_ns: int = Field(ge=0)  # interquartile range
-    samples: int = Field(gt=0)
+    time_ns: int = Field(gt=0, le=1 << 53)  # median
+    spread_ns: Nanoseconds  # interquartile range
+    samples: int = Field(gt=0, le=2**31 - 1)
 
 
 class Unsupported(Record):
@@ -66,20 +66,20 @@ class Calibration(Record):
     """Whole-model corrections; `model` is a table digest, "" for the generated model of the profiler."""
 
     model: str
-    split_ns: int = Field(ge=0)  # one change of backend in the graph
-    mixed_ns: int = Field(ge=0)  # once per token as soon as any CPU split exists beside a GPU
-    token_ns: int = Field(ge=0)  # once per token: sampling, launch, output copy
-    scale_ppm: dict[str, int] = Field(default_factory=dict)  # per device: measured over summed operators
-    residual_ppm: int = Field(0, ge=0)  # worst relative error over the runs it was fitted from
-    runs: int = Field(0, ge=0)
+    split_ns: Nanoseconds  # one change of backend in the graph
+    mixed_ns: Nanoseconds  # once per token as soon as any CPU split exists beside a GPU
+    token_ns: Nanoseconds  # once per token: sampling, launch, output copy
+    scale_ppm: dict[str, Ppm] = Field(default_factory=dict)  # per device: measured over summed operators
+    residual_ppm: Ppm = 0  # worst relative error over the runs it was fitted from
+    runs: Count = 0
 
 
 class Fingerprint(Record):
     """What the timings belong to."""
 
     cpu: str
-    cores: int = Field(ge=0)
-    memory_bytes: int = Field(ge=0)
+    cores: int = Field(ge=0, le=1 << 16)
+    memory_bytes: Bytes
     os: str
     engine: str  # library and build
     driver: str = ""
@@ -95,12 +95,12 @@ class Profile(Record):
     source: str  # the command, or where assumed figures come from
     created: str  # ISO date; "" for assumed machines
     fingerprint: Fingerprint
-    devices: tuple[Device, ...]
-    links: tuple[Link, ...]
-    timings: tuple[OpTiming, ...] = ()
-    unsupported: tuple[Unsupported, ...] = ()
-    calibrations: tuple[Calibration, ...] = ()
-    warnings: tuple[str, ...] = ()
+    devices: Many[Device] = Field(max_length=64)
+    links: Many[Link] = Field(max_length=4096)
+    timings: Many[OpTiming] = Field((), max_length=65_536)
+    unsupported: Many[Unsupported] = Field((), max_length=65_536)
+    calibrations: Many[Calibration] = Field((), max_length=1024)
+    warnings: Many[str] = Field((), max_length=1024)
 
     def device(self, name: str) -> Device:
         """The device of that name; KeyError when there is none."""

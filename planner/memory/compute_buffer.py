@@ -19,6 +19,7 @@ from planner.model.ggml_types import row_bytes
 from planner.model.inventory import Inventory, Tensor, by_name
 from planner.model.layers import Layers, layers_of
 from planner.model.sliding_window import sliding_layers
+from planner.remember import remembered
 from planner.workload import Workload
 
 PIPELINE_COPIES = 4  # buffers of each split input when several GPUs work in a pipeline
@@ -66,9 +67,7 @@ def compute_items(
     tokens = batch_tokens(workload)
     shape = layers_of(inventory)
     chosen = range(shape.n_main) if layers is None else sorted(layers)
-    tensors = _layer_tensors(inventory)
-    stages = [s for n in chosen for s in _stages(inventory, workload, shape, n, tensors, swa_full)]
-    stage_bytes, stage = max(stages, default=(0, "none"))
+    stage_bytes, stage = _widest_stage(inventory, workload, tuple(chosen), swa_full)
     width = inventory.number("embedding_length") * _streams(inventory)
     return Compute(
         logits=_logits(inventory, min(outputs or tokens, tokens)) if head else 0,
@@ -80,6 +79,15 @@ def compute_items(
         inputs=copies * tokens * _INPUT_BYTES + (copies - 1) * _piped(inventory, shape, tokens, width),
         head=4 * tokens * width * _head_copies(inventory, shape, workload) if head else 0,
     )
+
+
+@remembered
+def _widest_stage(
+    inventory: Inventory, workload: Workload, layers: tuple[int, ...], swa_full: bool
+) -> tuple[int, str]:
+    shape, tensors = layers_of(inventory), _layer_tensors(inventory)
+    stages = [s for n in layers for s in _stages(inventory, workload, shape, n, tensors, swa_full)]
+    return max(stages, default=(0, "none"))
 
 
 def _piped(inventory: Inventory, shape: Layers, tokens: int, width: int) -> int:
@@ -229,12 +237,13 @@ def _stages(
         yield _recurrent_bytes(inventory, workload, tensors), "recurrent"
 
 
+@remembered
 def _layer_tensors(inventory: Inventory) -> Mapping[int, Mapping[str, Tensor]]:
     found: dict[int, dict[str, Tensor]] = {}
     for tensor in inventory.tensors:
         head, _, rest = tensor.name.partition(".")
         number, _, stem = rest.partition(".")
-        if head == "blk" and stem.endswith("weight"):
+        if head == "blk" and number.isascii() and number.isdecimal() and stem.endswith("weight"):
             found.setdefault(int(number), {})[stem.removesuffix(".weight")] = tensor
     return found
 

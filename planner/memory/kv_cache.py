@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from planner.constants import CELL_STEP
 from planner.errors import InputError
 from planner.model.ggml_types import BY_NAME, row_bytes
 from planner.model.inventory import Inventory
@@ -16,7 +17,6 @@ from planner.model.layers import Layers, layers_of, shared_kv, stems_by_layer
 from planner.model.sliding_window import sliding_layers, window
 from planner.workload import Workload
 
-CELL_STEP = 256  # the engine rounds contexts and sliding windows up to this many cells
 _TENSOR_STEP = 32  # and every cache tensor to the alignment of a CPU buffer
 
 # DeepSeek-V4: every 4th token is kept in a first compressed cache, every 128th in a second.

@@ -9,7 +9,7 @@ from planner.machine.profile import Device
 from planner.memory.compute_buffer import compute_bytes, host_bytes, output_bytes, staging_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
-from planner.model.tensor_roles import Role, part_of
+from planner.model.tensor_roles import Role, parts_of
 from planner.workload import Workload
 
 
@@ -51,4 +51,5 @@ def room_of(inventory: Inventory, workload: Workload, device: Device, op_offload
 
 
 def _streamed(inventory: Inventory) -> Collection[int]:
-    return [t.size_bytes for t in inventory.tensors if part_of(t).role in (Role.EXPERTS, Role.FFN)]
+    parts = parts_of(inventory)
+    return [t.size_bytes for t in inventory.tensors if parts[t.name].role in (Role.EXPERTS, Role.FFN)]

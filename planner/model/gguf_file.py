@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.constants import SIZE_KEY
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
 from planner.model.gguf_header import Header, KeyValue, TensorInfo, pad, parse_header
 from planner.model.gguf_magic import MAGIC, part_advice
-from planner.model.gguf_sanity import check_counts, check_layers
+from planner.model.gguf_sanity import check_counts, check_layers, wrong_types
 from planner.model.gguf_shards import (
     ShardProblems,
     check_set,
@@ -30,10 +31,8 @@ from planner.model.gguf_shards import (
     shard_paths,
 )
 from planner.model.half_published import half_published
-from planner.model.inventory import Hparam, Inventory, Shard, Tensor
+from planner.model.inventory import Hparam, Inventory, Shard, Tensor, is_count
 from planner.quoting import short, utf8
-
-SIZE_KEY = "atsplan.size."  # + tensor name: exact bytes of an opaque tensor, written by the rewriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +93,7 @@ def read_model(path: Path) -> ModelFile:
     ]
     if len(paths) > 1 and first != paths[0]:
         notes.append(f"{first.name} is not the first shard: starting from {paths[0].name}")
+    notes += _wrong_types(shards)
     notes += _unknown_types(shards)
     notes += _holes(shards)
     return ModelFile(_inventory(shards), paths, shards, tuple(notes))
@@ -239,6 +239,14 @@ def _refuse_joined(header: Header, data: mmap.mmap | bytes, end: int, path: str)
         raise FileProblem(path, why)
 
 
+def _wrong_types(shards: tuple[ShardHeader, ...]) -> list[str]:
+    found = dict.fromkeys(key for shard in shards for key in wrong_types(shard.header))
+    if not found:
+        return []
+    shown = ", ".join(list(found)[:3]) + (" …" if len(found) > 3 else "")
+    return [f"{shown}: of a number type that stock llama.cpp does not read there, it will not load the file"]
+
+
 def _unknown_types(shards: tuple[ShardHeader, ...]) -> list[str]:
     found: dict[int, int] = {}
     for shard in shards:
@@ -333,8 +341,9 @@ def _hparams(header: Header, architecture: str) -> Mapping[str, Hparam]:
     prefix = architecture + "."
     found: dict[str, Hparam] = {}
     for kv in header.kvs:
-        if kv.key.startswith(prefix) and kv.value is not None and _finite(kv.value):
-            found[kv.key[len(prefix) :]] = kv.value
+        name = kv.key[len(prefix) :]
+        if kv.key.startswith(prefix) and kv.value is not None and (_finite(kv.value) or is_count(name)):
+            found[name] = kv.value
     tokens = header.get("tokenizer.ggml.tokens")
     if tokens is not None and tokens.length:
         found["vocab_size"] = tokens.length

@@ -9,9 +9,11 @@ Strings are a u64 length and UTF-8; arrays an element type u32, a u64 length and
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from planner.constants import OWN_PREFIX
 from planner.errors import FileProblem
 from planner.model.gguf_magic import MAGIC, not_gguf, part_advice
 from planner.quoting import short
@@ -22,7 +24,6 @@ MAX_TENSORS = 65_536  # the largest real files, of unmerged experts, have 47 tho
 MAX_KEY_BYTES = 65_535  # the format's own limit
 MAX_DECODED_STRING = 1 << 20  # bytes; longer strings stay in the file
 MAX_DECODED_ARRAY = 4096  # entries
-OWN_PREFIX = "atsplan."  # keys of this program: their arrays have an entry a tensor, and are always decoded
 MAX_ALIGNMENT = 1 << 30
 
 STRING, ARRAY = 8, 9
@@ -79,13 +80,11 @@ class Header:
     kvs_end: int  # where the tensor table starts
     end: int  # of the tensor table, before padding
     data_offset: int
+    by_key: Mapping[str, KeyValue]
 
     def get(self, key: str) -> KeyValue | None:
         """The entry of that key."""
-        for kv in self.kvs:
-            if kv.key == key:
-                return kv
-        return None
+        return self.by_key.get(key)
 
     def number(self, key: str) -> int | None:
         """An integer value; None when absent or of another type."""
@@ -116,7 +115,8 @@ def parse_header(data: Bytes, path: str) -> Header:
     _refuse_repeats(path, "tensor", [info.name for info in infos])
     alignment = _alignment(kvs, path)
     end = reader.position
-    return Header(version, kvs, infos, alignment, kvs_end, end, pad(end, alignment))
+    by_key = {kv.key: kv for kv in kvs}
+    return Header(version, kvs, infos, alignment, kvs_end, end, pad(end, alignment), by_key)
 
 
 def pad(position: int, alignment: int) -> int:

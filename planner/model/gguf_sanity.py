@@ -2,84 +2,40 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
+from planner.block_names import block_digits
+from planner.constants import MAX_LAYERS
 from planner.errors import FileProblem
 from planner.model.gguf_header import Header
-from planner.model.inventory import Hparam, too_many_used
+from planner.model.inventory import Hparam, is_count, too_many_used, wrong_counts
 from planner.quoting import short
 
-MAX_LAYERS = 512  # the engine's own limit
-MAX_COUNT = 2**32 - 1  # what the widest of the format's usual counts can say
-_BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
-
-# What the planner's arithmetic reads as whole numbers, alone or one per layer.
-COUNTS = frozenset(
-    {
-        "attention.compress_ratios",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.indexer.head_count",
-        "attention.indexer.key_length",
-        "attention.indexer.kpool",
-        "attention.indexer.top_k",
-        "attention.key_length",
-        "attention.key_length_mla",
-        "attention.key_length_swa",
-        "attention.shared_kv_layers",
-        "attention.sliding_window",
-        "attention.value_length",
-        "attention.value_length_mla",
-        "attention.value_length_swa",
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "embedding_length_per_layer_input",
-        "expert_count",
-        "expert_feed_forward_length",
-        "expert_group_count",
-        "expert_group_used_count",
-        "expert_shared_count",
-        "expert_used_count",
-        "feed_forward_length",
-        "full_attention_interval",
-        "hash_layer_count",
-        "hyper_connection.count",
-        "kda.head_dim",
-        "leading_dense_block_count",
-        "nextn_predict_layers",
-        "ple.conv_kernel",
-        "ple.ngram_size",
-        "rope.dimension_count",
-        "shortconv.l_cache",
-        "ssm.conv_kernel",
-        "ssm.group_count",
-        "ssm.inner_size",
-        "ssm.state_size",
-        "ssm.time_step_rank",
-        "token_shift_count",
-        "vocab_size",
-        "wkv.head_size",
-    }
-)
+_U16, _U32 = 2, 4  # GGUF's numbers of value types
+_INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 7, 10, 11})
+_SPLIT = {"split.count": _U16, "split.no": _U16}
 
 
 def check_counts(hparams: Mapping[str, Hparam], path: str) -> None:
     """FileProblem for a count that is no number, negative, or larger than anything could hold."""
-    for key in sorted(COUNTS & hparams.keys()):
-        value = hparams[key]
-        limit = MAX_LAYERS if key == "block_count" else MAX_COUNT
-        for each in value if isinstance(value, tuple) else (value,):
-            if not isinstance(each, int) or not 0 <= each <= limit:
-                raise FileProblem(path, f"damaged: {key} is {short(str(each))}")
+    for key, value in wrong_counts(hparams):
+        raise FileProblem(path, f"damaged: {key} is {short(str(value))}")
     if why := too_many_used(hparams):
         raise FileProblem(path, f"damaged: {why}")
+
+
+def wrong_types(header: Header) -> tuple[str, ...]:
+    """Keys of a type that stock llama.cpp refuses: it reads counts as u32 only, numbers of shards as u16."""
+    prefix = header.text("general.architecture") + "."
+    keys = [kv for kv in header.kvs if kv.key.startswith(prefix) and kv.type in _INTEGERS]
+    wrong = [kv for kv in keys if is_count(kv.key[len(prefix) :]) and kv.type != _U32]
+    wrong += [kv for key, kind in _SPLIT.items() if (kv := header.get(key)) and kv.type != kind]
+    return tuple(short(kv.key) for kv in wrong)
 
 
 def check_layers(header: Header, path: str) -> None:
     """FileProblem for a tensor of a layer that cannot be."""
     for info in header.infos:
-        block = _BLOCK.match(info.name)
-        if block and (len(block[1]) > 9 or int(block[1]) >= MAX_LAYERS):
+        block = block_digits(info.name)
+        if block and (len(block) > 9 or int(block) >= MAX_LAYERS):
             raise FileProblem(path, f"damaged: tensor {short(info.name)} belongs to no possible layer")

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 from pydantic import Field
 
+from planner.block_names import block_digits
+from planner.constants import MAX_COUNT, MAX_LAYERS
 from planner.errors import FieldProblem
-from planner.records import Lines, Record, Shape, digest, dump, load
+from planner.model.ggml_types import is_known, least_bytes, tensor_bytes
+from planner.records import Bytes, Many, Record, Shape, digest, dump, load
+from planner.yaml_reader import Lines
 
 Scalar = bool | int | float | str
 Hparam = Scalar | tuple[Scalar, ...]
+_Held = bool | Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | float | str  # what a file can hold
 
-# Hyperparameters that are counts or sizes by their names, alone or one for each layer.
+# Hyperparameters that are counts or sizes by their names, alone or one for each layer: everybody later takes
+# them for whole numbers, so they are checked once, where a file is read.
 _COUNT = re.compile(
-    r".*(_count|_count_kv|_length|_length_mla|_length_swa|_size|_rank|_kernel|_interval|head_dim|_layers"
-    r"|l_cache|_window|kpool|compress_ratios)"
+    r".*(_count|_count_kv|_length|_length_mla|_length_swa|_length_per_layer_input|_size|_rank|_kernel|_interval"
+    r"|head_dim|_layers|l_cache|_window|kpool|top_k|compress_ratios|hyper_connection\.count)"
 )
-_BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
-_MAX_LAYERS = 512  # the engine's own limit
-_MAX_COUNT = 2**32 - 1
 
 
 class Shard(Record):
     """One file of the model."""
 
     file: str  # name without folder
-    size_bytes: int = Field(ge=0)
-    data_offset: int = Field(ge=0)  # where tensor data starts, from the start of the file
-    alignment: int = Field(gt=0)
+    size_bytes: Bytes
+    data_offset: Bytes  # where tensor data starts, from the start of the file
+    alignment: int = Field(gt=0, le=1 << 30)
 
 
 class Tensor(Record):
@@ -39,9 +43,9 @@ class Tensor(Record):
     name: str
     type: str  # ggml's own spelling: f32, q4_K, mxfp4; type153 for a number without a known name
     shape: Shape
-    size_bytes: int = Field(ge=0)  # from the offsets in the file, never from type arithmetic
-    shard: int = Field(ge=0)
-    offset: int = Field(ge=0)  # of the payload, from the start of its shard
+    size_bytes: Bytes  # from the offsets in the file, never from type arithmetic
+    shard: int = Field(ge=0, lt=1 << 16)
+    offset: Bytes  # of the payload, from the start of its shard
 
 
 class Inventory(Record):
@@ -51,9 +55,9 @@ class Inventory(Record):
     name: str
     architecture: str
     header_digest: str  # over the header bytes of all shards; "" when made from a bare table
-    hparams: dict[str, Hparam]  # keys without the architecture prefix: block_count, expert_count …
-    shards: tuple[Shard, ...]
-    tensors: tuple[Tensor, ...]
+    hparams: dict[str, _Held | Many[_Held]]  # keys without the architecture prefix: block_count …
+    shards: Many[Shard] = Field(max_length=1 << 16)
+    tensors: Many[Tensor] = Field(max_length=1 << 16)  # MAX_TENSORS of a file's header
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name; KeyError when there is none."""
@@ -103,16 +107,40 @@ def from_text(text: str, path: str) -> Inventory:
             line = text[: text.rfind(f"name: {tensor.name},") + 1].count("\n") + 1
             raise FieldProblem(path, line, f"tensor {tensor.name}", why)
         seen.add(tensor.name)
-    for key, value in inventory.hparams.items():
-        if _COUNT.fullmatch(key) and not _is_count(
-            value, _MAX_LAYERS if key == "block_count" else _MAX_COUNT
-        ):
-            line = Lines(text, path).of("hparams", key)
-            raise FieldProblem(path, line, f"hparams.{key}", "expected a count, or one for each layer")
+    for key, _ in wrong_counts(inventory.hparams):
+        line = Lines(text).of("hparams", key)
+        raise FieldProblem(path, line, f"hparams.{key}", "expected a count, or one for each layer")
     if why := too_many_used(inventory.hparams):
-        line = Lines(text, path).of("hparams", "expert_used_count")
+        line = Lines(text).of("hparams", "expert_used_count")
         raise FieldProblem(path, line, "hparams.expert_used_count", why)
     return inventory
+
+
+def _least(tensor: Tensor) -> int:
+    """The fewest bytes a tensor of this type and shape can have; 1 of a type that nobody here knows."""
+    if is_known(tensor.type):
+        try:
+            return tensor_bytes(tensor.type, tensor.shape)
+        except ValueError:
+            return 1  # rows of no whole blocks: some tools pad them
+    number = tensor.type.removeprefix("type")
+    known = number.isascii() and number.isdecimal() and len(number) < 6
+    return least_bytes(int(number), tensor.shape) if known else 1
+
+
+def is_count(key: str) -> bool:
+    """Whether a hyperparameter is a count or a size, by its name."""
+    return _COUNT.fullmatch(key) is not None
+
+
+def wrong_counts(hparams: Mapping[str, Hparam]) -> Iterator[tuple[str, Scalar]]:
+    """Hyperparameters that are counts by their names but not by what they hold, with the wrong value."""
+    for key, value in hparams.items():
+        if is_count(key):
+            limit = MAX_LAYERS if key == "block_count" else MAX_COUNT
+            for number in value if isinstance(value, tuple) else (value,):
+                if not isinstance(number, int) or not 0 <= number <= limit:
+                    yield key, number
 
 
 def too_many_used(hparams: Mapping[str, Hparam]) -> str:
@@ -125,19 +153,16 @@ def too_many_used(hparams: Mapping[str, Hparam]) -> str:
 
 def _impossible(tensor: Tensor, n_shards: int) -> str:
     """Why no model file can hold this tensor; "" when one may."""
-    block = _BLOCK.match(tensor.name)
-    if block and (len(block[1]) > 9 or int(block[1]) >= _MAX_LAYERS):
+    block = block_digits(tensor.name)
+    if block and (len(block) > 9 or int(block) >= MAX_LAYERS):
         return "belongs to no possible layer"
     if len(tensor.shape) > 4 or not 0 < math.prod(tensor.shape) < 1 << 63:
         return "has a shape that cannot be"
     if tensor.offset + tensor.size_bytes >= 1 << 63:
         return "is larger than any file"
+    if tensor.size_bytes < (needed := _least(tensor)):
+        return f"holds {tensor.size_bytes} bytes, its type and shape need {needed}"
     return "" if tensor.shard < n_shards else f"lies in shard {tensor.shard} of {n_shards}"
-
-
-def _is_count(value: Hparam, limit: int) -> bool:
-    each = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(number, int) and 0 <= number <= limit for number in each)
 
 
 def by_name(inventory: Inventory) -> Mapping[str, Tensor]:

@@ -9,11 +9,11 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 
 from planner.model.inventory import Inventory
 from planner.model.sliding_window import sliding_layers
+from planner.remember import remembered
 
 # Decoders whose tensors and memory this program knows; others are planned by whole layers.
 _KNOWN = """
@@ -50,6 +50,7 @@ class Layers:
         return self.n_main + self.n_nextn
 
 
+@remembered
 def layers_of(inventory: Inventory) -> Layers:
     """Count and classify layers.
 
@@ -69,16 +70,12 @@ def layers_of(inventory: Inventory) -> Layers:
     return Layers(n_main, n_nextn, attention, recurrent)
 
 
+@remembered
 def stems_by_layer(inventory: Inventory) -> Mapping[int, frozenset[str]]:
     """Tensor names of each block without `blk.N.` and without suffix."""
-    return _stems(tuple(tensor.name for tensor in inventory.tensors))
-
-
-@lru_cache(maxsize=64)
-def _stems(names: tuple[str, ...]) -> Mapping[int, frozenset[str]]:
     found: dict[int, set[str]] = defaultdict(set)
-    for name in names:
-        match = _STEM.fullmatch(name)
+    for tensor in inventory.tensors:
+        match = _STEM.fullmatch(tensor.name)
         if match:
             found[int(match[1])].add(match[2])
     return MappingProxyType({layer: frozenset(stems) for layer, stems in found.items()})

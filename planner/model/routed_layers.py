@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from planner.errors import InputError
 from planner.model.inventory import Inventory
 
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight")
+_EXPERTS = re.compile(r"blk\.([0-9]{1,9})\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight")
 
 
 @dataclass(eq=False)

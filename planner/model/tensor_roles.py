@@ -6,11 +6,14 @@ The names are those of llama.cpp's tensor table, which all its architectures sha
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from types import MappingProxyType
 
-from planner.model.inventory import Tensor
+from planner.model.inventory import Inventory, Tensor
+from planner.remember import remembered
 
 
 class Role(StrEnum):
@@ -111,6 +114,12 @@ _PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = tuple(
         ),
     )
 )
+
+
+@remembered
+def parts_of(inventory: Inventory) -> Mapping[str, Part]:
+    """The role of each tensor of a model, by its name."""
+    return MappingProxyType({tensor.name: part_of(tensor) for tensor in inventory.tensors})
 
 
 def part_of(tensor: Tensor) -> Part:

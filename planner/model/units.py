@@ -12,8 +12,9 @@ from itertools import pairwise
 from planner.errors import InputError
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import KNOWN, Layers, layers_of, shared_kv
-from planner.model.tensor_roles import Part, Role, part_of
+from planner.model.tensor_roles import Part, Role, parts_of
 from planner.quoting import short
+from planner.remember import remembered
 
 
 class Kind(StrEnum):
@@ -110,6 +111,7 @@ _BY_EXPERT = re.compile(r"\.(ffn_gate_inp\.(weight|bias)|exp_probs_b(\.(weight|b
 _IN_ROUTER = frozenset({Role.ROUTER, Role.SHARED, Role.EXPERT_SMALL})
 
 
+@remembered
 def units_of(inventory: Inventory) -> UnitTable:
     """Group the tensors of a model into units, in the order the graph runs them.
 
@@ -118,7 +120,8 @@ def units_of(inventory: Inventory) -> UnitTable:
     """
     layers = layers_of(inventory)
     known = inventory.architecture in KNOWN
-    parts = tuple((t, part_of(t)) for t in inventory.tensors)
+    roles = parts_of(inventory)
+    parts = tuple((t, roles[t.name]) for t in inventory.tensors)
     experts = _experts_by_layer(inventory, parts)
     bound = {n: _bound_kind(layers, n) for n in range(layers.n_main)}
     groups: dict[Group, list[tuple[Tensor, Part]]] = defaultdict(list)

@@ -6,13 +6,21 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from planner.block_names import block_of
 from planner.model.inventory import Inventory, Tensor
+from planner.plan.patterns import hits, listed, searcher
 from planner.plan.plan import Override
 
-_LAYER = re.compile(r"blk\.(\d+)\.")
 # What Python's re and ECMAScript read alike; backslash only before punctuation.
 _COMMON = re.compile(r"(?:[\w.^$|()\[\]*+?:=!-]|\\[^\w\s])*")
 _OPTIONAL_TAIL = re.compile(r"[*?]$|\*\)$|\{0,")
+
+MOST_OTHERS = 256  # patterns of a list that are not of this program's own form; later ones match nothing
+# The engine's own matcher goes back and tries again: it must not be given what takes it an age.
+_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
+_REPEATS = re.compile(r"(?<!\\)[*+{]")
+_FEW = 4
+_STRANGE = "uses syntax that the engine and this program may read differently"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +38,17 @@ class Match:
 
 def matches(inventory: Inventory, overrides: Sequence[tuple[str, str]]) -> tuple[Match, ...]:
     """What each (pattern, buffer) places, with its faults: no match, shadowed, loose ends, bad syntax."""
+    places = {tensor.name: place for place, tensor in enumerate(inventory.tensors)}
     taken: dict[str, int] = {}
     found = []
+    others = 0
     for index, (pattern, buffer) in enumerate(overrides):
-        compiled = _compiled(pattern)
-        hits = [t for t in inventory.tensors if compiled and compiled.search(t.name)]
-        mine = [t for t in hits if t.name not in taken]
+        others += listed(pattern) is None
+        every = sorted(places[name] for name in hits(pattern, places)) if others <= MOST_OTHERS else []
+        tensors = [inventory.tensors[place] for place in every]
+        mine = [t for t in tensors if t.name not in taken]
         taken.update((t.name, index) for t in mine)
-        lost = tuple(t.name for t in hits if taken[t.name] != index)
+        lost = tuple(t.name for t in tensors if taken[t.name] != index)
         found.append(_match(pattern, buffer, mine, lost))
     return tuple(found)
 
@@ -68,7 +79,7 @@ def disagreements(
 
 
 def _match(pattern: str, buffer: str, mine: Sequence[Tensor], lost: tuple[str, ...]) -> Match:
-    layers = sorted({int(m[1]) for t in mine if (m := _LAYER.match(t.name))})
+    layers = sorted({n for t in mine if (n := block_of(t.name)) is not None})
     return Match(
         pattern=pattern,
         buffer=buffer,
@@ -81,11 +92,15 @@ def _match(pattern: str, buffer: str, mine: Sequence[Tensor], lost: tuple[str, .
 
 
 def _faults(pattern: str, mine: Sequence[Tensor], lost: Sequence[str]) -> Iterable[str]:
-    if _compiled(pattern) is None:
-        yield "not a regular expression"
+    if searcher(pattern) is None:
+        yield "not a regular expression that can be matched in bounded time"
+        if not _COMMON.fullmatch(pattern):
+            yield _STRANGE
         return
+    if _REPEATED_GROUP.search(pattern) or len(_REPEATS.findall(pattern)) > _FEW:
+        yield "repeats so much that the engine, which tries every way, may never end"
     if not _COMMON.fullmatch(pattern):
-        yield "uses syntax that the engine and this program may read differently"
+        yield _STRANGE
     if not mine and not lost:
         yield "matches no tensor"
     if not mine and lost:
@@ -100,16 +115,9 @@ def _loose(pattern: str, mine: Sequence[Tensor]) -> str:
     """Why an unanchored pattern is a risk, with the layers it bleeds into when it does."""
     if _OPTIONAL_TAIL.search(pattern):
         return "its tail may match nothing: it reaches further than it reads"
-    named = {int(n) for n in re.findall(r"blk(?:\\\.|\.)(\d+)(?![\d\]*+?|-])", pattern)}
-    reached = {int(m[1]) for t in mine if (m := _LAYER.match(t.name))}
+    named = {int(n) for n in re.findall(r"blk(?:\\\.|\.)([0-9]{1,9})(?![\d\]*+?|-])", pattern)}
+    reached = {n for t in mine if (n := block_of(t.name)) is not None}
     beyond = sorted(n for n in reached - named if any(str(n).startswith(str(k)) for k in named))
     if named and beyond:
         return f"not anchored: also reaches layers {', '.join(map(str, beyond))}"
     return "not anchored with ^ and $"
-
-
-def _compiled(pattern: str) -> re.Pattern[str] | None:
-    try:
-        return re.compile(pattern)
-    except re.error:
-        return None

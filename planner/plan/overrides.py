@@ -13,14 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.constants import CPU
 from planner.errors import InputError
 from planner.model.inventory import Inventory
 from planner.model.units import Kind, Unit, movable
-from planner.plan.load_spec import CPU
 from planner.plan.plan import Override
 from planner.site import Site, SiteKind
 
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
 _TIED = "token_embd.weight"
 
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from planner.machine.engine_builds import EngineRange
 from planner.machine.host_memory import HostMemory
-from planner.records import Record, dump, load
+from planner.memory.memory import Memory, Reserve
+from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Record, dump, load
 from planner.site import BufferField, SiteField
 from planner.workload import Workload
+
+# The longest pattern this program writes, of every layer and part of a model with 512 layers, has some 2,000.
+MAX_PATTERN = 8192
+MAX_DEVICES = 64  # the engine takes 16
+MAX_RANGES = 1024  # the engine takes 512 layers
+MAX_UNITS = 16_384  # a model of 512 layers has some 3,000 units, and as many striped tensors
+MAX_EXPERTS = 4096  # of a layer; models have up to some 900
+MAX_NOTES = 1024
 
 
 class ModelRef(Record):
@@ -21,8 +31,8 @@ class ModelRef(Record):
     architecture: str
     table_digest: str
     header_digest: str = ""
-    tensors: int = Field(ge=0)
-    size_bytes: int = Field(ge=0)
+    tensors: Count
+    size_bytes: Bytes
 
 
 class MachineRef(Record):
@@ -41,31 +51,42 @@ class DeviceUse(Record):
 
     name: str
     kind: str
-    budget_bytes: int = Field(ge=0)
-    weights_bytes: int = Field(ge=0)
-    kv_bytes: int = Field(ge=0)
-    state_bytes: int = Field(ge=0)
-    compute_bytes: int = Field(ge=0)
-    cache_bytes: int = Field(0, ge=0)
-    reserve_bytes: int = Field(0, ge=0)  # driver context, projector, draft, other users
+    budget_bytes: Bytes
+    weights_bytes: Bytes
+    kv_bytes: Bytes
+    state_bytes: Bytes
+    compute_bytes: Bytes
+    cache_bytes: Bytes = 0
+    reserve_bytes: Bytes = 0  # driver context, projector, draft, other users
     memory_from: str = "formula"  # or "engine": the dry load of llama.cpp
+
+    @staticmethod
+    def of(name: str, kind: str, budget_bytes: int, held: Memory) -> DeviceUse:
+        """A device and what fills it."""
+        sizes = {f"{part}_bytes": size for part, size in asdict(held).items()}
+        return DeviceUse(name=name, kind=kind, budget_bytes=budget_bytes, **sizes)
+
+    @property
+    def memory(self) -> Memory:
+        """What fills it, by part."""
+        return Memory(
+            self.weights_bytes,
+            self.kv_bytes,
+            self.state_bytes,
+            self.compute_bytes,
+            self.cache_bytes,
+            self.reserve_bytes,
+        )
 
     @property
     def used_bytes(self) -> int:
-        return (
-            self.weights_bytes
-            + self.kv_bytes
-            + self.state_bytes
-            + self.compute_bytes
-            + self.cache_bytes
-            + self.reserve_bytes
-        )
+        return self.memory.total
 
 
 class LayerRange(Record):
     """Consecutive layers with one layer device; the output head counts as the layer after the last."""
 
-    first: int = Field(ge=0)
+    first: int = Field(ge=0, lt=10_000)
     last: int = Field(ge=0, lt=10_000)  # no model comes near; a slip must not fill the memory
     device: str = Field(min_length=1)
 
@@ -75,29 +96,29 @@ class Placement(Record):
 
     unit: str
     site: SiteField
-    size_bytes: int = Field(ge=0)
-    time_ns: int = Field(ge=0)
+    size_bytes: Bytes
+    time_ns: Nanoseconds
     why: str
 
 
 class Override(Record):
     """One entry of tensor_buft_overrides, in the engine's first-match order."""
 
-    pattern: str
+    pattern: str = Field(max_length=MAX_PATTERN)
     buffer: BufferField  # buffer type name: CPU, CUDA0 …
-    tensors: int = Field(gt=0)  # how many it places
+    tensors: int = Field(gt=0, le=2**31 - 1)  # how many it places
 
 
 class Prediction(Record):
     """Predicted cost and how sure it is."""
 
-    tpot_ns: int = Field(ge=0)
-    prefill_ns: int = Field(ge=0)
-    error_ppm: int = Field(ge=0)  # relative half-width of the interval
-    splits: int = Field(ge=0)
-    objective_ns: int = Field(ge=0)
-    bound_ns: int = Field(ge=0)  # no placement under this budget, with this op_offload, has a lower objective
-    gap_ppm: int = Field(ge=0)
+    tpot_ns: Nanoseconds
+    prefill_ns: Nanoseconds
+    error_ppm: Ppm  # relative half-width of the interval
+    splits: Count
+    objective_ns: Nanoseconds
+    bound_ns: Nanoseconds  # no placement under this budget, with this op_offload, has a lower objective
+    gap_ppm: Ppm
     status: str  # optimal, feasible (the search ended before a proof), baseline, edited
 
 
@@ -105,7 +126,7 @@ class Search(Record):
     """How the search ended that a clock limited; a plan without this was limited by work alone."""
 
     ended_by: Literal["proof", "work", "clock"]  # clock: another run may find another plan
-    time_limit_ms: int = Field(gt=0)  # for the whole of planning
+    time_limit_ms: int = Field(gt=0, le=2**31 - 1)  # for the whole of planning
 
 
 class Baseline(Record):
@@ -114,15 +135,15 @@ class Baseline(Record):
     name: str  # all-cpu, ngl, n-cpu-moe, n-cpu-ffn, fit
     setting: str  # the llama.cpp flags
     feasible: bool
-    tpot_ns: int = Field(ge=0)  # 0 when infeasible
-    prefill_ns: int = Field(ge=0)
-    vram_bytes: int = Field(ge=0)
+    tpot_ns: Nanoseconds  # 0 when infeasible
+    prefill_ns: Nanoseconds
+    vram_bytes: Bytes
 
 
 class FitOverride(Record):
     """One tensor override of --fit: tensors that match, and where they go."""
 
-    pattern: str
+    pattern: str = Field(max_length=MAX_PATTERN)
     buffer: str = Field(min_length=1)
 
 
@@ -130,11 +151,11 @@ class EngineFit(Record):
     """What llama.cpp's own --fit chose for these devices and budgets; the baseline `fit` follows from it."""
 
     engine: str  # library and build
-    n_ctx: int = Field(gt=0)
-    n_gpu_layers: int | None = Field(None, ge=0)  # absent: it found no placement
-    devices: tuple[str, ...] = ()
-    tensor_split: tuple[Annotated[int, Field(ge=0)], ...] = ()  # layers a device, the head counted as one
-    overrides: tuple[FitOverride, ...] = ()
+    n_ctx: int = Field(gt=0, le=2**31 - 1)
+    n_gpu_layers: Count | None = None  # absent: it found no placement
+    devices: Many[str] = Field((), max_length=MAX_DEVICES)
+    tensor_split: Many[Count] = Field((), max_length=MAX_DEVICES)  # layers a device, the head counted as one
+    overrides: Many[FitOverride] = Field((), max_length=MAX_UNITS)
 
     @model_validator(mode="after")
     def _layers_add_up(self) -> EngineFit:
@@ -161,7 +182,7 @@ class Speculation(Record):
     device: str = ""  # where the draft model computes
     accept_ppm: int = Field(ge=0, le=1_000_000)
     tokens: int = Field(ge=0, le=63)  # drafted a step; 0: none, the draft is not loaded
-    draft_ns: int = Field(ge=0)  # of one drafted token, beside what the model's own units take for it
+    draft_ns: Nanoseconds  # of one drafted token, beside what the model's own units take for it
 
     @property
     def step(self) -> tuple[int, int]:
@@ -181,16 +202,8 @@ class Speculation(Record):
 class ExpertOrder(Record):
     """The order in which the rewriter lays the experts of one layer: original ids, hot first."""
 
-    layer: int = Field(ge=0)
-    order: tuple[int, ...]
-
-
-class Reserved(Record):
-    """Memory on a device that the plan leaves to something else."""
-
-    name: str
-    device: str
-    size_bytes: int = Field(ge=0)
+    layer: Count
+    order: Many[Annotated[int, Field(ge=0, lt=MAX_EXPERTS)]] = Field(max_length=MAX_EXPERTS)
 
 
 class CachePoint(Record):
@@ -203,18 +216,17 @@ class CachePoint(Record):
 class Constraints(Record):
     """What the solver was asked to respect, so that a check can ask the same again."""
 
-    budgets: dict[
-        str, Annotated[int, Field(ge=0)]
-    ]  # bytes by device, the CPU included, devices left unused too
-    pins: tuple[str, ...] = ()  # PATTERN=SITE
+    budgets: dict[str, Bytes]  # by device, the CPU included, devices left unused too
+    pins: Many[Annotated[str, Field(max_length=1024)]] = Field((), max_length=MAX_NOTES)  # PATTERN=SITE
     contiguous: bool = False
     no_cpu: bool = False
     page: bool = False  # host weights may exceed memory and are paged from disk
-    reserves: tuple[Reserved, ...] = ()
+    reserves: Many[Reserve] = Field((), max_length=MAX_NOTES)
     heat_digest: str = ""  # of the heat file that expert coverage comes from
     stripes: bool = True  # hot experts may live on the GPU, given heat
     hybrid: bool | None = None  # experts may live in slots, the others with CPU and bus; absent: not asked
-    cache: tuple[CachePoint, ...] | None = None  # the engine has a MoE cache; sizes to choose from, concave
+    # The engine has a MoE cache: sizes to choose from, concave.
+    cache: Annotated[Many[CachePoint], Field(max_length=MAX_NOTES)] | None = None
 
 
 _SITES = "the site of each unit says where its experts are"
@@ -244,21 +256,21 @@ class Plan(Record):
     engines: EngineRange | None = None  # builds that can load it; absent: nothing is known against any
     workload: Workload
     constraints: Constraints
-    devices: tuple[DeviceUse, ...]
-    layers: tuple[LayerRange, ...]
+    devices: Many[DeviceUse] = Field(max_length=MAX_DEVICES)
+    layers: Many[LayerRange] = Field(max_length=MAX_RANGES)
     op_offload: bool = True  # for 32 tokens and more host weights are copied to a GPU and computed there
     repack: bool | None = None  # False: the CPU's weights keep the file's layout; absent: the engine's choice
     projector: Projector | None = None
     host_memory: HostMemory = HostMemory.MAPPED  # of weights that the CPU computes beside a GPU
     speculation: Speculation | None = None  # times of a token are then those of an accepted one
     predicted: Prediction
-    baselines: tuple[Baseline, ...]
+    baselines: Many[Baseline] = Field(max_length=MAX_DEVICES)
     search: Search | None = None  # absent: no clock was looked at, so that every run gives this plan
     fit: EngineFit | None = None  # asked of an engine with solve --fit
-    notes: tuple[str, ...] = ()
-    units: tuple[Placement, ...]
-    overrides: tuple[Override, ...]
-    experts: tuple[ExpertOrder, ...] = ()
+    notes: Many[str] = Field((), max_length=MAX_NOTES)
+    units: Many[Placement] = Field(max_length=MAX_UNITS)
+    overrides: Many[Override] = Field(max_length=MAX_UNITS)
+    experts: Many[ExpertOrder] = Field((), max_length=MAX_RANGES)
 
 
 def to_text(plan: Plan) -> str:

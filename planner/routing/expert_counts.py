@@ -18,7 +18,10 @@ from planner.texts import mistaken
 
 MAGIC = "# heat: 1"
 COLUMNS = "layer,expert,count"
-MAX_EXPERTS = 1 << 16
+MAX_EXPERTS = 4096  # of a layer; models have up to some 900
+MAX_LAYERS = 512  # the engine's own limit
+MAX_COUNT = 1 << 53  # of an expert, and of tokens
+MAX_CELLS = 1 << 23  # counts in all parts together: 128 sources of a model with 128 layers of 512 experts
 
 
 class Phase(StrEnum):
@@ -73,6 +76,26 @@ class WrongModel(InputError):
 
     def message(self) -> str:
         return f"{self.path}: not heat of this model: {self.why}"
+
+
+@dataclass(eq=False)
+class TooManyCounts(InputError):
+    """Heat with so many layers, parts and experts that a count for each would fill the memory."""
+
+    rows: int
+    n_expert: int
+
+    def message(self) -> str:
+        return (
+            f"routing of {self.rows} layers, all sources together, with {self.n_expert} experts each: "
+            f"more than the {MAX_CELLS} counts this program holds; merge the sources first"
+        )
+
+
+def check_size(rows: int, n_expert: int) -> None:
+    """TooManyCounts where so many layers, over all parts, cannot be held with a count for every expert."""
+    if rows * n_expert > MAX_CELLS:
+        raise TooManyCounts(rows, n_expert)
 
 
 def make(model: str, n_expert: int, n_used: int, parts: Iterable[Part]) -> Heat:
@@ -185,6 +208,7 @@ class _Reader:
             raise FieldProblem(
                 self.path, 0, "", f"no line {COLUMNS}; `atsplan heat import` reads other profiles"
             )
+        check_size(sum(len(rows) for _, rows in self.parts), self.n_expert)
         parts = [
             Part(keys["source"], Phase(keys["phase"]), int(keys["tokens"]), self._dense(rows))
             for keys, rows in self.parts
@@ -205,7 +229,7 @@ class _Reader:
         in_head = not self.n_expert
         if name not in (("heat", "model", "experts", "used") if in_head else ("source", "phase", "tokens")):
             raise FieldProblem(self.path, number, name, "unknown key")
-        if name in ("experts", "used", "tokens") and not (value.isascii() and value.isdigit()):
+        if name in ("experts", "used", "tokens") and not _whole(value):
             raise FieldProblem(self.path, number, name, "expected a number")
         if name == "phase" and value not in set(Phase):
             raise FieldProblem(self.path, number, name, "expected prefill, decode or mixed")
@@ -216,9 +240,11 @@ class _Reader:
 
     def _row(self, number: int, line: str) -> None:
         fields = line.split(",")
-        if not self.n_expert or len(fields) != 3 or not all(f.isascii() and f.isdigit() for f in fields):
+        if not self.n_expert or len(fields) != 3 or not all(map(_whole, fields)):
             raise FieldProblem(self.path, number, "", f"expected {COLUMNS} as whole numbers")
         layer, expert, count = map(int, fields)
+        if layer >= MAX_LAYERS:
+            raise FieldProblem(self.path, number, "layer", f"{layer}: models have up to {MAX_LAYERS} layers")
         if expert >= self.n_expert:
             raise FieldProblem(self.path, number, "expert", f"{expert} of {self.n_expert} experts")
         if not self.parts:
@@ -231,6 +257,10 @@ class _Reader:
 
     def _dense(self, rows: Mapping[int, Mapping[int, int]]) -> dict[int, tuple[int, ...]]:
         return {la: tuple(row.get(e, 0) for e in range(self.n_expert)) for la, row in rows.items()}
+
+
+def _whole(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= MAX_COUNT
 
 
 def _add(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

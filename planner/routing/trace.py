@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 from planner.errors import FieldProblem
 from planner.quoting import heat_name
 from planner.routing import expert_counts as heats
-from planner.routing.expert_counts import MAX_EXPERTS, Heat, Part, Phase
+from planner.routing.expert_counts import MAX_EXPERTS, MAX_LAYERS, Heat, Part, Phase
 from planner.texts import mistaken
 
 Ints = NDArray[np.int32]
 
 MAGIC = "# trace: 1"
 COLUMNS = "source,phase,step,layer,ids"
+MAX_USED = 128  # experts of a token; models use up to some 22
+MAX_STEPS = 1 << 31
 PAD = -1  # in `ids`, where a row has fewer experts than the widest
 
 
@@ -57,6 +59,8 @@ def make(model: str, n_expert: int, sources: Iterable[str], rows: Iterable[Row])
     """A trace from rows."""
     listed = list(rows)
     width = max((len(row[4]) for row in listed), default=0)
+    if width > MAX_USED:
+        raise ValueError(f"{width} experts for a token")
     ids = np.full((len(listed), width), PAD, dtype=np.int32)
     for index, row in enumerate(listed):
         ids[index, : len(row[4])] = row[4]
@@ -101,6 +105,8 @@ def heat_of(trace: Trace, n_used: int | None = None) -> Heat:
     group = trace.source.astype(np.int64) * 2 + trace.decode
     order = np.argsort(group, kind="stable")
     parts = []
+    layers = np.unique(group * (1 << 31) + trace.layer)  # of each source and phase
+    heats.check_size(len(layers), trace.n_expert)
     for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
         if not len(rows):
             continue
@@ -168,7 +174,7 @@ def _experts(head: dict[str, str], path: str, number: int) -> int:
     if head.get("trace") != "1":
         raise FieldProblem(path, 1, "trace", f"expected the first line {MAGIC}")
     text = head.get("experts", "")
-    if not (text.isascii() and text.isdigit()) or not 0 < int(text) <= MAX_EXPERTS:
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or not 0 < int(text) <= MAX_EXPERTS:
         raise FieldProblem(path, number, "experts", "expected the number of experts of a layer")
     return int(text)
 
@@ -182,6 +188,10 @@ def _row(line: str, n_expert: int, n_sources: int, path: str, number: int) -> Ro
         raise FieldProblem(path, number, "", f"expected {COLUMNS}") from None
     if not n_expert or len(fields) != 5 or fields[1] not in ("decode", "prefill") or not ids:
         raise FieldProblem(path, number, "", f"expected {COLUMNS}")
+    if max(step, layer) >= MAX_STEPS or layer >= MAX_LAYERS:
+        raise FieldProblem(path, number, "step", f"step {step:.3g} of layer {layer:.3g} cannot be")
+    if len(ids) > MAX_USED:
+        raise FieldProblem(path, number, "ids", f"{len(ids)} experts for a token, at most {MAX_USED} can be")
     if not 0 <= source < n_sources or min(step, layer) < 0:
         raise FieldProblem(
             path, number, "source", f"{n_sources} sources are named, steps and layers count up"

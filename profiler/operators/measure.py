@@ -6,20 +6,21 @@ nothing but the case that failed. Requests: {"ask": "figures"} and {"ask": "case
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
+from planner.constants import CPU
 from planner.errors import AtsplanError, MachineError
 from planner.machine.op_time import Case
 from profiler import host
-from profiler.answers import Line, answer_request
 from profiler.operators import figures, links, thermal
 from profiler.operators.arena import MiB
 from profiler.operators.bench import Bench
 from profiler.operators.cases import NOT_SUPPORTED, Place, job_of
 from profiler.operators.pace import Pace
+from runtime.child.serve import Message as Line
+from runtime.child.serve import serve_lines
 from runtime.engine import gpu_usage
 from runtime.engine.ggml import Device, Ggml
 from runtime.engine.libllama import Engine
@@ -64,7 +65,7 @@ def places(ggml: Ggml, devices: Iterable[Device]) -> tuple[Place, ...]:
             if index == 0:
                 own.append(Place(device.name, name, "own"))
             elif name.endswith("_Host"):
-                other.append(Place("CPU", name, "host"))
+                other.append(Place(CPU, name, "host"))
                 if device.name.startswith("CUDA"):  # kernels of other back ends cannot follow a host pointer
                     other.append(Place(device.name, name, "zero-copy"))
             elif "REPACK" in name:
@@ -140,12 +141,12 @@ def _links(ggml: Ggml, devices: list[Device]) -> Iterator[Line]:
         memory = pinned or ggml.lib.ggml_backend_cpu_buffer_type()
         with ggml.backend(device) as backend:
             for source, target, ends in (
-                (memory, own, ("CPU", device.name)),
-                (own, memory, (device.name, "CPU")),
+                (memory, own, (CPU, device.name)),
+                (own, memory, (device.name, CPU)),
             ):
                 made = links.copies(ggml, source, target, backend)
                 line = {"kind": "link", "source": ends[0], "target": ends[1], **asdict(made)}
-                if pinned and ends[0] == "CPU":
+                if pinned and ends[0] == CPU:
                     pages = ggml.lib.ggml_backend_cpu_buffer_type()
                     rate = links.copies(ggml, pages, own, backend).bandwidth_bytes_per_s
                     line["mapped_bytes_per_s"] = min(rate, made.bandwidth_bytes_per_s)
@@ -209,4 +210,4 @@ def _max_alloc(ggml: Ggml, place: Place) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(answer_request(answer))
+    serve_lines(answer)

@@ -8,14 +8,14 @@ the same experts, and every placement computes the same ones.
 from __future__ import annotations
 
 import ctypes as c
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from time import perf_counter_ns
 
 from planner.errors import AtsplanError, EngineProblem
-from profiler.answers import Line, answer_request
+from runtime.child.serve import Message as Line
+from runtime.child.serve import serve_lines
 from runtime.engine.libllama import Batch, Engine
 from runtime.engine.page_reads import read_bytes
 from runtime.load.dry_run import from_json
@@ -76,4 +76,4 @@ def _timed(session: Session, tokens: Sequence[int], start: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(answer_request(runs))
+    serve_lines(runs)

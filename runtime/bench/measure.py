@@ -12,7 +12,7 @@ from runtime.bench.intervals import Interval, interval, ratio
 from runtime.bench.memory_settled import Settling, reader
 from runtime.bench.prompts import text
 from runtime.bench.rivals import Arm
-from runtime.child import Died
+from runtime.child.ask import Died
 from runtime.engine.gpu_usage import Watch
 from runtime.load.dry_run import Breakdown
 from runtime.session.session import Timings

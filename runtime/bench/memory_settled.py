@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.constants import CPU
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
-from runtime import child
+from runtime.child.ask import ask
+from runtime.child.serve import serve
 from runtime.engine import gpu_usage, locate
 from runtime.engine.libllama import Engine
 from runtime.engine.rpc import connect
@@ -55,11 +57,11 @@ def reader(engine: str | None, llama_h: Path | None, devices: Sequence[str]) -> 
         return lambda: gpu_usage.used(names)
     request = {"engine": engine, "llama_h": str(llama_h) if llama_h else None, "devices": names}
 
-    def ask() -> Use:
-        found: Use = child.ask("runtime.bench.memory_settled", request, locate.find(engine).label)
+    def use() -> Use:
+        found: Use = ask("runtime.bench.memory_settled", request, locate.find(engine).label)
         return found
 
-    return ask
+    return use
 
 
 def _use_here(request: Mapping[str, Any]) -> dict[str, int]:
@@ -74,4 +76,4 @@ def _use_here(request: Mapping[str, Any]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    child.serve(_use_here)
+    serve(_use_here)

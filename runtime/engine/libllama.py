@@ -17,6 +17,7 @@ from typing import Any
 
 from planner.errors import EngineProblem, FileProblem
 from planner.machine.engine_builds import build_number
+from runtime.cache import libraries
 from runtime.engine import locate, structs
 from runtime.engine.ggml import Ggml
 from runtime.engine.prototypes import bind
@@ -155,6 +156,8 @@ class Engine:
         self.llama_h = place.llama_h
         library = load_library(place.path, place.label)
         self.lib: Any = library
+        if not place.path.is_absolute():  # the system found it by its name; what lies beside it is needed too
+            self.path = _loaded_from(library) or place.path
         self._model, self._model_raw = self._layout(structs.MODEL, "llama_model_default_params", header)
         self._context, self._context_raw = self._layout(
             structs.CONTEXT, "llama_context_default_params", header
@@ -272,7 +275,11 @@ _NOT_FOUND = re.compile(r"(?P<name>[\w.+-]+): cannot open shared object file")
 
 
 def load_library(path: Path, label: str) -> c.CDLL:
-    """dlopen, bringing libraries of the same folder along; EngineProblem says why it cannot be."""
+    """dlopen, bringing libraries of the same folder along; EngineProblem says why it cannot be.
+
+    One in our own cache must be as it was kept there: UntrustedLibrary otherwise.
+    """
+    libraries.check(path)
     _load_cxx_runtime()
     tried: set[str] = set()
     while True:
@@ -281,7 +288,9 @@ def load_library(path: Path, label: str) -> c.CDLL:
         except OSError as problem:
             missing = _NOT_FOUND.search(str(problem))
             sibling = path.parent / missing["name"] if missing else path
-            if missing is None or missing["name"] in tried or not sibling.exists():
+            # Beside a mere name is the current folder, where nothing is ours.
+            known = path.is_absolute() and sibling.exists()
+            if missing is None or missing["name"] in tried or not known:
                 raise EngineProblem(label, _why_not(str(problem))) from None
             tried.add(missing["name"])
             load_library(sibling, label)
@@ -289,13 +298,31 @@ def load_library(path: Path, label: str) -> c.CDLL:
 
 def _stated_number(library: Path) -> int:
     """LLAMA_BUILD_NUMBER of the library that the tools share; builds from an archive have 0 or 1 there."""
-    for path in sorted(library.parent.glob("libllama-common.so*")):
+    for path in sorted(library.parent.glob("libllama-common.so*")) if library.is_absolute() else ():
         try:
             number = c.c_int.in_dll(load_library(path, path.name), "LLAMA_BUILD_NUMBER").value
         except (EngineProblem, ValueError):
             continue
         return number if number > _FEWEST else 0
     return 0
+
+
+class _SymbolInfo(c.Structure):
+    """Dl_info of dladdr."""
+
+    _fields_ = (("file", c.c_char_p), ("base", c.c_void_p), ("symbol", c.c_char_p), ("address", c.c_void_p))
+
+
+def _loaded_from(library: c.CDLL) -> Path | None:
+    """The file that holds libllama's first function; None when the loader does not say."""
+    found = _SymbolInfo()
+    if not hasattr(library, "llama_backend_init"):
+        return None
+    address = c.cast(library.llama_backend_init, c.c_void_p)
+    if not c.CDLL(None).dladdr(address, c.byref(found)) or not found.file:
+        return None
+    path = Path(os.fsdecode(found.file))
+    return path if path.is_absolute() else None
 
 
 def _load_cxx_runtime() -> None:

@@ -23,6 +23,11 @@ class Place:
     label: str
     llama_h: Path | None = None  # the header of a build whose struct layouts are not known here
 
+    @property
+    def folder(self) -> Path | None:
+        """Where its other libraries lie; None for one that the system finds by its name."""
+        return self.path.parent if self.path.is_absolute() else None
+
 
 def find(path: str | None) -> Place:
     """The library to use: `path`, else ATSPLAN_ENGINE, else the first of `installed()`.

@@ -25,6 +25,7 @@ _MEANING: Mapping[str, str] = {
     "_Host buffer": "host memory for weights is short, not the device's (--mmap maps the file instead)",
     "Remote RPC server crashed": "the server of a remote device is gone",
 }
+_TRACEBACK = "Traceback (most recent call last)"  # Python's: its last line names the exception
 _FAILED = re.compile(r"error|fail|abort|exception", re.IGNORECASE)
 _PREFIX = re.compile(r"^(?:[\w~:]+: |what\(\):\s+)(?=\S)")
 
@@ -72,6 +73,8 @@ def _telling(lines: list[str]) -> str:
     for line in reversed(said):
         if abort := _ABORT.match(line):
             return abort[1]
+    if any(line.startswith(_TRACEBACK) for line in said):
+        return said[-1]
     for pattern in (_CAUSE, _FAILED):
         for line in said:
             if pattern.search(line):

@@ -1,7 +1,7 @@
 """The native library of hybrid experts: the wheel's, one built here before, or built now.
 
-A library is known by the digest of the sources and options it was built from. It is built into the user's
-cache folder, which nobody else may write to, and loaded only while its own digest is the recorded one.
+A library is known by the digest of the sources and options it was built from. It is kept in the user's cache
+folder (runtime.cache.libraries), and loaded only while nobody has touched it there.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from planner.errors import MachineError
+from runtime.cache import libraries
+from runtime.child import process
+from runtime.child.environment import environment, python
 
 SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -29,7 +30,8 @@ _WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # The engine may bring another C++ runtime: ours stays inside.
 _GNU_RUNTIME = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
 _OLDEST_GLIBC = "2.17"
-_LIMIT_S = 300
+_LIMIT_S = 1200  # ziglang builds its own C++ runtime first
+_NAME = "hybrid.so"
 REMEDY = "install a C++ compiler (apt-get install g++) or pip install ziglang"
 
 
@@ -46,27 +48,24 @@ class HybridRefused(MachineError):
 def library(options: Sequence[str] = ()) -> Path:
     """The library for this machine, built if need be; `options` are more for the compiler (tests).
 
-    Raises HybridRefused with what to install.
+    Raises HybridRefused with what to install, UntrustedLibrary where the cache is not the user's alone.
     """
     digest = source_digest(options)
     ready = prebuilt(digest)
     if ready is not None:
         return ready
-    folder = cache_folder()
-    made = folder / f"{digest}.so"
+    made = _kept(digest)
     if not intact(made):
-        _build(made, options)
+        _build(digest, options)
+    libraries.check(made)
     return made
 
 
 def available() -> str:
     """Why the library cannot be had; "" when it can. Builds nothing."""
     digest = source_digest()
-    try:
-        if prebuilt(digest) or intact(cache_folder() / f"{digest}.so"):
-            return ""
-    except HybridRefused as refused:
-        return refused.why
+    if prebuilt(digest) or intact(_kept(digest)):
+        return ""
     return "" if next(compilers(), None) else REMEDY
 
 
@@ -89,28 +88,14 @@ def prebuilt(digest: str) -> Path | None:
 def intact(path: Path) -> bool:
     """Whether a library is there and as it was built."""
     try:
-        recorded = path.with_suffix(".sha256").read_text().strip()
-        return recorded == hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
+        libraries.check(path)
+    except libraries.UntrustedLibrary:
         return False
+    return path.is_file()
 
 
-def cache_folder() -> Path:
-    """The folder of built libraries, made if need be; HybridRefused unless it is the user's alone."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(base) / "atsplan" / "native"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-    except OSError as problem:
-        raise HybridRefused(f"{folder}: {problem.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode):
-        raise HybridRefused(f"{folder} is not a folder")
-    if hasattr(os, "getuid") and found.st_uid != os.getuid():
-        raise HybridRefused(f"{folder} belongs to another user: set XDG_CACHE_HOME to a folder of your own")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise HybridRefused(f"{folder} can be written by others: chmod go-w {folder}")
-    return folder
+def _kept(digest: str) -> Path:
+    return libraries.libraries_folder() / f"hybrid-{digest}" / _NAME
 
 
 def compilers(target: str = "") -> Iterator[tuple[str, ...]]:
@@ -118,13 +103,14 @@ def compilers(target: str = "") -> Iterator[tuple[str, ...]]:
     if not target:
         named = os.environ.get(COMPILER)
         for name in ([named] if named else []) + ["g++", "clang++", "c++"]:
-            if found := shutil.which(name):
+            if found := shutil.which(name, path=environment().get("PATH", os.defpath)):
                 yield found, *_GNU_RUNTIME
     if find_spec("ziglang") is not None:
         machine = target or {"arm64": "aarch64", "AMD64": "x86_64"}.get(
             platform.machine(), platform.machine()
         )
-        yield sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{_OLDEST_GLIBC}"
+        target = f"{machine}-linux-gnu.{_OLDEST_GLIBC}"
+        yield tuple(python("-m", "ziglang", "c++", "-target", target))
 
 
 def command(compiler: Sequence[str], target: Path, options: Sequence[str] = ()) -> list[str]:
@@ -158,19 +144,20 @@ def _machine() -> str:
     return {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
 
 
-def _build(target: Path, options: Sequence[str]) -> None:
+def _build(digest: str, options: Sequence[str]) -> None:
     faults = []
     for compiler in compilers():
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            made = Path(scratch) / "library.so"
+        with tempfile.TemporaryDirectory() as scratch:
+            made = Path(scratch) / _NAME
             if fault := _compile(command(compiler, made, options)):
                 faults.append(f"{' '.join(compiler[:4])}: {fault}")
                 continue
-            record = Path(scratch) / "record"
-            record.write_text(hashlib.sha256(made.read_bytes()).hexdigest() + "\n")
-            # The record last: a library without one is built again.
-            made.replace(target)
-            record.replace(target.with_suffix(".sha256"))
+            if intact(_kept(digest)):
+                return  # another process was faster, and may be loading it
+            try:
+                libraries.keep(_kept(digest).parent.name, [made])
+            except OSError as problem:
+                raise HybridRefused(f"{problem.filename or _kept(digest)}: {problem.strerror}") from None
             return
     raise HybridRefused(f"the native library cannot be built: {'; '.join(faults)}" if faults else REMEDY)
 
@@ -178,13 +165,13 @@ def _build(target: Path, options: Sequence[str]) -> None:
 def _compile(line: Sequence[str]) -> str:
     """What went wrong, or ""."""
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as problem:
+        status, text = process.run(line, _LIMIT_S, Path(line[-1]).parent)
+    except (OSError, process.TimedOut) as problem:
         return str(problem)
-    if done.returncode == 0:
+    if status == 0:
         return ""
-    said = [text for text in done.stderr.splitlines() if "error" in text] or done.stderr.splitlines()
-    return said[0] if said else f"exit {done.returncode}"
+    said = [line for line in text.splitlines() if "error" in line] or text.splitlines()
+    return said[0] if said else f"exit {status}"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import EngineProblem
+from runtime.cache import libraries
 from runtime.engine.ggml import Ggml, Handle
 from runtime.engine.prototypes import bind
 from runtime.hybrid import build
@@ -128,7 +129,11 @@ class HybridDevice:
 
 
 def load(path: Path) -> Any:
-    """The native library with its prototypes; HybridRefused when it is not the one that is known here."""
+    """The native library with its prototypes; HybridRefused when it is not the one that is known here.
+
+    UntrustedLibrary for one in the cache that somebody has touched.
+    """
+    libraries.check(path)
     try:
         lib = c.CDLL(str(path))
     except OSError as problem:

@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.constants import CPU
 from planner.errors import EngineProblem
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.site import Site
 from planner.workload import Workload
-from runtime import child
+from runtime.child.ask import ask
+from runtime.child.serve import serve
 from runtime.engine.ggml import Handle
 from runtime.engine.libllama import Engine
 from runtime.engine.locate import Place
@@ -74,7 +76,7 @@ def measure(engine: Engine | Place, model_path: Path, spec: LoadSpec, watch: boo
         "spec": to_json(spec),
         "watch": watch,
     }
-    answer = child.ask("runtime.load.dry_run", request, engine.label)
+    answer = ask("runtime.load.dry_run", request, engine.label)
     return DryRun(
         devices={name: Breakdown(**sizes) for name, sizes in answer["devices"].items()},
         buffers={name: Breakdown(**sizes) for name, sizes in answer["buffers"].items()},
@@ -264,4 +266,4 @@ def _notes(lines: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    child.serve(_measure_request)
+    serve(_measure_request)

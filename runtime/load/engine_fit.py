@@ -15,8 +15,8 @@ from typing import Any
 
 from planner.errors import EngineProblem
 from planner.plan.load_spec import LoadSpec
-from runtime import child
-from runtime.child import Relayed
+from runtime.child.ask import Relayed, ask
+from runtime.child.serve import serve
 from runtime.engine.libllama import Engine, Override, load_library
 from runtime.engine.rpc import connect
 from runtime.load import dry_run, load_params
@@ -50,7 +50,7 @@ def fit(
         "spec": dry_run.to_json(spec),
         "budgets": dict(budgets),
     }
-    answer = child.ask("runtime.load.engine_fit", request, engine)
+    answer = ask("runtime.load.engine_fit", request, engine)
     if "none" in answer:
         raise NoPlacement(engine, answer["none"])
     return replace(
@@ -131,10 +131,10 @@ def _function(engine: Engine) -> tuple[Any, tuple[None, ...]]:
 
 def _common(engine: Engine) -> Any:
     """The library beside libllama that holds what the tools share; None when there is none."""
-    for path in sorted(engine.path.parent.glob("libllama-common.so*")):
+    for path in sorted(engine.path.parent.glob("libllama-common.so*")) if engine.path.is_absolute() else ():
         return load_library(path, engine.label)
     return None
 
 
 if __name__ == "__main__":
-    child.serve(_fit_here)
+    serve(_fit_here)

@@ -12,7 +12,8 @@ from typing import Any
 
 from planner.errors import AtsplanError
 from planner.site import Site, SiteKind
-from runtime import child
+from runtime.child.ask import ask
+from runtime.child.serve import serve
 from runtime.engine.ggml import Ggml, Handle
 from runtime.engine.libllama import Engine
 from runtime.stripes.buffer_type import Stripes
@@ -36,7 +37,7 @@ def check(engine: Engine) -> tuple[Possible, ...]:
     for device in engine.ggml.devices():
         if device.kind in ("gpu", "igpu"):
             try:
-                answer = child.ask(
+                answer = ask(
                     "runtime.stripes.probe", {"engine": str(engine.path), "device": device.name}, engine.label
                 )
             except AtsplanError as problem:
@@ -110,4 +111,4 @@ def _check_here(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    child.serve(_check_here)
+    serve(_check_here)

@@ -18,6 +18,7 @@ from typing import Any
 
 from planner.errors import AtsplanError, EngineProblem
 from planner.quoting import terminal
+from runtime.child.environment import python
 from runtime.engine.libllama import Engine, load_library
 from runtime.stripes.buffer_type import Stripes
 from runtime.stripes.server_hook import striped_weights
@@ -44,7 +45,7 @@ def serve(engine: Engine, widths: Mapping[str, Mapping[str, int]], arguments: Se
 
 def command(folder: Path, widths: Mapping[str, Mapping[str, int]], arguments: Sequence[str]) -> list[str]:
     """The arguments of this Python that run `serve` with the build in `folder`."""
-    return ["-m", "runtime.stripes.server", str(folder), json.dumps(widths), *arguments]
+    return python("-m", "runtime.stripes.server", str(folder), json.dumps(widths), *arguments)[1:]
 
 
 def server_library(folder: Path) -> Path | None:

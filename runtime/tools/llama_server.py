@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -21,12 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import EngineProblem, MachineError
-from runtime import child
+from runtime.child import process
+from runtime.child.environment import environment, python_program
+from runtime.child.process import Process
 
 LOOPBACK = "127.0.0.1"
 _KEYS = ("--api-key", "--api-key-file")
 _LINES = 2000
 _PAUSE_S = 0.1
+_BACKEND = re.compile(r"ggml-.*\.(so|dylib|dll)")
+# Options of llama-server that take a path, and those that take several with commas between.
+_PATHS = (
+    *("-m", "--model", "-mm", "--mmproj", "-md", "--model-draft", "--spec-draft-model", "-mv"),
+    *("--model-vocoder", "--models-dir", "--models-preset", "--grammar-file", "-jf", "--json-schema-file"),
+    *("--chat-template-file", "--path", "--api-key-file", "--ssl-key-file", "--ssl-cert-file"),
+    *("--slot-save-path", "--media-path", "--log-file", "--log-prompts-dir", "--mcp-servers-config"),
+    *("--ui-config-file", "--webui-config-file", "-lcs", "--lookup-cache-static"),
+    *("-lcd", "--lookup-cache-dynamic"),
+)
+_PATH_LISTS = ("--lora", "--lora-scaled", "--control-vector", "--control-vector-scaled")
 
 
 @dataclass(eq=False)
@@ -45,7 +57,7 @@ class NoPort(MachineError):
 class Server:
     """A running llama-server."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     host: str
     port: int
     log: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
@@ -68,7 +80,7 @@ class Server:
         code = self.process.wait()
         if self.reader:
             self.reader.join(5)
-        return child.death(code, self.log)
+        return process.death(code, self.log)
 
 
 def find_program(engine: str | None, name: str = "llama-server") -> Path:
@@ -84,7 +96,7 @@ def find_program(engine: str | None, name: str = "llama-server") -> Path:
     for place in folders:
         if os.access(place / name, os.X_OK) and (place / name).is_file():
             return place / name
-    found = which(name)
+    found = which(name, path=environment().get("PATH", os.defpath))
     if found and not given:
         return Path(found)
     where = str(given) if given else "PATH"
@@ -108,26 +120,23 @@ def serving(
     server's last message when it ends first or does not answer in time.
     """
     chosen = free_port(host, port)
-    process = subprocess.Popen(
-        [str(program), *spelt(program, arguments), "--host", host, "--port", str(chosen)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=_environment(program),
-        start_new_session=True,
-        preexec_fn=child.die_with_parent,
-    )
-    server = Server(process, host, chosen)
+    words = [*spelt(program, arguments), "--host", host, "--port", str(chosen)]
+    folder = _folder(program)
+    if folder is not None:
+        words = _from(Path.cwd(), words)
+    command = [str(program.absolute()), *words]
+    child = process.start(command, one_log=True, cwd=folder, variables=_variables(program))
+    server = Server(child, host, chosen)
     server.reader = reader = threading.Thread(target=_read, args=(server, on_line), daemon=True)
     reader.start()
     try:
         _until_healthy(server, reader, timeout_s)
         yield server
     finally:
-        child.end(process)
+        process.end(child)
         reader.join(5)
-        if process.stdout is not None:
-            process.stdout.close()
+        if child.stdout is not None:
+            child.stdout.close()
 
 
 def free_port(host: str, port: int = 0) -> int:
@@ -164,7 +173,7 @@ def _until_healthy(server: Server, reader: threading.Thread, timeout_s: float) -
         code = server.process.poll()
         if code is not None:
             reader.join(5)
-            raise EngineProblem("llama-server", child.death(code, server.log))
+            raise EngineProblem("llama-server", process.death(code, server.log))
         try:
             if server.get("/health").get("status") == "ok":
                 return
@@ -186,7 +195,7 @@ def spelt(program: Path, arguments: Sequence[str]) -> list[str]:
     """
     words = list(arguments)
     # Builds whose server can be loaded beside stripes are younger than that.
-    if not {"--load-mode", "--cache-ram"} & set(words) or program == Path(sys.executable):
+    if not {"--load-mode", "--cache-ram"} & set(words) or program == python_program():
         return words
     known = _help(program)
     if "--cache-ram" in words and "--cache-ram" not in known:
@@ -199,18 +208,33 @@ def spelt(program: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def _help(program: Path) -> str:
-    shown = subprocess.run(
-        [str(program), "--help"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env=_environment(program),
-        timeout=60,
-        check=False,
-    )
-    return (shown.stdout + shown.stderr).decode(errors="replace")
+    command = [str(program.absolute()), "--help"]
+    return process.run(command, 60, _folder(program), _variables(program))[1]
 
 
-def _environment(program: Path) -> dict[str, str]:
+def _folder(program: Path) -> Path | None:
+    """Where the server is to run, when it may not run here.
+
+    It looks for backends beside itself and in the current folder, and runs what it finds there.
+    """
+    strangers = any(_BACKEND.search(path.name) for path in Path.cwd().iterdir())
+    return program.parent.absolute() if strangers else None
+
+
+def _from(folder: Path, words: Sequence[str]) -> list[str]:
+    """Arguments with the paths that are seen from `folder` made absolute."""
+    made = []
+    for before, word in zip(("", *words), words, strict=False):
+        if before in _PATHS:
+            word = str(folder / word)
+        elif before in _PATH_LISTS:
+            word = ",".join(str(folder / part) for part in word.split(","))
+        made.append(word)
+    return made
+
+
+def _variables(program: Path) -> dict[str, str]:
     # Builds without a run path find their libraries beside the program.
-    path = os.pathsep.join(filter(None, [str(program.parent), os.environ.get("LD_LIBRARY_PATH", "")]))
-    return {**child.environment(), "LD_LIBRARY_PATH": path}
+    inherited = environment()
+    path = filter(None, [str(program.parent.absolute()), inherited.get("LD_LIBRARY_PATH")])
+    return inherited | {"LD_LIBRARY_PATH": os.pathsep.join(path)}

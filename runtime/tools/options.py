@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from planner.constants import CPU, MAX_ENGINE_DEVICES
 from planner.errors import InputError
 from planner.plan.engine_rules import spec_layer_devices
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.plan.overrides import numbers
 from planner.site import Site
 
-MAX_SPLIT = 15  # the option parser refuses llama_max_devices() entries
+MAX_SPLIT = MAX_ENGINE_DEVICES - 1  # the option parser refuses llama_max_devices() entries
 _RPC = re.compile(r"(RPC\d*)\[(.+)\]")
 
 

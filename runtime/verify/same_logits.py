@@ -28,10 +28,10 @@ class Comparison:
 
 def same_logits(engine: str | None, first: Path, second: Path) -> Comparison:
     """Decode the same tokens with both files in a child process. Raises EngineProblem."""
-    from runtime import child
+    from runtime.child.ask import ask
 
     request = {"engine": engine, "models": [str(first.absolute()), str(second.absolute())]}
-    return Comparison(**child.ask("runtime.verify.same_logits", request, engine or "embedded"))
+    return Comparison(**ask("runtime.verify.same_logits", request, engine or "embedded"))
 
 
 def _compare(request: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +62,6 @@ def _compare(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from runtime.child import serve
+    from runtime.child.serve import serve
 
     serve(_compare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections import Counter
@@ -22,7 +23,7 @@ Ints = NDArray[np.int32]
 Words = NDArray[np.uint16] | NDArray[np.uint32]
 
 _COUNTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight\.counts")
-_RUN = 1 << 16  # records looked at together
+_RUN, _LOOK = 1 << 16, 16  # records looked at together: at most, at first
 _EXACT_FLOAT = 2**24  # larger counts are rounded in a 32-bit float
 
 
@@ -94,7 +95,7 @@ def _records(words: Words, path: str, fixed_k: int | None) -> _Records:
     layers: list[Words] = []
     tokens: list[NDArray[np.int64]] = []
     ids: list[Words] = []
-    at, k = 0, fixed_k or 0
+    at, k, reach = 0, fixed_k or 0, _LOOK
     while at + head <= len(words):
         n_tokens = int(words[at + head - 1])
         k = fixed_k or int(words[at + 1])
@@ -104,9 +105,11 @@ def _records(words: Words, path: str, fixed_k: int | None) -> _Records:
         fit = (len(words) - at) // size
         if not fit:
             break
-        alike = words[at : at + size * min(fit, _RUN if n_tokens == 1 else 1)].reshape(-1, size)
+        alike = words[at : at + size * min(fit, reach)].reshape(-1, size)
         same = (alike[:, 1:head] == alike[0, 1:head]).all(axis=1)
         run = len(same) if same.all() else int(np.argmin(same))
+        # Twice as far after a run of like records, so that unlike ones cost no more than their number.
+        reach = min(2 * reach, _RUN) if run == reach else _LOOK
         layers.append(alike[:run, 0])
         tokens.append(np.full(run, n_tokens))
         ids.append(alike[:run, head:].reshape(-1, k))
@@ -185,7 +188,10 @@ def _imatrix(data: Bytes, header: Header, path: str) -> Found:
     for info in header.infos:
         if not info.name.endswith(".counts"):
             continue
-        values = _floats(data, header.data_offset + info.offset, int(np.prod(info.dims)), path, info.name)
+        count = math.prod(info.dims)
+        if count > MAX_EXPERTS:  # several entries may share the same bytes: each must be small
+            raise FileProblem(path, f"{info.name} has {count} counts, at most {MAX_EXPERTS} experts can be")
+        values = _floats(data, header.data_offset + info.offset, count, path, info.name)
         found = _COUNTS.fullmatch(info.name)
         if found is None:
             tokens = max(tokens, int(values[0]))
@@ -214,7 +220,7 @@ def _mbolt_model(data: Bytes, header: Header, path: str) -> Found:
     """Heat that mbolt stored, by position, in a model that it rewrote."""
     n_layers, n_expert = header.number("mbolt.n_layers"), header.number("mbolt.n_experts")
     heat = numbers(data, header.get("mbolt.heat"))
-    if not n_layers or not n_expert or heat is None or len(heat) != n_layers * n_expert:
+    if not n_layers or not n_expert or n_expert < 0 or heat is None or len(heat) != n_layers * n_expert:
         raise FileProblem(path, "broken record of mbolt: mbolt.heat does not have a count for each expert")
     by_layer = heat.reshape(n_layers, n_expert)
     counts = {la: {e: int(v) for e, v in enumerate(row) if v} for la, row in enumerate(by_layer)}
@@ -227,7 +233,7 @@ def mbolt_orders(data: Bytes, header: Header, path: str) -> Mapping[int, Sequenc
     """Original expert id at each position, by layer, of a model that mbolt rewrote; empty for others."""
     order = numbers(data, header.get("mbolt.perm"))
     n_expert = header.number("mbolt.n_experts")
-    if order is None or not n_expert:
+    if order is None or not n_expert or n_expert < 0:
         return {}
     if len(order) % n_expert:
         raise FileProblem(path, "broken record of mbolt: mbolt.perm is not layers times experts")

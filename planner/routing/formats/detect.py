@@ -22,8 +22,6 @@ from planner.routing.formats import text as texts
 from planner.routing.found import Found, StepCost
 from planner.routing.trace import Trace
 
-MAX_LAYERS = 1 << 16
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imported:
@@ -53,7 +51,7 @@ def read(data: Bytes, path: str, shape: MoeShape | None = None, n_expert: int = 
     found = _by_layer(found, path, shape)
     _check_ids(found, path, shape)
     trace = replace(found.trace, n_expert=experts) if found.trace else None
-    heat = traces.heat_of(trace) if trace else _heat(found, experts)
+    heat = traces.heat_of(trace) if trace else _heat(found, path, experts)
     if found.orders:
         heat = heats.original(heat, found.orders)
         trace = original_ids(trace, found.orders) if trace else None
@@ -137,7 +135,7 @@ def _check_ids(found: Found, path: str, shape: MoeShape | None) -> None:
         if found.trace
         else {la for p in found.parts for la, row in p.counts.items() if any(row.values())}
     )
-    if max(named, default=0) > MAX_LAYERS:
+    if max(named, default=0) >= heats.MAX_LAYERS:
         raise FileProblem(path, f"broken routing profile: layer {max(named)}")
     if shape is None or found.ordinal:
         return
@@ -148,7 +146,11 @@ def _check_ids(found: Found, path: str, shape: MoeShape | None) -> None:
         raise WrongModel(path, f"{found.trace.n_used} experts a token, the model uses {shape.n_used}")
 
 
-def _heat(found: Found, n_expert: int) -> Heat:
+def _heat(found: Found, path: str, n_expert: int) -> Heat:
+    heats.check_size(sum(len(p.counts) for p in found.parts), n_expert)
+    counts = [count for p in found.parts for row in p.counts.values() for count in row.values()]
+    if counts and not 0 <= min(counts) <= max(counts) <= heats.MAX_COUNT:
+        raise FileProblem(path, "broken routing profile: a count that no trace holds")
     parts = [
         Part(
             p.source,

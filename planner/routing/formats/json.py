@@ -151,6 +151,8 @@ def _prompt_rows(root: Any, n_rows: int) -> tuple[list[str], dict[int, tuple[int
         sources.append(f"{prompt.get('category', 'prompt')}-{index}")
         start, prefill = int(prompt["start_row"]), int(prompt["prefill_rows"])
         for row in range(max(0, start), min(n_rows, int(prompt["end_row"]))):
+            if row in where:
+                raise ValueError(f"row {row} belongs to two prompts")
             decode = row >= start + prefill
             where[row] = (index, decode, row - start - prefill if decode else 0)
     return sources, where
@@ -176,7 +178,7 @@ def _route_lines(text: str, path: str) -> Found:
                 source = requests.setdefault(str(entry["req_id"]), len(requests))
                 ids = tuple(_unsigned(i) for i in entry["topk_ids"])
                 rows.append((source, True, int(entry["token_idx"]), int(entry["layer"]), ids))
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise FileProblem(path, f"line {number}: broken route row: {problem}") from None
     notes = (f"{left_out} warm-up rows with equal weights left out",) if left_out else ()
     return Found("route lines", n_expert, trace=traces.make("", 0, requests, rows), notes=notes)

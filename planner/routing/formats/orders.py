@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from planner.constants import EXPERTS_KEY
 from planner.errors import FileProblem
 from planner.model.gguf_header import Bytes, parse_header
 from planner.plan import plan as plans
 from planner.routing.formats.binary import mbolt_orders, numbers
 
 Orders = Mapping[int, Sequence[int]]  # layer -> original expert id at each position
-OWN_KEY = "atsplan.experts."  # + layer, in models that this program rewrote
 
 
 def read_orders(data: Bytes, path: str, layout: str = "heat") -> Orders:
@@ -39,10 +39,10 @@ def model_orders(data: Bytes, path: str) -> Orders:
     header = parse_header(data, path)
     orders: dict[int, Sequence[int]] = {}
     for kv in header.kvs:
-        if kv.key.startswith(OWN_KEY):
+        if kv.key.startswith(EXPERTS_KEY):
             order = numbers(data, kv)
-            layer = kv.key[len(OWN_KEY) :]
-            if order is None or not layer.isdecimal():
+            layer = kv.key[len(EXPERTS_KEY) :]
+            if order is None or not (layer.isascii() and layer.isdecimal() and len(layer) < 6):
                 raise FileProblem(path, f"damaged record of an earlier rewrite: {kv.key}")
             orders[int(layer)] = [int(e) for e in order]
     return orders or mbolt_orders(data, header, path)
@@ -55,5 +55,5 @@ def _plan_orders(text: str, path: str) -> Orders:
 def _json_orders(text: str, path: str, layout: str) -> Orders:
     try:
         return {int(la["layer"]): [int(e) for e in la[f"{layout}_perm"]] for la in json.loads(text)["layers"]}
-    except (KeyError, TypeError, ValueError, OverflowError) as problem:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as problem:
         raise FileProblem(path, f"no perms.json with {layout}_perm in each layer: {problem}") from None

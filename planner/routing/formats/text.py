@@ -67,7 +67,7 @@ def _fields(text: str, path: str, names: Sequence[str]) -> Iterator[tuple[int, d
 
 def _whole(row: dict[str, str], name: str, path: str, number: int) -> int:
     value = row[name]
-    if not (value.isascii() and value.isdigit()):
+    if not (value.isascii() and value.isdigit() and len(value) < 20):
         raise FieldProblem(path, number, name, f"{short(value)} is no whole number")
     return int(value)
 
@@ -115,9 +115,9 @@ def _route_trace(text: str, path: str, names: Sequence[str]) -> Found:
         if phase > 1:
             raise FieldProblem(path, number, "phase", "expected 0 (prefill) or 1 (decode)")
         chosen.setdefault((turn, phase, step, layer), {})[slot] = expert
-    turns = sorted({key[0] for key in chosen})
+    turns = {turn: place for place, turn in enumerate(sorted({key[0] for key in chosen}))}
     rows: list[Row] = [
-        (turns.index(turn), phase == 1, step, layer, tuple(e for _, e in sorted(slots.items())))
+        (turns[turn], phase == 1, step, layer, tuple(e for _, e in sorted(slots.items())))
         for (turn, phase, step, layer), slots in chosen.items()
     ]
     trace = traces.make("", 0, [f"turn-{turn}" for turn in turns], rows)

@@ -104,7 +104,6 @@ class Stream {
     // Renamed choices on the device: one tensor serves every region, in the order of the queue.
     Context * positions_context_ = nullptr;
     Tensor * positions_ = nullptr;
-    Tensor positions_shape_{};
     std::vector<std::unique_ptr<Tensor>> positions_by_shape_;
     Buffer * positions_memory_ = nullptr;
     size_t positions_bytes_ = 0;

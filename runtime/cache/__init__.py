@@ -1,0 +1,1 @@
+"""What this program keeps between runs in the user's cache folder, and how far it trusts that."""

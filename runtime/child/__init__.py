@@ -1,0 +1,1 @@
+"""Child processes: how engines are asked, programs started and work shared out, each in one place."""

@@ -1,0 +1,63 @@
+"""Plans with experts in slots for stock llama.cpp: a shell script of one file and one command.
+
+An unpatched program takes the device from the environment (GGML_BACKEND_PATH), its slots from a small
+text file (ATSPLAN_HYBRID), and the placement from its usual options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner import quoting
+from planner.plan.load_spec import LoadSpec, Residents
+from planner.site import Site, SiteKind
+from runtime.hybrid.config import ENVIRONMENT, LIBRARY
+from runtime.session.hybrid import settings, slotted
+
+FORMS = ("llama-server", "llama-cli", "llama-bench")
+FIND_LIBRARY = '"$(atsplan doctor --native)"'
+_END = "END_OF_SLOTS"
+
+
+def has_slots(spec: LoadSpec) -> bool:
+    """Whether a spec needs the native device."""
+    return bool(slotted(spec))
+
+
+def named(spec: LoadSpec) -> LoadSpec:
+    """The spec with the names that the wrappers take in a stock program: HYBRID0 for the first device."""
+    names = {device: f"HYBRID{n}" for n, device in enumerate(slotted(spec))}
+
+    def buffer(name: str) -> str:
+        site = Site.of_buffer(name)
+        return f"{names[site.device]}_EXPERTS" if site.kind is SiteKind.HYBRID else name
+
+    return replace(
+        spec,
+        devices=tuple(names.get(device, device) for device in spec.devices),
+        overrides=tuple((pattern, buffer(name)) for pattern, name in spec.overrides),
+    )
+
+
+def slots_text(spec: LoadSpec, residents: Residents) -> str:
+    """The file that ATSPLAN_HYBRID names: what each wrapper holds; `residents` by position in the file."""
+    parts = [
+        settings(spec, device, residents, f"HYBRID{n}").text().decode()
+        for n, device in enumerate(slotted(spec))
+    ]
+    return "".join(parts)
+
+
+def script(spec: LoadSpec, residents: Residents, command: str, name: str) -> str:
+    """The script around `command`: comments and one command line of the spec that `named` gives."""
+    *comments, line = command.rstrip("\n").split("\n")
+    path = quoting.shell([quoting.file_name(name, ".slots")])
+    head = [
+        *comments,
+        "# Which experts have slots, for the device of atsplan in an unpatched llama.cpp.",
+        f"cat >{path} <<'{_END}'",
+        slots_text(spec, residents).rstrip("\n"),
+        _END,
+        f"export {ENVIRONMENT}={path} {LIBRARY}={FIND_LIBRARY}",
+    ]
+    return "\n".join([*head, line]) + "\n"

@@ -1,0 +1,195 @@
+#include "engine.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+
+namespace trial {
+
+namespace {
+
+void * load(const std::string & path) {
+    void * library = dlopen(path.c_str(), RTLD_NOW);
+    if (!library) {
+        std::fprintf(stderr, "%s\n", dlerror());
+        std::exit(2);
+    }
+    return library;
+}
+
+}  // namespace
+
+Engine & engine(const char * given) {
+    static Engine made;
+    static std::string folder;
+    if (made.cpu) {
+        return made;
+    }
+    folder = given;
+    const char * kernels = std::getenv("TRIAL_CPU_LIBRARY");
+    load(folder + "/libggml-base.so");
+    void * cpu = load(folder + "/" + (kernels ? kernels : "libggml-cpu.so"));
+    // Builds that load their backends export one function, the others a registry.
+    void * start = dlsym(cpu, "ggml_backend_init");
+    start = start ? start : dlsym(cpu, "ggml_backend_cpu_reg");
+    Registry * registry = start ? reinterpret_cast<Registry * (*)()>(start)() : nullptr;
+    if (!registry) {
+        std::fprintf(stderr, "no CPU backend in %s\n", given);
+        std::exit(2);
+    }
+    Device * device = registry->iface.get_device(registry, 0);
+    std::string fault = made.host.find(nullptr, 0, {reinterpret_cast<const void *>(device->iface.get_name)});
+    fault = fault.empty() ? made.host.probe() : fault;
+    fault = fault.empty() ? made.host.probe_device(device) : fault;
+    if (!fault.empty()) {
+        std::fprintf(stderr, "%s\n", fault.c_str());
+        std::exit(2);
+    }
+    made.cpu = device;
+    return made;
+}
+
+Memory::Memory(const Host & host, size_t n_tensors) : host_(host) {
+    const size_t size = host.ggml_tensor_overhead() * n_tensors + host.ggml_graph_overhead_custom(64, false);
+    context = host.ggml_init(InitParams{size, nullptr, true});
+}
+
+Memory::~Memory() {
+    if (buffer) {
+        host_.ggml_backend_buffer_free(buffer);
+    }
+    host_.ggml_free(context);
+}
+
+Tensor * Memory::tensor(int type, std::vector<int64_t> shape, const char * name) {
+    Tensor * made = host_.ggml_new_tensor(context, type, static_cast<int>(shape.size()), shape.data());
+    std::snprintf(made->name, sizeof made->name, "%s", name);
+    return made;
+}
+
+bool Memory::allocate(BufferType * type, bool weights) {
+    buffer = host_.ggml_backend_alloc_ctx_tensors_from_buft(context, type);
+    if (buffer && weights) {
+        host_.ggml_backend_buffer_set_usage(buffer, kUsageWeights);
+    }
+    return buffer != nullptr;
+}
+
+Layer::Layer(const Host & host, const Shape & s, int block, int seed, BufferType * weights_type, BufferType * bias_type)
+    : shape(s), weights(host), biases(host) {
+    const std::string prefix = "blk." + std::to_string(block) + ".ffn_";
+    const int64_t inner = s.fused ? 2 * s.n_hidden : s.n_hidden;
+    up = weights.tensor(s.type, {s.n_in, inner, s.n_experts}, (prefix + (s.fused ? "gate_up" : "up") + "_exps.weight").c_str());
+    if (!s.fused) {
+        gate = weights.tensor(s.type, {s.n_in, inner, s.n_experts}, (prefix + "gate_exps.weight").c_str());
+    }
+    down = weights.tensor(s.type, {s.n_hidden, s.n_in, s.n_experts}, (prefix + "down_exps.weight").c_str());
+    gate_bias = biases.tensor(kF32, {inner, s.n_experts}, (prefix + "gate_exps.bias").c_str());
+    ok = weights.allocate(weights_type, true) && biases.allocate(bias_type, true);
+    std::mt19937 dice(static_cast<unsigned>(seed));
+    for (Tensor * tensor : {up, gate, down, gate_bias}) {
+        if (ok && tensor) {
+            const auto values = random_values(dice, host.ggml_nbytes(tensor) / sizeof(float));
+            host.ggml_backend_tensor_set(tensor, values.data(), 0, host.ggml_nbytes(tensor));
+        }
+    }
+}
+
+Pass::Pass(const Host & h, Layer & layer, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input)
+    : host(h), memory(h) {
+    const Shape & s = layer.shape;
+    Context * c = memory.context;
+    x = memory.tensor(kF32, {s.n_in, shared_input ? 1 : n_places, n_tokens}, "input");
+    // Choices are the first columns of a wider table, as after a sort.
+    all_ids = memory.tensor(kI32, {s.n_experts, n_tokens}, "sorted");
+    ids = h.ggml_view_3d(c, all_ids, n_places, n_tokens, 1, all_ids->nb[1], all_ids->nb[2], 0);
+    Tensor * up = h.ggml_mul_mat_id(c, layer.up, x, ids);
+    Tensor * hidden;
+    if (s.fused) {
+        up = s.biased ? h.ggml_add_id(c, up, layer.gate_bias, ids) : up;
+        Tensor * halves[2];
+        for (size_t i = 0; i < 2; i++) {
+            halves[i] = h.ggml_view_3d(c, up, s.n_hidden, n_places, n_tokens, up->nb[1], up->nb[2], i * static_cast<size_t>(s.n_hidden) * 4);
+        }
+        hidden = h.ggml_swiglu_split(c, halves[0], halves[1]);
+    } else {
+        Tensor * gate = h.ggml_mul_mat_id(c, layer.gate, x, ids);
+        gate = s.biased ? h.ggml_add_id(c, gate, layer.gate_bias, ids) : gate;
+        hidden = s.biased ? h.ggml_swiglu_oai(c, gate, up, 1.7f, 2.0f) : h.ggml_swiglu_split(c, gate, up);
+    }
+    out = h.ggml_mul_mat_id(c, layer.down, hidden, ids);
+    graph = h.ggml_new_graph_custom(c, 64, false);
+    h.ggml_build_forward_expand(graph, out);
+    graph->uid = h.ggml_graph_next_uid();
+    memory.allocate(type);
+}
+
+void Pass::set(Backend * backend, const std::vector<float> & input, const std::vector<int32_t> & choices) {
+    host.ggml_backend_synchronize(backend);
+    host.ggml_backend_tensor_set(x, input.data(), 0, input.size() * sizeof(float));
+    std::vector<int32_t> wide(static_cast<size_t>(all_ids->ne[0] * all_ids->ne[1]), 1 << 20);
+    for (int64_t t = 0; t < ids->ne[1]; t++) {
+        std::copy_n(choices.begin() + t * ids->ne[0], ids->ne[0], wide.begin() + t * all_ids->ne[0]);
+    }
+    host.ggml_backend_tensor_set(all_ids, wide.data(), 0, wide.size() * sizeof(int32_t));
+}
+
+// The whole graph, or as callbacks cut it: every node alone, without a number.
+Status Pass::compute(Backend * backend, bool cut) {
+    for (int i = 0; cut && i < graph->n_nodes; i++) {
+        Graph one = *graph;
+        one.nodes = graph->nodes + i;
+        one.n_nodes = 1;
+        one.n_leafs = 0;
+        one.uid = 0;
+        const Status status = backend->iface.graph_compute(backend, &one);
+        if (status != kSuccess) {
+            return status;
+        }
+    }
+    return cut ? kSuccess : backend->iface.graph_compute(backend, graph);
+}
+
+std::vector<float> Pass::output(Backend * backend) const {
+    host.ggml_backend_synchronize(backend);
+    std::vector<float> values(host.ggml_nbytes(out) / sizeof(float));
+    host.ggml_backend_tensor_get(out, values.data(), 0, values.size() * sizeof(float));
+    return values;
+}
+
+std::vector<float> random_values(std::mt19937 & dice, size_t n) {
+    std::normal_distribution<float> normal(0.0f, 0.3f);
+    std::vector<float> values(n);
+    std::generate(values.begin(), values.end(), [&] { return normal(dice); });
+    return values;
+}
+
+std::vector<int32_t> random_choices(std::mt19937 & dice, int64_t n_tokens, int64_t n_places, int64_t n_experts, bool distinct) {
+    std::vector<int32_t> found;
+    std::vector<int32_t> all(static_cast<size_t>(n_experts));
+    std::iota(all.begin(), all.end(), 0);
+    for (int64_t t = 0; t < n_tokens; t++) {
+        std::shuffle(all.begin(), all.end(), dice);
+        for (int64_t p = 0; p < n_places; p++) {
+            found.push_back(distinct ? all[static_cast<size_t>(p)] : static_cast<int32_t>(dice() % static_cast<unsigned>(n_experts)));
+        }
+    }
+    return found;
+}
+
+double difference(const std::vector<float> & a, const std::vector<float> & b) {
+    double most = 0, size = 1e-9;
+    for (size_t i = 0; i < a.size(); i++) {
+        const double apart = std::abs(static_cast<double>(a[i]) - b[i]);
+        most = std::isnan(apart) ? INFINITY : std::max(most, apart);
+        size = std::max(size, std::abs(static_cast<double>(a[i])));
+    }
+    return a.size() == b.size() ? most / size : INFINITY;
+}
+
+}  // namespace trial

@@ -1,0 +1,79 @@
+// The engine under test: libraries of a folder, loaded as a stranger would, and small expert layers on it.
+#pragma once
+
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "abi.h"
+#include "host.h"
+
+namespace trial {
+
+using namespace hybrid;
+
+struct Engine {
+    Host host;
+    Device * cpu = nullptr;
+};
+
+// Engine of a folder, loaded once; ends the program when it is not understood.
+Engine & engine(const char * folder = nullptr);
+
+// Tensors and one graph with memory of a buffer type.
+class Memory {
+  public:
+    explicit Memory(const Host & host, size_t n_tensors = 64);
+    ~Memory();
+    Memory(const Memory &) = delete;
+    Memory & operator=(const Memory &) = delete;
+
+    Tensor * tensor(int type, std::vector<int64_t> shape, const char * name = "");
+    bool allocate(BufferType * type, bool weights = false);
+
+    Context * context;
+    Buffer * buffer = nullptr;
+
+  private:
+    const Host & host_;
+};
+
+// Shapes of one layer of experts, with biases when asked.
+struct Shape {
+    int type = kF32;
+    int64_t n_in = 64, n_hidden = 96, n_experts = 8;
+    bool fused = false, biased = false;
+};
+
+// The weights of a layer in some buffer type; the same seed gives the same values.
+struct Layer {
+    Layer(const Host & host, const Shape & shape, int block, int seed, BufferType * weights_type, BufferType * bias_type);
+
+    Shape shape;
+    Memory weights, biases;
+    Tensor *gate = nullptr, *up = nullptr, *down = nullptr, *gate_bias = nullptr;
+    bool ok = false;
+};
+
+// A step of that layer: input and choices, the products, the output.
+struct Pass {
+    Pass(const Host & host, Layer & layer, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input = true);
+
+    void set(Backend * backend, const std::vector<float> & input, const std::vector<int32_t> & choices);
+    Status compute(Backend * backend, bool cut = false);
+    std::vector<float> output(Backend * backend) const;
+
+    const Host & host;
+    Memory memory;
+    Tensor *x, *ids, *all_ids, *out;
+    Graph * graph;
+};
+
+std::vector<float> random_values(std::mt19937 & dice, size_t n);
+// Experts of every token: different ones, or any.
+std::vector<int32_t> random_choices(std::mt19937 & dice, int64_t n_tokens, int64_t n_places, int64_t n_experts, bool distinct);
+// Largest difference relative to the largest value.
+double difference(const std::vector<float> & a, const std::vector<float> & b);
+
+}  // namespace trial

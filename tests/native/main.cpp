@@ -1,0 +1,373 @@
+// Tests of the native library on an engine's CPU backend: one name an argument, run under sanitizers by
+// tests/test_hybrid_native.py. Usage: PROGRAM ENGINE_FOLDER [NAME...]
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <set>
+#include <thread>
+
+#include "config.h"
+#include "device.h"
+#include "engine.h"
+#include "slow_device.h"
+#include "stream.h"
+
+using namespace trial;
+
+namespace {
+
+int failures = 0;
+
+#define CHECK(what) \
+    do { \
+        if (!(what)) { \
+            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #what); \
+            failures++; \
+        } \
+    } while (0)
+
+constexpr double kClose = 1e-5;
+
+// ---- parts
+
+void reads_settings() {
+    std::vector<Config> found;
+    std::string error;
+    CHECK(parse_config("# a comment\nslots 3\nguests 2\nmemory mapped\nresident 4 8 7,0,3\nresident 5 8 -\n", found, error));
+    CHECK(found.size() == 1 && found[0].slots == 3 && found[0].guests == 2 && found[0].memory == hybrid::Memory::kMapped);
+    CHECK(found[0].resident(4, 8)->experts == (std::vector<int32_t>{7, 0, 3}));
+    CHECK(found[0].resident(5, 8)->experts.empty() && !found[0].resident(4, 9));
+    CHECK(parse_config("device A\nslots 1\ndevice B\nreport /a folder/r.json\n", found, error));
+    CHECK(found.size() == 2 && found[1].device == "B" && found[1].report == "/a folder/r.json" && found[1].slots == 0);
+    for (const char * wrong : {"slots", "slots x", "slots -1", "slots 3 4", "resident 1 8 8", "resident 1 8 1,1", "resident 1 8 1,",
+                               "resident 1 8", "memory disk", "quiet yes", "unknown 1", "resident 1 8 1\nresident 1 8 2"}) {
+        CHECK(!parse_config(wrong, found, error) && error.find("line ") == 0);
+    }
+}
+
+void knows_names() {
+    int block;
+    std::string kind;
+    Role role;
+    CHECK(expert_name("blk.12.ffn_gate_up_exps.weight", block, kind, role) && block == 12 && kind == "exps" && role == Role::kGateUp);
+    CHECK(expert_name("blk.0.ffn_down_chexps.weight", block, kind, role) && kind == "chexps" && role == Role::kDown);
+    for (const char * other : {"blk.0.ffn_gate_exps.bias", "blk.0.ffn_gate_exps.scale", "blk.0.ffn_norm_exps.weight", "blk.0.ffn_gate.weight",
+                               "blk.0.ffn_gate_exps.weight.lora_a", "output.weight", "blk.x.ffn_up_exps.weight", "blk.0.ffn_up_shexp.weight", ""}) {
+        CHECK(!expert_name(other, block, kind, role));
+    }
+}
+
+// Every choice goes to exactly one lane, and the device can do what it is given.
+void divides_choices() {
+    std::mt19937 dice(1);
+    Router router;
+    Routing made;
+    for (int turn = 0; turn < 3000; turn++) {
+        const auto n = static_cast<int32_t>(1 + dice() % 16);
+        std::vector<int32_t> slot_of(static_cast<size_t>(n), -1);
+        int32_t n_slots = 0;
+        for (int32_t e = 0; e < n; e++) {
+            slot_of[static_cast<size_t>(e)] = dice() % 2 ? n_slots++ : -1;
+        }
+        const int64_t tokens = 1 + dice() % 5, places = 1 + dice() % n;
+        auto chosen = random_choices(dice, tokens, places, n, dice() % 2);
+        Choices choices{reinterpret_cast<const char *>(chosen.data()), 4, static_cast<size_t>(places) * 4, places, tokens};
+        Table table{&slot_of, n, n_slots, static_cast<int32_t>(dice() % 4), static_cast<int32_t>(dice() % 2 ? n : 0), true, tokens == 1 && dice() % 2};
+        const Costs costs{static_cast<int64_t>(1 + dice() % 100), static_cast<int64_t>(1 + dice() % 100), static_cast<int64_t>(dice() % 50)};
+        CHECK(router.route(choices, table, costs, made).empty());
+        CHECK(made.n_hits + made.n_uploaded + made.n_cpu == tokens * places);
+        CHECK(made.n_cpu == static_cast<int64_t>(made.pairs.size()));
+        const int32_t bank = made.bank == Bank::kStage ? table.n_stage : table.n_slots + table.n_guests;
+        std::vector<int32_t> where = slot_of;
+        std::set<int32_t> used;
+        for (const Upload & upload : made.uploads) {
+            CHECK(upload.position >= table.n_slots && upload.position < bank && used.insert(upload.position).second);
+            where[static_cast<size_t>(upload.expert)] = upload.position;
+        }
+        std::set<std::pair<int32_t, int32_t>> by_cpu;
+        for (const Pair & pair : made.pairs) {
+            CHECK(pair.expert == choices.at(pair.token, pair.place) && by_cpu.insert({pair.token, pair.place}).second);
+        }
+        for (int32_t t = 0; made.device && t < tokens; t++) {
+            std::set<int32_t> taken;
+            for (int32_t p = 0; p < places; p++) {
+                const int32_t position = made.positions[static_cast<size_t>(t * places + p)];
+                CHECK(position >= 0 && position < bank);
+                CHECK(taken.insert(position).second || table.may_repeat);
+                CHECK(by_cpu.count({t, p}) || position == where[static_cast<size_t>(choices.at(t, p))]);
+            }
+        }
+        CHECK(made.device || made.n_cpu == tokens * places);
+    }
+    std::vector<int32_t> slot_of(4, -1), outside{0, 4};
+    Choices choices{reinterpret_cast<const char *>(outside.data()), 4, 8, 2, 1};
+    CHECK(router.route(choices, Table{&slot_of, 4, 0, 0, 0, true, false}, Costs{}, made) == "expert 4 was chosen of 4");
+    outside[1] = 1;
+    CHECK(!router.route(choices, Table{&slot_of, 4, 0, 0, 0, false, false}, Costs{}, made).empty());
+}
+
+class Counting : public Job {
+  public:
+    explicit Counting(int64_t n) : seen(static_cast<size_t>(n)) { n_chunks = n; }
+    void chunk(int64_t index, int) override { seen[static_cast<size_t>(index)]++; }
+    std::vector<std::atomic<int>> seen;
+};
+
+void shares_work() {
+    Pool pool;
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; caller++) {
+        callers.emplace_back([&] {
+            for (int turn = 0; turn < 60; turn++) {
+                pool.rouse(9);  // more than there are cores
+                for (int n : {0, 1, 7, 200}) {
+                    Counting job(n);
+                    pool.run(job, 9);
+                    for (auto & each : job.seen) {
+                        CHECK(each == 1);
+                    }
+                }
+                pool.rest();
+            }
+        });
+    }
+    for (auto & caller : callers) {
+        caller.join();
+    }
+}
+
+// ---- whole layers
+
+struct Bench {
+    Bench(const std::string & settings, bool slow, bool events = true) : slow_device(host(), engine().cpu, events) {
+        std::vector<Config> configs;
+        std::string error;
+        CHECK(parse_config(settings + "\nquiet 1\nthreads 3\n", configs, error));
+        Device * inner = slow ? &slow_device.device : engine().cpu;
+        wrapper = std::make_unique<Wrapper>(host(), inner, engine().cpu, configs[0], "TRIAL", inner->registry->api_version);
+        shown.push_back(wrapper.get());
+        fill_registry(registry, &shown, inner->registry->api_version);
+        inner_type = inner->iface.get_buffer_type(inner);
+    }
+
+    static const Host & host() { return engine().host; }
+    Backend * backend() { return wrapper->device.iface.init_backend(&wrapper->device, nullptr); }
+
+    SlowDevice slow_device;
+    std::unique_ptr<Wrapper> wrapper;
+    std::vector<Wrapper *> shown;
+    Registry registry{};
+    BufferType * inner_type;
+};
+
+struct Reference {
+    explicit Reference(const Shape & shape, int seed)
+        : type(engine().cpu->iface.get_buffer_type(engine().cpu)), layer(engine().host, shape, 0, seed, type, type),
+          backend(engine().cpu->iface.init_backend(engine().cpu, nullptr)) {
+        auto * registry = engine().cpu->registry;
+        auto function = registry->iface.get_proc_address(registry, "ggml_backend_set_n_threads");
+        reinterpret_cast<void (*)(Backend *, int)>(function)(backend, 1);
+    }
+    ~Reference() { engine().host.ggml_backend_free(backend); }
+
+    std::vector<float> compute(int64_t tokens, int64_t places, const std::vector<float> & x, const std::vector<int32_t> & ids, bool shared) {
+        Pass pass(engine().host, layer, tokens, places, type, shared);
+        pass.set(backend, x, ids);
+        CHECK(pass.compute(backend) == kSuccess);
+        return pass.output(backend);
+    }
+
+    BufferType * type;
+    Layer layer;
+    Backend * backend;
+};
+
+std::string some_settings(std::mt19937 & dice) {
+    const char * stage[] = {"0", "-1", "5"};
+    const char * costs[] = {"cpu_bytes_us 1000\nbus_bytes_us 1000\n", "cpu_bytes_us 1\nbus_bytes_us 1000000\n",
+                            "cpu_bytes_us 1000000\nbus_bytes_us 1\n", ""};
+    std::string text = "slots " + std::to_string(dice() % 9) + "\nguests " + std::to_string(dice() % 4);
+    text += std::string("\nstage ") + stage[dice() % 3] + "\n" + costs[dice() % 4];
+    return text + "regions " + (dice() % 4 ? "1" : "0") + "\n";
+}
+
+void any_layer(bool slow) {
+    std::mt19937 dice(7);
+    for (int turn = 0; turn < 60; turn++) {
+        Shape shape;
+        shape.fused = dice() % 3 == 0;
+        shape.biased = dice() % 3 == 0;
+        const std::string settings = some_settings(dice);
+        Bench bench(settings, slow, dice() % 3 != 0);
+        Reference reference(shape, turn);
+        Backend * backend = bench.backend();
+        {
+            Layer layer(Bench::host(), shape, 0, turn, bench.wrapper->store.type, bench.inner_type);
+            CHECK(layer.ok);
+            for (int step = 0; step < 6; step++) {
+                const int64_t tokens = dice() % 2 ? 1 : 1 + dice() % 12;
+                const int64_t places = step == 0 ? shape.n_experts : 1 + dice() % shape.n_experts;
+                const bool shared = dice() % 2, cut = dice() % 4 == 0;
+                Pass pass(Bench::host(), layer, tokens, places, bench.inner_type, shared);
+                for (int again = 0; again < 2; again++) {
+                    const auto x = random_values(dice, static_cast<size_t>(shape.n_in * tokens * (shared ? 1 : places)));
+                    const auto ids = random_choices(dice, tokens, places, shape.n_experts, dice() % 4 != 0);
+                    pass.set(backend, x, ids);
+                    CHECK(pass.compute(backend, cut) == kSuccess);
+                    const double apart = difference(reference.compute(tokens, places, x, ids, shared), pass.output(backend));
+                    if (!(apart < kClose)) {
+                        std::fprintf(stderr, "turn %d step %d: %g apart, %d tokens, %d places, cut %d, %s", turn, step, apart,
+                                     static_cast<int>(tokens), static_cast<int>(places), cut, settings.c_str());
+                        failures++;
+                    }
+                }
+            }
+        }
+        backend->iface.free(backend);
+    }
+}
+
+void any_layer_on_the_cpu() { any_layer(false); }
+void any_layer_on_a_slow_device() { any_layer(true); }
+
+// Contexts in threads of their own while the residents change all the time and other models come and go.
+void threads_and_changes() {
+    Shape shape;
+    Bench bench("slots 3\nguests 2\nstage -1\ncpu_bytes_us 1000\nbus_bytes_us 1000\n", true);
+    Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
+    std::atomic<int> running{3};
+    std::atomic<int64_t> steps{0};
+    auto work = [&](int number) {
+        Reference reference(shape, 5);
+        std::mt19937 dice(static_cast<unsigned>(number));
+        Backend * backend = bench.backend();
+        {
+            Pass one(Bench::host(), layer, 1, 4, bench.inner_type), many(Bench::host(), layer, 9, 3, bench.inner_type);
+            for (int step = 0; step < 60; step++) {
+                Pass & pass = step % 5 == 4 ? many : one;
+                const int64_t tokens = pass.ids->ne[1], places = pass.ids->ne[0];
+                const auto x = random_values(dice, static_cast<size_t>(shape.n_in * tokens));
+                const auto ids = random_choices(dice, tokens, places, shape.n_experts, true);
+                pass.set(backend, x, ids);
+                CHECK(pass.compute(backend, step % 7 == 6) == kSuccess);
+                CHECK(difference(reference.compute(tokens, places, x, ids, true), pass.output(backend)) < kClose);
+                steps++;
+            }
+        }
+        backend->iface.free(backend);
+        running--;
+    };
+    std::vector<std::thread> threads;
+    for (int number = 0; number < 3; number++) {
+        threads.emplace_back(work, number);
+    }
+    threads.emplace_back([&] {
+        std::mt19937 dice(99);
+        while (running > 0) {
+            const auto experts = random_choices(dice, 1, 3, shape.n_experts, true);
+            CHECK(bench.wrapper->store.set_residents(0, 0, "exps", experts).empty());
+            std::this_thread::yield();
+        }
+    });
+    threads.emplace_back([&] {
+        for (int turn = 0; running > 0; turn++) {
+            Layer other(Bench::host(), shape, 0, turn, bench.wrapper->store.type, bench.inner_type);
+            CHECK(other.ok && !bench.wrapper->report().empty());
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
+    });
+    for (auto & thread : threads) {
+        thread.join();
+    }
+    CHECK(steps == 180);
+    CHECK(!bench.wrapper->store.set_residents(0, 0, "exps", {1, 1, 2}).empty());
+    CHECK(!bench.wrapper->store.set_residents(0, 0, "exps", {1, 2}).empty());
+    CHECK(!bench.wrapper->store.set_residents(0, 7, "exps", {1, 2, 3}).empty());
+}
+
+void faults_are_returned() {
+    Shape shape;
+    Bench bench("slots 3\n", true);
+    Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
+    Backend * backend = bench.backend();
+    {
+        Pass pass(Bench::host(), layer, 1, 2, bench.inner_type);
+        pass.set(backend, std::vector<float>(64, 1.0f), {3, 8});
+        CHECK(pass.compute(backend) == kFailed);
+        CHECK(bench.wrapper->store.voice.last_fault() == "expert 8 was chosen of 8");
+        pass.set(backend, std::vector<float>(64, 1.0f), {3, -1});
+        CHECK(pass.compute(backend, true) == kFailed);
+        pass.set(backend, std::vector<float>(64, 1.0f), {3, 1});
+        CHECK(pass.compute(backend) == kSuccess);
+        const Tensor * before = pass.out->src[0];
+        bench.slow_device.n_fail_after = bench.slow_device.n_graphs.load();
+        CHECK(pass.compute(backend) == kFailed);
+        CHECK(pass.out->src[0] == before);  // put back all the same
+        bench.slow_device.n_fail_after = -1;
+        CHECK(pass.compute(backend) == kSuccess);
+        (void)pass.output(backend);
+    }
+    backend->iface.free(backend);
+}
+
+void reports_what_was_done() {
+    Shape shape;
+    Bench bench("slots 4\nguests 0\nstage 0\n", true);
+    auto layer = std::make_unique<Layer>(Bench::host(), shape, 3, 5, bench.wrapper->store.type, bench.inner_type);
+    Backend * backend = bench.backend();
+    {
+        Pass pass(Bench::host(), *layer, 1, 4, bench.inner_type);
+        pass.set(backend, std::vector<float>(64, 1.0f), {0, 1, 6, 7});
+        CHECK(pass.compute(backend) == kSuccess && pass.compute(backend) == kSuccess);
+        Pass all(Bench::host(), *layer, 1, 8, bench.inner_type);
+        all.set(backend, std::vector<float>(64, 1.0f), {0, 1, 2, 3, 4, 5, 6, 7});
+        CHECK(all.compute(backend) == kSuccess);
+        (void)all.output(backend);
+    }
+    const std::string said = bench.wrapper->report();
+    CHECK(said.find("\"hits\":4,\"uploaded\":0,\"cpu\":4,\"all_at_once\":8") != std::string::npos);
+    CHECK(said.find("\"chosen\":[2,2,0,0,0,0,2,2]") != std::string::npos);
+    CHECK(said.find("\"resident\":[0,1,2,3]") != std::string::npos && said.find("\"freed\":[]") != std::string::npos);
+    backend->iface.free(backend);
+    layer.reset();
+    CHECK(bench.wrapper->report().find("\"blocks\":[],\"freed\":[{\"model\":0,\"block\":3") != std::string::npos);
+    CHECK(bench.wrapper->report().find("\"host_bytes\":0,") != std::string::npos);
+}
+
+const std::pair<const char *, void (*)()> kTests[] = {
+    {"reads_settings", reads_settings},
+    {"knows_names", knows_names},
+    {"divides_choices", divides_choices},
+    {"shares_work", shares_work},
+    {"any_layer_on_the_cpu", any_layer_on_the_cpu},
+    {"any_layer_on_a_slow_device", any_layer_on_a_slow_device},
+    {"threads_and_changes", threads_and_changes},
+    {"faults_are_returned", faults_are_returned},
+    {"reports_what_was_done", reports_what_was_done},
+};
+
+}  // namespace
+
+int main(int n, char ** words) {
+    if (n < 2) {
+        for (const auto & [name, test] : kTests) {
+            std::puts(name);
+        }
+        return 0;
+    }
+    engine(words[1]);
+    for (const auto & [name, test] : kTests) {
+        bool wanted = n == 2;
+        for (int i = 2; i < n; i++) {
+            wanted = wanted || std::strcmp(words[i], name) == 0;
+        }
+        if (wanted) {
+            test();
+            std::printf("%s %s\n", name, failures ? "failed" : "ok");
+            std::fflush(stdout);
+        }
+    }
+    return failures ? 1 : 0;
+}

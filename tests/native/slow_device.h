@@ -1,0 +1,36 @@
+// A device for tests that is as asynchronous as a GPU may be: work goes into a queue that a thread of its own
+// takes up late, memory is its own, and copies that are not queued wait for nobody. The arithmetic is the CPU's.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "host.h"
+
+namespace trial {
+
+using namespace hybrid;
+
+class SlowDevice {
+  public:
+    SlowDevice(const Host & host, Device * cpu, bool with_events);
+
+    Device device{};
+    const Host & host;
+    Device * const cpu;
+
+    // Graphs that came with this number twice must have had the same nodes; counted for tests.
+    std::atomic<int> n_graphs{0}, n_fail_after{-1};
+
+  private:
+    BufferTypeV2 type_v2_{};
+    BufferTypeV3 type_v3_{};
+    Registry registry_{};
+};
+
+}  // namespace trial

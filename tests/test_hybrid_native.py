@@ -1,0 +1,77 @@
+"""The native library under sanitizers, on the CPU backend of the engines: alone, and behind a slow device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from engines import NODE_BUILD, ROOT, missing
+
+from runtime.hybrid import build
+
+SOURCES = ROOT / "tests" / "native"
+SANITIZERS = {
+    "memory": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "threads": ("-fsanitize=thread",),
+}
+TESTS = (
+    "reads_settings",
+    "knows_names",
+    "divides_choices",
+    "shares_work",
+    "any_layer_on_the_cpu",
+    "any_layer_on_a_slow_device",
+    "threads_and_changes",
+    "faults_are_returned",
+    "reports_what_was_done",
+)
+
+
+@pytest.fixture(scope="module", params=SANITIZERS)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tests' program, built with one kind of sanitizer."""
+    compiler = next((c for c in build.compilers() if "ziglang" not in c), None)
+    if compiler is None:
+        missing("no C++ compiler with sanitizers: apt-get install g++")
+    made: Path = tmp_path_factory.mktemp("native") / request.param
+    sources = [*build.SOURCES.glob("*.cpp"), *SOURCES.glob("*.cpp")]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-g",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        *SANITIZERS[request.param],
+    ]
+    folders = [f"-I{build.SOURCES}", f"-I{SOURCES}"]
+    line = [compiler[0], *options, *folders, *map(str, sources), "-ldl", "-o", str(made)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return made
+
+
+def run(program: Path, engine: Path, name: str) -> None:
+    kernels = {"TRIAL_CPU_LIBRARY": "libggml-cpu-x64.so"} if engine == NODE_BUILD else {}
+    # What the engine keeps until the end is not ours to free.
+    environment = {**os.environ, **kernels, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [str(program), str(engine), name], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert f"{name} ok" in done.stdout
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_interface_version_2(name: str, program: Path, portable_engine: Path) -> None:
+    run(program, portable_engine, name)
+
+
+@pytest.mark.parametrize("name", [name for name in TESTS if "layer" in name or "threads" in name])
+def test_interface_version_3(name: str, program: Path) -> None:
+    if not NODE_BUILD.is_dir():
+        missing(f"no engine in {NODE_BUILD}")
+    run(program, NODE_BUILD, name)
