@@ -17,14 +17,12 @@ from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import shell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from planner.machine.profile import Profile
     from planner.model.inventory import Inventory
+    from planner.passes.case import Case
     from planner.passes.refusal import Infeasible
     from planner.plan.plan import Baseline, Plan
-    from planner.plan.request import SolveOptions
-    from planner.workload import Workload
+    from planner.plan.request import Request
 
 _FILE = click.Path(path_type=Path)
 _LOOKED_UP = ("token_embd", "per_layer")  # tables that the engine keeps on the host
@@ -38,9 +36,7 @@ class Question:
 
     inventory: Inventory
     profile: Profile
-    budgets: Mapping[str, int]
-    workload: Workload
-    options: SolveOptions
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +91,15 @@ def command(
     try:
         answer = _answer(question)
     except AnswerIsNo as refusal:
-        told = _with_tested(question, refusal)
         if as_json:
-            out_json({"verdict": "does not fit", **refusal_data(told), **_changes(question, told)})
+            out_json({"verdict": "does not fit", **refusal_data(refusal), **_changes(question, refusal)})
         else:
-            _show_refusal(question, told)
-        raise told from None
+            _show_refusal(question, refusal)
+        raise
     if as_json:
-        out_json(_data(answer, model))
+        out_json(_data(answer, inventory, model))
     else:
-        _show(answer, model)
+        _show(answer, inventory, model)
     limits = [] if budget is None else ["--budget", budget]
     limits += [] if ctx == "4096" else ["-c", ctx]
     cache = "/".join(_types(kv_type, type_k, type_v))
@@ -126,7 +121,7 @@ def _question(
 
     from planner.machine.budgets import budgets_for, parse_budget
     from planner.model.layers import layers_of
-    from planner.plan.request import SolveOptions
+    from planner.plan.request import Request
     from planner.workload import usual
 
     given = {} if budget is None else parse_budget(budget)
@@ -138,7 +133,7 @@ def _question(
     except ValidationError as problem:
         why = problem.errors(include_url=False)[0]["msg"].lower()
         raise OptionProblem("--kv-type", "/".join(types), why) from None
-    return Question(inventory, profile, budgets, workload, SolveOptions())
+    return Question(inventory, profile, Request(budgets=budgets, workload=workload))
 
 
 def _answer(question: Question) -> Answer:
@@ -146,7 +141,7 @@ def _answer(question: Question) -> Answer:
     plan = _plan(question)
     hybrid = None
     if any(line.site.kind == "cpu" and "experts" in line.unit for line in plan.units):
-        asked = replace(question, options=replace(question.options, hybrid=True))
+        asked = replace(question, request=replace(question.request, hybrid=True))
         made = _plan(asked)
         if made.predicted.tpot_ns * 10**6 < plan.predicted.tpot_ns * (10**6 - plan.predicted.error_ppm):
             hybrid = made
@@ -157,32 +152,30 @@ def _answer(question: Question) -> Answer:
 def _plan(question: Question) -> Plan:
     from planner.passes.make_plan import make_plan
 
-    q = question
-    return make_plan(q.inventory, q.profile, q.budgets, q.workload, q.options)
+    return make_plan(question.inventory, question.profile, question.request, advise=True)
+
+
+def _case(question: Question, profile: Profile, request: Request) -> Case:
+    from planner.model.structure import structure_of
+    from planner.passes.case import Case
+
+    return Case(structure_of(question.inventory), profile, request)
 
 
 def _largest(question: Question) -> tuple[int, str]:
     """The largest context up to the trained one, and what it leaves on the GPUs."""
     from planner.passes.largest_context import largest_context
+    from planner.plan.engine_settings import EngineSettings
 
-    q = question
-    trained = max(q.inventory.number("context_length", 4096), q.workload.n_ctx)
-    most = q.workload.model_copy(update={"n_ctx": trained})
-    lowest = min(q.workload.n_ctx, q.workload.prompt + q.workload.gen)
-    found, keep = largest_context(q.inventory, q.profile, q.budgets, most, q.options, lowest)
+    work = question.request.workload
+    trained = max(question.inventory.number("context_length", 4096), work.n_ctx)
+    asked = replace(
+        question.request,
+        workload=work.model_copy(update={"n_ctx": trained}),
+        lowest_ctx=min(work.needed_cells, work.n_ctx),
+    )
+    found, keep = largest_context(_case(question, question.profile, asked), EngineSettings())
     return found, keep.value
-
-
-def _with_tested(question: Question, refusal: AnswerIsNo) -> AnswerIsNo:
-    """A refusal with ways out that were planned and fit."""
-    from planner.passes.refusal import Infeasible
-    from planner.passes.remedies import with_remedies
-
-    if not isinstance(refusal, Infeasible):
-        return refusal
-    q = question
-    lowest = min(q.workload.n_ctx, q.workload.prompt + q.workload.gen)
-    return with_remedies(refusal, q.inventory, q.profile, q.budgets, q.workload, q.options, lowest)
 
 
 def verdict(plan: Plan) -> str:
@@ -233,7 +226,7 @@ def _row(name: str, setting: str, tpot_ns: int, prefill_ns: int, vram_bytes: int
     }
 
 
-def _show(answer: Answer, model: Path) -> None:
+def _show(answer: Answer, inventory: Inventory, model: Path) -> None:
     plan = answer.plan
     used = sum(use.used_bytes for use in plan.devices if use.kind != "cpu")
     host = sum(use.used_bytes for use in plan.devices if use.kind == "cpu")
@@ -251,7 +244,7 @@ def _show(answer: Answer, model: Path) -> None:
     out_table(made)
     out(_gain(plan))
     out(f"largest context: {answer.largest_ctx}, with {answer.keeps}")
-    text, notes = _pasted(plan, model)
+    text, notes = _pasted(plan, inventory, model)
     for note in notes:
         say(f"not expressible by a stock tool: {note}")
     out("to paste:")
@@ -271,22 +264,27 @@ def _gain(plan: Plan) -> str:
     return f"the plan takes {took} a token, {gain:.2f}x as fast as the best stock rule{within}"
 
 
-def _pasted(plan: Plan, model: Path) -> tuple[str, tuple[str, ...]]:
+def _pasted(plan: Plan, inventory: Inventory, model: Path) -> tuple[str, tuple[str, ...]]:
     """The command line of llama-server for a plan, and what it cannot say."""
     from planner.plan.load_spec import load_spec, plan_layer_devices
+    from planner.plan.override_match import placed as matched
+    from planner.plan.overrides import collate
     from planner.quoting import file_name
     from runtime.tools.export import export
-    from runtime.tools.options import stock
+    from runtime.tools.options import cut_by_parsers, stock
 
+    if any(cut_by_parsers(each.pattern) for each in plan.overrides):
+        found = tuple((each.pattern, each.buffer) for each in plan.overrides)
+        plan = plan.model_copy(update={"overrides": collate(matched(inventory, found))})
     placed = stock(load_spec(plan), len(plan_layer_devices(plan)) - 1)
-    inventory = model.suffix in (".yaml", ".yml")
-    path = file_name(plan.model.name, ".gguf") if inventory else str(model)
+    table_only = model.suffix in (".yaml", ".yml")
+    path = file_name(plan.model.name, ".gguf") if table_only else str(model)
     text = export(plan, placed, path, "llama-server")
     return "".join(line for line in text.splitlines(True) if not line.startswith("#")), placed.notes
 
 
-def _data(answer: Answer, model: Path) -> dict[str, Any]:
-    text, notes = _pasted(answer.plan, model)
+def _data(answer: Answer, inventory: Inventory, model: Path) -> dict[str, Any]:
+    text, notes = _pasted(answer.plan, inventory, model)
     return {
         "feasible": True,
         "verdict": verdict(answer.plan),
@@ -334,22 +332,24 @@ def _smallest(question: Question, refusal: Infeasible) -> list[str]:
 
 def _more_host(question: Question, refusal: Infeasible) -> int:
     """GiB more of host memory with which there is a plan, tried; 0 where none of those tried is enough."""
+    from planner.constants import CPU
     from planner.passes.largest_context import fits
-    from planner.site import HOST
+    from planner.plan.engine_settings import EngineSettings
 
     lacks = max((need.total_bytes - need.budget_bytes for need in refusal.needs), default=0)
-    for step in _STEPS_GIB if lacks > 0 and HOST in question.budgets else ():
+    budgets = question.request.budgets
+    for step in _STEPS_GIB if lacks > 0 and CPU in budgets else ():
         gib = -(-lacks // 2**30) + step
-        q, more = question, gib << 30
+        more = gib << 30
         devices = tuple(
             d.model_copy(update={"memory_bytes": d.memory_bytes + more, "free_bytes": d.free_bytes + more})
-            if d.name == HOST
+            if d.name == CPU
             else d
-            for d in q.profile.devices
+            for d in question.profile.devices
         )
-        profile = q.profile.model_copy(update={"devices": devices})
-        budgets = {**q.budgets, HOST: q.budgets[HOST] + more}
-        if fits(q.inventory, profile, budgets, q.workload, q.options, q.workload.n_ctx):
+        profile = question.profile.model_copy(update={"devices": devices})
+        asked = replace(question.request, budgets={**budgets, CPU: budgets[CPU] + more})
+        if fits(_case(question, profile, asked), EngineSettings(), asked.workload):
             return gib
     return 0
 

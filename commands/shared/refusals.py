@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,10 +27,7 @@ def refusal_data(refusal: AnswerIsNo) -> dict[str, Any]:
                 "budget_bytes": need.budget_bytes,
                 "needed_bytes": need.total_bytes,
                 "shortage_bytes": max(need.total_bytes - need.budget_bytes, 0),
-                "weights_bytes": need.weights_bytes,
-                "kv_and_state_bytes": need.cache_bytes,
-                "compute_bytes": need.compute_bytes,
-                "reserve_bytes": need.reserve_bytes,
+                **{f"{part}_bytes": size for part, size in asdict(need.memory).items()},
             }
             for need in refusal.needs
         ],

@@ -65,7 +65,7 @@ def described(parts: Parts) -> Profile:
     words = [card.name, f"{parts.vram_bytes / _GIB:g}gib", slot] if card else ["cpu-only"]
     words += [memory, f"{parts.ram_bytes / _GIB:g}gib", f"{parts.cores}c"]
     return Profile(
-        schema=1,
+        schema_=1,
         name="-".join(re.sub(r"[^a-z0-9.]+", "", word.lower()) for word in words),
         measured=False,
         source=f"assumed, not measured; {what}; {parts.cores} cores, "
