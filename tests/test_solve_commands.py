@@ -40,7 +40,7 @@ def test_a_plan_is_written_shown_and_explained(model: Path, tmp_path: Path) -> N
     assert plan.devices[0].used_bytes <= 2000 * 2**20
     told = run("explain", path, "--model", model)
     assert told.exit_code == 0
-    assert "The limit is memory: " in told.stdout and " of 2000 MiB of CUDA0 are used, " in told.stdout
+    assert "The limit is memory: " in told.stdout and " of 2 000 MiB of CUDA0 are used, " in told.stdout
     assert "1 GiB more on CUDA0 would take" in told.stdout
     data = json.loads(run("explain", path, "--model", model, "--json").stdout)
     assert sum(part["time_ns"] for part in data["slices"]) == plan.predicted.tpot_ns
