@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len
-
 _BETWEEN = 3  # letters between two columns
 _EDGE = 2  # outside of the first and the last
 _LONG = 60  # words above this, as strangers' names may be, are broken all the same
@@ -42,7 +40,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _natural(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(cell_len, column)) for column in _columns(head, rows)]
+    return [max(map(_letters, column)) for column in _columns(head, rows)]
 
 
 def _least(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
@@ -50,10 +48,17 @@ def _least(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
     return [min(max(map(_piece, column)), _LONG) for column in _columns(head, rows)]
 
 
+def _letters(text: str) -> int:
+    """Letters that a text takes on a terminal."""
+    from rich import cells  # late: most commands print no table
+
+    return cells.cell_len(text)
+
+
 def _piece(text: str) -> int:
     if _FIGURE.fullmatch(text):
-        return cell_len(text)
-    return max(map(cell_len, text.split()), default=0)
+        return _letters(text)
+    return max(map(_letters, text.split()), default=0)
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
