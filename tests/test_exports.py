@@ -25,10 +25,11 @@ from planner.model.structure import structure_of
 from planner.plan.engine_rules import expected_devices
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.plan import Override, Plan, to_text
+from planner.plan.stock import MAX_SPLIT
 from planner.workload import Workload
 from runtime.tools.export import export, prompt_cache
 from runtime.tools.llama_server import free_port
-from runtime.tools.options import MAX_SPLIT, Stock, options, stock
+from runtime.tools.options import Stock, options, stock
 
 RICH = Workload(n_ctx=512, n_batch=96, n_ubatch=64, n_seq=2, type_k="q8_0", type_v="q8_0", flash_attn=True)
 EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_up_exps)\.weight$", "CPU")

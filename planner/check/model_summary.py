@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.errors import AnswerIsNo
 from planner.memory.compute_buffer import compute_bytes
-from planner.memory.kv_cache import kv_bytes, state_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes, unstated_heads
 from planner.memory.reserves import check_extras, projector_compute_bytes
 from planner.model.ggml_types import is_known
 from planner.model.inventory import Inventory
@@ -191,6 +191,8 @@ def _experts(units: Iterable[Unit]) -> tuple[ExpertLine, ...]:
 def _notes(inventory: Inventory, units: Iterable[Unit]) -> tuple[str, ...]:
     found = []
     kinds = Counter(unit.kind for unit in units)
+    if heads := unstated_heads(inventory):
+        found.append(heads)
     if kinds[Kind.FOREIGN]:
         found.append("holds tensors that no text model has: llama.cpp refuses the file")
     if inventory.number("nextn_predict_layers") and not kinds[Kind.NEXTN]:
