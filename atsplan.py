@@ -19,8 +19,8 @@ import click
 # name -> (module, one line for --help); modules load on use, so that `atsplan --help` stays fast
 COMMANDS = {
     "inventory": ("commands.inventory", "What a model file holds: tensors, layers, bytes by role."),
-    "fit": ("commands.fit", "Does a model fit a machine, how fast, and what to type."),
-    "machines": ("commands.machines", "Machines and cards that are known by name."),
+    "fit": ("commands.fit.fit", "Does a model fit a machine, how fast, and what to type."),
+    "machines": ("commands.fit.machines", "Machines and cards that are known by name."),
     "profile": ("commands.profile", "Measure this machine for a model: operators, links, whole-model runs."),
     "heat": ("commands.heat.heat", "Expert routing: trace, import, merge, report, export."),
     "simulate": ("commands.heat.simulate", "Replay a routing trace against expert caches."),

@@ -83,6 +83,7 @@ def out_table(made: Table) -> None:
 
     from rich import table
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.text import Text
 
@@ -92,7 +93,7 @@ def out_table(made: Table) -> None:
     width = shutil.get_terminal_size().columns if asked else _PIPE_LETTERS
     head = [quoting.short(name) for name in made.columns]
     rows = [[quoting.short(cell, _CELL_LETTERS) for cell in row] for row in made.rows]
-    layout = fitted(head, rows, width)
+    layout = fitted(head, rows, width, cell_len)
     shown = table.Table(box=SIMPLE_HEAD, pad_edge=False)
     for index, (name, room) in enumerate(zip(layout.head, layout.widths, strict=True)):
         justify = "left" if index == 0 else "right"

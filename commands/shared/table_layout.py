@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+Letters = Callable[[str], int]  # places that a text takes on a terminal
 _BETWEEN = 3  # letters between two columns
 _EDGE = 2  # outside of the first and the last
 _LONG = 60  # words above this, as strangers' names may be, are broken all the same
@@ -24,14 +25,14 @@ class Layout:
     total: int  # letters of a whole line
 
 
-def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Layout:
-    """The columns that say something, within `width` letters where words allow it."""
+def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, letters: Letters) -> Layout:
+    """The columns that say something, within `width` letters where words allow it; `letters` measures."""
     full = [[*row, *[""] * (len(head) - len(row))] for row in rows]
     kept = [i for i in range(len(head)) if i == 0 or not rows or any(r[i] not in _NOTHING for r in full)]
     names, cells = [head[i] for i in kept], [[row[i] for i in kept] for row in full]
-    if _total(_natural(names, cells)) > width:
+    if _total(_natural(names, cells, letters)) > width:
         names, cells = _unit_above(names, cells)
-    widths = _shrunk(_natural(names, cells), _least(names, cells), width)
+    widths = _shrunk(_natural(names, cells, letters), _least(names, cells, letters), width)
     return Layout(names, cells, widths, _total(widths))
 
 
@@ -39,26 +40,19 @@ def _total(widths: Sequence[int]) -> int:
     return sum(widths) + _BETWEEN * (len(widths) - 1) + _EDGE
 
 
-def _natural(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(_letters, column)) for column in _columns(head, rows)]
+def _natural(head: Sequence[str], rows: Sequence[Sequence[str]], letters: Letters) -> list[int]:
+    return [max(map(letters, column)) for column in _columns(head, rows)]
 
 
-def _least(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+def _least(head: Sequence[str], rows: Sequence[Sequence[str]], letters: Letters) -> list[int]:
     """The longest part of each column that stays on one line: a word, or a figure with its unit."""
-    return [min(max(map(_piece, column)), _LONG) for column in _columns(head, rows)]
+    return [min(max(_piece(cell, letters) for cell in column), _LONG) for column in _columns(head, rows)]
 
 
-def _letters(text: str) -> int:
-    """Letters that a text takes on a terminal."""
-    from rich import cells  # late: most commands print no table
-
-    return cells.cell_len(text)
-
-
-def _piece(text: str) -> int:
+def _piece(text: str, letters: Letters) -> int:
     if _FIGURE.fullmatch(text):
-        return _letters(text)
-    return max(map(_letters, text.split()), default=0)
+        return letters(text)
+    return max(map(letters, text.split()), default=0)
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
