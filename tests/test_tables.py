@@ -78,7 +78,7 @@ def test_a_number_is_the_same_in_every_command(tmp_path: Path) -> None:
     used = re.search(r"([0-9 ]+) of 7 000 MiB of CUDA0 are used", told)
     assert used and used[1]
     row = next(line for line in solved.splitlines() if line.lstrip().startswith("CUDA0"))
-    assert f"{used[1].strip()} MiB" in row
+    assert used[1].strip() in row
 
 
 def test_a_refusal_is_data_too() -> None:
