@@ -48,7 +48,7 @@ FORMATS = (
 @click.option("--no-key", is_flag=True, help="Let everyone who reaches --publish use it, without a key.")
 @click.option("--exact", is_flag=True, help="Refuse when the tool cannot express the whole plan.")
 @click.option("--stock", "stock_only", is_flag=True, help="Without the device for experts in slots.")
-@click.option("-o", "--output", type=Target(), help="Write here [default: stdout].")
+@click.option("-o", "--output", "--out", "output", type=Target(), help="Write here [default: stdout].")
 def command(
     plan_path: Path,
     form: str,

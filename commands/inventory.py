@@ -25,6 +25,8 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "-o",
     "--output",
+    "--out",
+    "output",
     type=Target("inventory"),
     help="Write the inventory as YAML: the model's table without weights.",
 )
