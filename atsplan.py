@@ -131,7 +131,11 @@ class LazyGroup(click.Group):
             sys.exit(3)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Words such as heat, stripe, site, unit, gap and bound: docs/glossary.md",
+)
 @click.version_option(package_name="atsplan")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def main(debug: bool) -> None:

@@ -34,7 +34,7 @@ plan() { # MIB
         --workload prompt=512,gen=64,depth=544 -o "$out/plan-$1.yaml" >"$out/plan-$1.txt"
 }
 measure() { # MIB
-    atsplan bench "$model" --plan "$out/plan-$1.yaml" --engine "$engine" --against ncmoe \
+    atsplan bench "$model" --plan "$out/plan-$1.yaml" --engine "$engine" --against n-cpu-moe \
         --rounds 2 --prompts 512 -n 64 --json >"$out/bench-$1.json"
 }
 

@@ -22,7 +22,7 @@ from planner.machine.profile import Profile
 from planner.model import inventory as inventories
 from planner.model.ggml_types import tensor_bytes
 from planner.model.inventory import Inventory, Shard, Tensor
-from planner.passes.stock_rules import layer_devices
+from planner.plan.engine_rules import layers_by_ngl
 from planner.workload import Workload
 from profiler.whole_model.calibrate import Parameter, solve
 from profiler.whole_model.placements import Placement, Predictor, movable
@@ -208,7 +208,7 @@ def _placements(table: Inventory, profile: Profile, points: Sequence[Point]) -> 
     gpu = next(d.name for d in profile.devices if d.kind == "gpu")
     layers, units = table.number("block_count"), movable(table)
     return {
-        p: Placement(p.label, layer_devices(layers, min(p.ngl, layers + 1), [(gpu, 1)]), units[: p.n_cpu_moe])
+        p: Placement(p.label, layers_by_ngl(layers, min(p.ngl, layers + 1), [(gpu, 1)]), units[: p.n_cpu_moe])
         for p in points
     }
 

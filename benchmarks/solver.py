@@ -16,13 +16,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.cost.build_problem import model_of, price
+from planner.cost.build_problem import analyse, build_problem
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
 from planner.model.inventory import Inventory, from_text
 from planner.model.routed_layers import moe_shape
+from planner.model.structure import structure_of
 from planner.passes import stock_rules
-from planner.plan.request import SolveOptions
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
+from planner.plan.request import Request
 from planner.solver.solve import Limits, Solved, solve
 from planner.workload import Workload
 
@@ -106,10 +109,13 @@ def measure(case: Case, inventory: Inventory, limit_s: float) -> Result:
     """Price and solve one problem."""
     profile = load(case.machine)
     budgets = budgets_for(profile, parse_budget(case.budget) if case.budget else {})
-    options = SolveOptions(page=True, curves=coverage(inventory) if case.striped else {})
+    known = Known(curves=coverage(inventory) if case.striped else {})
     started = time.process_time()
     workload = Workload()
-    priced = price(model_of(inventory, workload), profile, budgets, workload, options)
+    request = Request(budgets, workload, page=True)
+    priced = build_problem(
+        analyse(structure_of(inventory), workload), profile, request, EngineSettings(), known
+    )
     stock = [c for c in stock_rules.candidates(priced) if c.feasible and c.evaluation]
     hint = min(stock, key=lambda c: c.evaluation.objective_ns if c.evaluation else 0, default=None)
     solved = solve(priced.problem, hint.solution if hint else None, Limits(limit_s))

@@ -19,7 +19,10 @@ from commands.shared.plan_job import (
     plan_options,
     review,
 )
+from planner.constants import CPU
 from planner.errors import AnswerIsNo, MachineError, OptionProblem
+from planner.model.structure import structure_of
+from planner.plan.stock_rule import ALL_CPU, FIT, N_CPU_MOE, NGL
 
 if TYPE_CHECKING:
     from runtime.bench.intervals import Interval
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from runtime.engine.locate import Place
     from runtime.session.draft_model import Draft
 
-RULES = ("fit", "ngl", "ncmoe", "cpu")
+RULES = (FIT, NGL, N_CPU_MOE, ALL_CPU)
 _EQUAL_BYTES = 2**20
 _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
 
@@ -38,9 +41,9 @@ _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
 @plan_options
 @click.option(
     "--against",
-    default="fit,ngl,ncmoe",
+    default=",".join(RULES[:3]),
     show_default=True,
-    help="Rivals: fit, ngl, ncmoe, cpu, or plan files; comma-separated.",
+    help="Rivals: fit, ngl, n-cpu-moe, all-cpu, or plan files; comma-separated.",
 )
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Loads of each.")
 @click.option("--prompts", default="50,500,2000", show_default=True, help="Prompt lengths in tokens.")
@@ -128,9 +131,9 @@ def _arms(
         _say_unequal(mine, arms[-1])
     if names and not arms:
         raise MachineError(
-            f"there is nothing to compare with: {'; '.join(missing)}; --against cpu or a plan can be"
+            f"there is nothing to compare with: {'; '.join(missing)}; --against all-cpu or a plan can be"
         )
-    checks = {a.name: Checks(None, expected_devices(job.file.inventory, a.spec)) for a in arms}
+    checks = {a.name: Checks(None, expected_devices(structure_of(job.file.inventory), a.spec)) for a in arms}
     return [mine, *arms], {"plan": job.checks(), **checks}
 
 
@@ -190,7 +193,7 @@ def _show(results: list[Result], comparisons: list[Comparison]) -> None:
 
     made = table("contender", "setting", "device memory", "prompt", "prefill t/s", "ms/token", "tokens/s")
     for result in results:
-        memory = sum(sizes.total for name, sizes in result.memory.items() if name != "CPU")
+        memory = sum(sizes.total for name, sizes in result.memory.items() if name != CPU)
         for prompt in sorted(result.decode):
             decode, prefill = summary(result.decode[prompt]), summary(result.prefill[prompt])
             assert decode is not None and prefill is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +76,9 @@ def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:
 
 def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float | None) -> Plan | None:
     """The plan with 1 GiB more on the device that limits it."""
-    from planner.check.explain import GIB, binding, with_more
+    from planner.check.explain import binding, with_more
+    from planner.constants import GIB
+    from planner.passes.clock import Clock
 
     tight = binding(plan)
     inputs = library.of(plan, path)
@@ -86,5 +87,6 @@ def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float | N
     if inputs.inventory is None or inputs.profile is None:
         say("model or profile not found: pass --model and --profile to learn what more memory would buy")
         return None
-    known = replace(inputs.known, deadline=Deadline(time_limit or math.inf))
-    return with_more(plan, inputs.inventory, inputs.profile, known, tight.name, GIB)
+    found = inputs.inventory, inputs.profile, inputs.known
+    clock = Clock(deadline=Deadline(time_limit or math.inf))
+    return with_more(plan, *found, tight.name, GIB, clock)

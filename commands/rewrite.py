@@ -164,7 +164,7 @@ def bar() -> Iterator[Progress]:
 
 
 def _recover(model: Path) -> None:
-    from rewriter.publish import recover_all
+    from rewriter.publishing.publish import recover_all
 
     for line in recover_all(model) or [f"{model}: no interrupted rewrite was found"]:
         out(line)

@@ -23,10 +23,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 
+from planner.constants import CPU
 from planner.errors import InputError
 from planner.quoting import short
 
-HOST = "CPU"  # what ggml calls the host's device
+HOST = CPU
 
 
 class SiteKind(StrEnum):

@@ -29,6 +29,12 @@ class Workload(Record):
     flash_attn: bool = True
     mtp: bool = False  # load NextN/MTP blocks
 
+    @property
+    def needed_cells(self) -> int:
+        """Cells that the use fills: prompt and answer; a depth beyond them is where an answer begins."""
+        whole = self.prompt + self.gen if self.gen > 1 else max(self.prompt, 1)
+        return whole if self.depth <= whole else self.depth + self.gen
+
 
 def usual(n_ctx: int, **stated: Any) -> Workload:
     """A workload with what nobody stated filled in.

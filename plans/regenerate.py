@@ -9,15 +9,17 @@ from pathlib import Path
 
 from pydantic import Field
 
-from commands.shared.inputs import heat_options
+from commands.shared.inputs import known_of_heat
 from planner.errors import AnswerIsNo
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
 from planner.machine.profile import to_text as profile_text
 from planner.model.inventory import Inventory, from_text
+from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
+from planner.plan.known import Known
 from planner.plan.plan import to_text
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.records import Many, Record
 from planner.records import load as load_record
 from planner.workload import usual
@@ -91,11 +93,11 @@ def plan_text(task: Task, inventory: Inventory) -> str:
     profile = load(task.place.machine)
     budgets = budgets_for(profile, parse_budget(task.place.budget))
     workload = usual(task.model.ctx)
-    known = {}
+    known = Known()
     if task.model.heat:
-        known = heat_options(HERE / "inputs" / task.model.heat, inventory, workload)
-    options = SolveOptions(command=task.command, work_s=WORK_S, **known)
-    return to_text(make_plan(inventory, profile, budgets, workload, options))
+        known = known_of_heat(HERE / "inputs" / task.model.heat, inventory, workload)
+    request = Request(budgets, workload, command=task.command)
+    return to_text(make_plan(inventory, profile, request, known, clock=Clock(WORK_S)))
 
 
 def main() -> int:

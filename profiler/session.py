@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.constants import CPU
 from planner.machine.fingerprint import differences, host_facts
 from planner.machine.op_time import Case
 from planner.machine.profile import Device, Fingerprint, Profile
@@ -56,7 +57,7 @@ class Found:
     @property
     def threads(self) -> int:
         """The CPU's best count."""
-        return next((d.threads for d in self.devices if d.name == "CPU"), 0)
+        return next((d.threads for d in self.devices if d.name == CPU), 0)
 
 
 @dataclass(frozen=True, slots=True)

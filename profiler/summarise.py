@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.constants import CPU
 from planner.errors import MachineError
 from planner.machine.budgets import METAL
 from planner.machine.op_time import STATE_OPS, Case, bytes_read
@@ -74,7 +75,7 @@ def links(lines: Sequence[Line]) -> tuple[Link, ...]:
             bandwidth_bytes_per_s=line["bandwidth_bytes_per_s"],
             latency_ns=line["latency_ns"],
             mapped_bytes_per_s=line.get("mapped_bytes_per_s", 0),
-            zero_copy_bytes_per_s=zero_copy.get(line["target"], 0) if line["source"] == "CPU" else 0,
+            zero_copy_bytes_per_s=zero_copy.get(line["target"], 0) if line["source"] == CPU else 0,
         )
         for line in lines
         if line["kind"] == "link"
@@ -200,7 +201,7 @@ def warnings(
 
 
 def _looks_paged(timing: OpTiming, streams: Mapping[str, int]) -> bool:
-    if timing.device == "CPU" or timing.buffer != timing.device or timing.op not in ("MUL_MAT", "MUL_MAT_ID"):
+    if timing.device == CPU or timing.buffer != timing.device or timing.op not in ("MUL_MAT", "MUL_MAT_ID"):
         return False
     moved = bytes_read(_case(timing))
     slow = moved * 1e9 / timing.time_ns < streams[timing.device] / PAGED

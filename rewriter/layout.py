@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from planner.constants import SIZE_KEY
 from planner.model.ggml_types import is_known
-from planner.model.gguf_file import SIZE_KEY, ModelFile
+from planner.model.gguf_file import ModelFile
 from planner.model.gguf_header import DEFAULT_ALIGNMENT, KeyValue, TensorInfo, pad
 from planner.model.gguf_shards import SET_KEY, shard_file
 from planner.model.inventory import Tensor

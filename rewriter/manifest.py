@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from planner.records import Bytes, Many, Record, dump, load
-from rewriter.journal import MANIFEST_SUFFIX
+from rewriter.publishing.journal import MANIFEST_SUFFIX
 
 MOST_BYTES = 64 << 20  # of a manifest: 65 536 tensors of long names have a quarter of it
 

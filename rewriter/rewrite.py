@@ -15,10 +15,10 @@ from planner.model.gguf_shards import output_name as output_name
 from planner.model.units import units_of
 from planner.plan.plan import Plan
 from rewriter.experts import OrderRefused, gathers
-from rewriter.journal import write_synced
 from rewriter.layout import Layout, Request, make_layout
 from rewriter.manifest import Manifest, ManifestFile, manifest_path, to_text
-from rewriter.publish import Output, check_space, publish, recover_all, replaced_by, staging
+from rewriter.publishing.journal import write_synced
+from rewriter.publishing.publish import Output, check_space, publish, recover_all, replaced_by, staging
 from rewriter.regions import Region, regions
 from rewriter.shards import limit, split
 from rewriter.stamp import check_plan, plan_digest, read_stamp

@@ -9,22 +9,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner.constants import EXPERTS_KEY, OWN_PREFIX
 from planner.errors import FileProblem, InputError
 from planner.model.gguf_file import ModelFile
 from planner.model.gguf_header import MAX_ALIGNMENT
 from planner.plan.plan import Plan, to_text
 from planner.records import digest
 
-PREFIX = "atsplan."
-PLAN_DIGEST = "atsplan.plan_digest"
-SOURCE_HEADER = "atsplan.source.header_digest"
-SOURCE_TABLE = "atsplan.source.table_digest"
-SOURCE_ORDER = "atsplan.source.order"
-SOURCE_ALIGNMENT = "atsplan.source.alignment"
-SOURCE_SIZE = "atsplan.source.size"
-SOURCE_TRAILING = "atsplan.source.trailing"
-SOURCE_LOST = "atsplan.source.lost"
-EXPERTS = "atsplan.experts."  # + layer
+PREFIX = OWN_PREFIX
+PLAN_DIGEST = PREFIX + "plan_digest"
+SOURCE_HEADER = PREFIX + "source.header_digest"
+SOURCE_TABLE = PREFIX + "source.table_digest"
+SOURCE_ORDER = PREFIX + "source.order"
+SOURCE_ALIGNMENT = PREFIX + "source.alignment"
+SOURCE_SIZE = PREFIX + "source.size"
+SOURCE_TRAILING = PREFIX + "source.trailing"
+SOURCE_LOST = PREFIX + "source.lost"
+EXPERTS = EXPERTS_KEY
 _MOST_DIGITS = 5  # of a layer's number
 _MOST_BYTES = 2**62
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")

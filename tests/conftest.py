@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 from engines import computing_server, node_engine, portable_engine, server_engine, vulkan_engine
+from rpc_servers import rpc_server
 
 from profiler.synth.synth import SynthSpec, write
 
-__all__ = ["computing_server", "node_engine", "portable_engine", "server_engine", "vulkan_engine"]
+__all__ = [
+    "computing_server",
+    "node_engine",
+    "portable_engine",
+    "rpc_server",
+    "server_engine",
+    "vulkan_engine",
+]
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 
 from sample_plan import sample_plan
 
-from planner.memory.weights import compute_bytes, kv_bytes, nextn_kv_bytes, state_bytes
+from planner.memory.compute_buffer import compute_bytes
+from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.model.gguf_file import ModelFile
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, units_of
 from planner.plan.engine_rules import expected_devices
 from planner.plan.load_spec import load_spec, plan_layer_devices
@@ -58,7 +60,7 @@ def with_uses(plan: Plan, inventory: Inventory) -> Plan:
     layers, work = plan_layer_devices(plan), plan.workload
     kv = (*kv_bytes(inventory, work), *(nextn_kv_bytes(inventory, work) if work.mtp else ()))
     state = state_bytes(inventory, work)
-    placed = expected_devices(inventory, load_spec(plan.model_copy(update={"devices": ()})))
+    placed = expected_devices(structure_of(inventory), load_spec(plan.model_copy(update={"devices": ()})))
 
     def use(name: str) -> DeviceUse:
         return DeviceUse(

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.tensor_tables import Row, inventory_of
+from planner.check.check import CheckOptions, Inputs, check_plan
+from planner.check.findings import Finding
+from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
 from planner.machine.profile import Device, OpTiming, Profile
 from planner.model.ggml_types import tensor_bytes
 from planner.model.inventory import Hparam, Inventory, from_text
+from planner.model.structure import structure_of
+from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
-from planner.plan.plan import Plan
-from planner.plan.request import SolveOptions
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
+from planner.plan.plan import Plan, to_text
+from planner.plan.request import Request
+from planner.solver.problem import Problem
 from planner.workload import Workload
 
 INPUTS = Path(__file__).parents[1] / "plans" / "inputs"
 MIB = 2**20
+GB = 10**9
 WIDTH, EXPERTS, INNER = 2048, 128, 768
 
 
@@ -68,14 +77,37 @@ def plan(
     *,
     on: Profile | None = None,
     workload: Workload | None = None,
-    options: SolveOptions | None = None,
+    known: Known | None = None,
+    settings: EngineSettings | None = None,
     limit_s: float = 5.0,
+    clock: Clock | None = None,
+    **asked: Any,
 ) -> Plan:
-    """A plan as `atsplan solve` makes it."""
+    """A plan as `atsplan solve` makes it; `asked` are fields of the request."""
     profile = on or machine()
     budgets = budgets_for(profile, parse_budget(budget) if budget else {})
-    chosen = replace(options or SolveOptions(), work_s=limit_s)
-    return make_plan(model, profile, budgets, workload or Workload(), chosen)
+    request = Request(budgets, workload or Workload(), **asked)
+    return make_plan(
+        model, profile, request, known or Known(), settings or EngineSettings(), clock or Clock(limit_s)
+    )
+
+
+def priced(
+    model: Inventory,
+    profile: Profile,
+    request: Request,
+    *,
+    known: Known | None = None,
+    settings: EngineSettings | None = None,
+) -> Priced:
+    """The problem of a request, and what it was made from; with the engine's own settings unless said."""
+    analysed = analyse(structure_of(model), request.workload)
+    return build_problem(analysed, profile, request, settings or EngineSettings(), known or Known())
+
+
+def problem_of(model: Inventory, profile: Profile, request: Request) -> Problem:
+    """The integers alone."""
+    return priced(model, profile, request).problem
 
 
 def sites(made: Plan, kind: str = "") -> dict[str, str]:
@@ -136,3 +168,37 @@ def _experts(n: int) -> list[Row]:
         _row(f"blk.{n}.ffn_up_exps.weight", "q4_K", WIDTH, INNER, EXPERTS),
         _row(f"blk.{n}.ffn_down_exps.weight", "q4_K", INNER, WIDTH, EXPERTS),
     ]
+
+
+def linked(gb_per_s: float) -> Profile:
+    """A desktop whose copies between CPU and GPU are this fast."""
+    profile = machine("rtx4090-ddr5")
+    speed = {"bandwidth_bytes_per_s": int(gb_per_s * GB)}
+    return profile.model_copy(update={"links": tuple(li.model_copy(update=speed) for li in profile.links)})
+
+
+def prompting(prompt: int) -> Workload:
+    """A long context, a prompt of this many tokens and a short answer."""
+    return Workload(n_ctx=16384, prompt=prompt, gen=64)
+
+
+def findings(made: Plan, model: Inventory, profile: Profile) -> list[Finding]:
+    """What a check says of a plan, solved again."""
+    return check_plan(made, to_text(made), "plan.yaml", Inputs(model, profile), CheckOptions())
+
+
+def twins(memory_mib: int) -> Profile:
+    """Two GPUs of one machine under names that the test engine has."""
+    two = machine("rtx3090-rtx3060-ddr4")
+    names = {"CUDA0": "TWIN0", "CUDA1": "TWIN1"}
+    size = {"memory_bytes": memory_mib * MIB, "free_bytes": memory_mib * MIB, "context_bytes": 0}
+    devices = tuple(
+        d.model_copy(update={"name": names[d.name], **size}) if d.name in names else d for d in two.devices
+    )
+    links = tuple(
+        li.model_copy(
+            update={"source": names.get(li.source, li.source), "target": names.get(li.target, li.target)}
+        )
+        for li in two.links
+    )
+    return two.model_copy(update={"devices": devices, "links": links})

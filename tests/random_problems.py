@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -71,6 +72,63 @@ def random_problem(
         contiguous=extras and random.random() < 0.15,
         host_leads=extras and random.random() < 0.4,
     )
+
+
+def sharing_problem(seed: int, *, gpus: int = 2, caches: int = 2, readers: int = 3) -> Problem:
+    """A chain whose last layers read a cache of one before: for nothing where it lies, for a price elsewhere.
+
+    That a cache lies somewhere is a share of no bytes; of one cache's only one may be asked for.
+    """
+    random = Random(seed)
+    count = gpus + 1
+    shares = tuple(Share(f"share {d}", d, random.randrange(0, 6)) for d in range(count))
+    lies = [[count * (1 + c) + d for d in range(count)] for c in range(caches)]
+    shares += tuple(Share(f"{c} lies on {d}", d, 0) for c in range(caches) for d in range(count))
+    decisions = []
+    for c in range(caches):
+        options = tuple(_plain(random, d, count, (lies[c][d],)) for d in range(count))
+        decisions.append(Decision(f"blk.{c}", ("a",), options))
+    kinds = [tuple(_readers(random, lies[c], count)) for c in range(caches)]
+    for n in range(readers):
+        options = (
+            kinds[n % caches] if random.random() < 0.8 else tuple(_readers(random, lies[n % caches], count))
+        )
+        decisions.append(Decision(f"blk.{caches + n}", ("a",), options))
+    total = sum(max(sum(o.memory) for o in d.options) for d in decisions)
+    devices = tuple(
+        Capacity(f"GPU{d}", "gpu", random.randrange(0, total)) if d < gpus else Capacity("CPU", "cpu", 10**6)
+        for d in range(count)
+    )
+    decode, prefill = _matrix(random, count), _matrix(random, count)
+    length = len(decisions)
+    return Problem(
+        devices=devices,
+        decisions=tuple(decisions),
+        edges=tuple(Edge(i, i + 1, decode, prefill) for i in range(length - 1)),
+        shares=shares,
+        exclusive=tuple(map(tuple, lies)),
+        mixed=_mixed(random, length - 1),
+        decode_weight=random.randrange(1, 5),
+        prefill_weight=random.randrange(0, 3),
+        max_runs=random.choice((0, 0, 3)),
+        host_leads=random.random() < 0.5,
+    )
+
+
+def _plain(random: Random, device: int, count: int, shares: tuple[int, ...]) -> Option:
+    memory = tuple(random.randrange(1, 9) if d == device else 0 for d in range(count))
+    cost = random.randrange(0, 20) + 30 * (device == count - 1)
+    return Option(device, device, ("x",), cost, random.randrange(0, 20), memory, (device, *shares))
+
+
+def _readers(random: Random, lies: list[int], count: int) -> Iterator[Option]:
+    """With the cache on every device, and away from it: more memory and time."""
+    near = [_plain(random, d, count, (lies[d],)) for d in range(count)]
+    yield from near
+    for option in near:
+        memory = tuple(m + 2 * (d == option.entry) for d, m in enumerate(option.memory))
+        slower = option.decode_ns + random.randrange(1, 9)
+        yield replace(option, away=True, decode_ns=slower, memory=memory, shares=option.shares[:1])
 
 
 def with_budget(problem: Problem, device: int, capacity: int) -> Problem:

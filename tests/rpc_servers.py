@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engines import ENVIRONMENT
 
 from planner.plan.plan import Plan
@@ -62,3 +63,10 @@ def moved(plan: Plan, old: str, new: str) -> Plan:
         return value.replace(old, new) if isinstance(value, str) else value
 
     return Plan.model_validate(renamed(plan.model_dump()))
+
+
+@pytest.fixture
+def rpc_server(server_engine: Path) -> Iterator[str]:
+    """A running ggml-rpc-server; its host:port."""
+    with rpc_serving(server_engine) as endpoint:
+        yield endpoint

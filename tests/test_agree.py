@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from planner.check.consistency import Contradiction, check_agreement, check_order
@@ -149,7 +149,7 @@ COMPARED = {"model", "units", "experts", "devices", "engines"}
 # Said beside what is measured, or in what is exported.
 SPOKEN = {"machine", "predicted", "command", "projector", "speculation"}
 # How the decision came about.
-PAST = {"schema_", "version", "constraints", "baselines", "fit", "notes"}
+PAST = {"schema_", "version", "constraints", "baselines", "fit", "notes", "search"}
 
 
 def test_every_field_of_a_plan_is_passed_compared_or_about_the_past() -> None:
@@ -210,11 +210,12 @@ SPEC_CHANGES: dict[str, Any] = {
     "rollback": 3,
 }
 ARRAYS = {"devices", "tensor_split", "overrides"}  # proven by where the weights are after loading
+SLOTS = {"residents", "guests"}  # told to the device that wraps a GPU, not to the engine
 
 
 def test_every_field_of_a_load_spec_reaches_the_engine() -> None:
     names = {each.name for each in dataclasses.fields(LoadSpec)}
-    assert names == SPEC_CHANGES.keys() | ARRAYS | {"workload", "notes", "mapped"}
+    assert names == SPEC_CHANGES.keys() | ARRAYS | {"workload", "notes", "mapped"} | SLOTS
     base = base_spec()
     before = params_of(base)
     for name, value in SPEC_CHANGES.items():

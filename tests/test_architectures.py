@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from made_models import ALL, CONTEXTS, hparams, make
 
-from planner.memory.weights import compute_bytes, context_bytes, kv_bytes, state_bytes
+from planner.memory.compute_buffer import compute_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes
+from planner.memory.weights import context_bytes
 from planner.model.gguf_file import read_model
 from planner.model.inventory import Inventory
 from planner.model.layers import KNOWN, layers_of

@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 from engines import ENVIRONMENT
 from sample_plan import sample_plan
-from test_run import plan_for
-from test_stock import server_plan
+from small_plans import plan_for, server_plan
 
 from atsplan import main
 from commands.bench import _judge_prediction
@@ -143,15 +142,16 @@ def test_rivals_get_no_more_memory_than_the_plan(
     plan = plan_arm(engine, moe_model, spec)
     inventory = read_model(moe_model).inventory
     found, missing = rivals(
-        field_of(engine, moe_model, inventory, plan), spec, ("fit", "ngl", "ncmoe", "cpu")
+        field_of(engine, moe_model, inventory, plan), spec, ("fit", "ngl", "n-cpu-moe", "all-cpu")
     )
     assert missing == []
     by_name = {a.name: a for a in found}
     for rival in found:
         assert rival.device_bytes.get("Vulkan0", 0) <= plan.device_bytes["Vulkan0"]
-    assert by_name["ncmoe"].setting == "-ngl 5 --n-cpu-moe 4"  # the plan itself keeps all experts on the CPU
-    assert by_name["ncmoe"].device_bytes == plan.device_bytes
-    assert by_name["cpu"].device_bytes == {}
+    # The plan itself keeps all experts on the CPU.
+    assert by_name["n-cpu-moe"].setting == "-ngl 5 --n-cpu-moe 4"
+    assert by_name["n-cpu-moe"].device_bytes == plan.device_bytes
+    assert by_name["all-cpu"].device_bytes == {}
     assert by_name["ngl"].spec.n_gpu_layers >= 1
     assert any("exps" in pattern for pattern, _ in by_name["fit"].spec.overrides)
 
@@ -167,7 +167,7 @@ def test_bench_of_a_plan_on_the_cpu(moe_model: Path, tmp_path: Path) -> None:
         "--device-map",
         "CUDA0=CPU",
         "--against",
-        f"ngl,cpu,{other}",
+        f"ngl,all-cpu,{other}",
         "--threads",
         "1",
     ]
@@ -177,12 +177,12 @@ def test_bench_of_a_plan_on_the_cpu(moe_model: Path, tmp_path: Path) -> None:
     assert "no rival ngl: the plan uses no device beside the CPU here" in done.stderr
     assert "prompt of 9000 tokens skipped" in done.stderr
     report = json.loads(done.stdout)
-    assert [c["name"] for c in report["contenders"]] == ["plan", "cpu", "other"]
+    assert [c["name"] for c in report["contenders"]] == ["plan", "all-cpu", "other"]
     for contender in report["contenders"]:
         assert contender["decode_ns"]["20"]["samples"] == 1
         assert contender["failures"] == []
         assert contender["memory"]["CPU"]["model"] > 0
-    assert {(c["rival"], c["prompt"]) for c in report["comparisons"]} == {("cpu", 20), ("other", 20)}
+    assert {(c["rival"], c["prompt"]) for c in report["comparisons"]} == {("all-cpu", 20), ("other", 20)}
     assert "atsplan_tpot_seconds" in metrics.read_text()
 
 
@@ -230,11 +230,15 @@ def test_a_bench_whose_rival_dies_says_so_with_its_last_words(
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(plan_for(model)))
     doomed = (("^token_embd", "CPU_REPACK"),)
-    monkeypatch.setitem(RULES, "cpu", lambda field, base: Arm("cpu", replace(base, overrides=doomed), "", {}))
+    monkeypatch.setitem(
+        RULES, "all-cpu", lambda field, base: Arm("all-cpu", replace(base, overrides=doomed), "", {})
+    )
     base = ["bench", str(model), "--plan", str(path), "--device-map", "CUDA0=CPU", "--threads", "1"]
-    done = CliRunner().invoke(main, [*base, "--against", "cpu", "--rounds", "1", "--prompts", "8", "-n", "2"])
+    done = CliRunner().invoke(
+        main, [*base, "--against", "all-cpu", "--rounds", "1", "--prompts", "8", "-n", "2"]
+    )
     assert done.exit_code == 3, done.output
-    assert re.search(r"^20\d\d-\S+ cpu failed while loading: .*GGML_ASSERT", done.stderr, re.MULTILINE)
+    assert re.search(r"^20\d\d-\S+ all-cpu failed while loading: .*GGML_ASSERT", done.stderr, re.MULTILINE)
     assert re.search(r"^    .*GGML_ASSERT", done.stderr, re.MULTILINE)
     assert "no rival finished a round" in done.stderr.splitlines()[-1]
 
@@ -271,6 +275,8 @@ def test_a_bench_in_which_no_rival_can_be_had_does_not_pass(moe_model: Path, tmp
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(plan_for(moe_model)))
     base = ["bench", str(moe_model), "--plan", str(path), "--device-map", "CUDA0=CPU", "--threads", "1"]
-    done = CliRunner().invoke(main, [*base, "--against", "ngl,ncmoe"])
+    done = CliRunner().invoke(main, [*base, "--against", "ngl,n-cpu-moe"])
     assert done.exit_code == 3, done.output
-    assert "nothing to compare with: ngl: the plan uses no device beside the CPU here; ncmoe" in done.stderr
+    assert (
+        "nothing to compare with: ngl: the plan uses no device beside the CPU here; n-cpu-moe" in done.stderr
+    )

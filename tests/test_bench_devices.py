@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from rpc_servers import moved, rpc_serving
-from test_stock import server_plan
+from small_plans import server_plan
 
 from atsplan import main
 from commands.bench import _say_unequal, _unused
@@ -46,21 +46,28 @@ def test_a_whole_bench_of_a_plan_with_a_device(
     device = f"RPC0[{rpc_server}]"
     path, metrics = tmp_path / "plan.yaml", tmp_path / "metrics.prom"
     path.write_text(to_text(moved(server_plan(moe_model), "Vulkan0", device)))
-    options = ["--plan", str(path), "--engine", str(computing_server), "--against", "fit,ngl,ncmoe,cpu"]
+    options = [
+        "--plan",
+        str(path),
+        "--engine",
+        str(computing_server),
+        "--against",
+        "fit,ngl,n-cpu-moe,all-cpu",
+    ]
     options += ["--rounds", "1", "--prompts", "20,50", "-n", "4", "--threads", "1", "--json"]
     done = CliRunner().invoke(main, ["bench", str(moe_model), *options, "--prometheus", str(metrics)])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     by_name = {c["name"]: c for c in report["contenders"]}
-    assert list(by_name) == ["plan", "fit", "ngl", "ncmoe", "cpu"]
+    assert list(by_name) == ["plan", "fit", "ngl", "n-cpu-moe", "all-cpu"]
     given = sum(by_name["plan"]["memory"][device].values())
     for one in by_name.values():
         assert one["failures"] == [] and one["unsettled"] == []
         assert {n: t["samples"] for n, t in one["decode_ns"].items()} == {"20": 1, "50": 1}
         assert sum(one["memory"].get(device, {}).values()) <= given
     # The plan keeps all experts on the CPU: --n-cpu-moe 4 is the same load, the others are not.
-    assert {n for n, c in by_name.items() if c["same_load_as_plan"]} == {"ncmoe"}
-    assert "ncmoe is the plan's own load" in done.stderr
+    assert {n for n, c in by_name.items() if c["same_load_as_plan"]} == {"n-cpu-moe"}
+    assert "n-cpu-moe is the plan's own load" in done.stderr
     assert "no verdict: it takes 3 rounds" in done.stderr
     assert len(report["comparisons"]) == 8
     text = metrics.read_text()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from engines import python
-from hand_plans import hand_plan, with_uses
 from planning_models import machine, moe, plan, sites
+from small_plans import cpu_plan
 
 from atsplan import main
 from planner.check.check import CheckOptions, Inputs, check_plan
@@ -24,17 +24,15 @@ from planner.machine.engine_builds import (
     range_of,
 )
 from planner.machine.profile import Profile
-from planner.model.gguf_file import read_model
 from planner.passes.refusal import Infeasible
 from planner.plan.load_spec import LoadSpec
-from planner.plan.plan import LayerRange, Plan, from_text, to_text
+from planner.plan.plan import Plan, from_text, to_text
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
 from runtime.child.ask import ask
 from runtime.engine.libllama import Engine
 from runtime.worker import Ask, Checks, work
 
-SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
 MIXED = "builds b5287 to b11433"
 
 
@@ -172,20 +170,6 @@ def test_what_a_plan_demands_of_a_build() -> None:
     assert Demands("llama", ("CPU",)).difference("/opt/x") == ""
     late = Demands("qwen3moe", ("CPU",), least=11480)
     assert late.refusal("b11434") == "the plan is for b11480 and later of llama.cpp, this is b11434"
-
-
-def cpu_plan(model: Path, workload: Workload = SMALL, **machine_changes: object) -> Plan:
-    """Everything on the CPU, no device to map."""
-    file = read_model(model)
-    made = hand_plan(file, lambda unit: "cpu")
-    blocks = max(int(p.unit.split(".")[1]) + 1 for p in made.units if p.unit.startswith("blk."))
-    changed = {
-        "layers": (LayerRange(first=0, last=blocks, device="CPU"),),
-        "workload": workload,
-        "devices": (),
-        "machine": made.machine.model_copy(update=machine_changes),
-    }
-    return with_uses(made.model_copy(update=changed), file.inventory)
 
 
 def call(*words: object) -> Result:

@@ -28,7 +28,7 @@ from planner.model.gguf_file import read_model
 from planner.model.inventory import Inventory
 from planner.passes.make_plan import make_plan
 from planner.plan.plan import Plan, to_text
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.site import ON_CPU
 from planner.workload import Workload
 
@@ -50,9 +50,8 @@ def plan(inventory: Inventory) -> Plan:
     profile = load(MACHINE)
     pins = tuple(parse_pin(text) for text in ("blk.1.experts=cpu", "blk.*.attention=gpu"))
     budgets = {"CUDA0": 2**31, "CPU": 2**34}
-    made = make_plan(
-        inventory, profile, budgets, Workload(n_ctx=512, prompt=64, gen=64), SolveOptions(pins=pins)
-    )
+    work = Workload(n_ctx=512, prompt=64, gen=64)
+    made = make_plan(inventory, profile, Request(budgets, work, pins=pins))
     assert [str(p.site) for p in made.units if p.unit.endswith("experts")] == [
         "gpu:CUDA0",
         "cpu",

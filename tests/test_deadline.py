@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,18 @@ from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Severity, exit_code
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.memory.reserves import Extras
-from planner.passes.draft_length import Drafting, best_length
+from planner.model.structure import structure_of
+from planner.passes.case import Case
+from planner.passes.clock import Clock
 from planner.passes.largest_context import largest_context
+from planner.passes.make_plan import make_plan
 from planner.passes.refusal import OutOfTime
+from planner.plan.engine_settings import EngineSettings
 from planner.plan.plan import Plan, Search, from_text, to_text
-from planner.plan.request import SolveOptions
+from planner.plan.request import Beside, Request
 from planner.solver.deadline import Deadline
 from planner.solver.evaluate import evaluate
 from planner.solver.solve import Limits, solve
-from planner.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 TWO_GPUS = "rtx3090-rtx3060-ddr4"
@@ -53,12 +55,12 @@ class FakeClock:
         return self.time
 
 
-def within(seconds: float, now: Callable[[], float] = time.monotonic) -> SolveOptions:
-    return SolveOptions(deadline=Deadline(seconds, now))
+def within(seconds: float, now: Callable[[], float] = time.monotonic) -> Clock:
+    return Clock(deadline=Deadline(seconds, now))
 
 
 def test_without_a_limit_no_clock_is_looked_at() -> None:
-    made = plan(moe(8), "3000", options=SolveOptions(deadline=Deadline(math.inf, never)))
+    made = plan(moe(8), "3000", clock=within(math.inf, never))
     assert made.search is None and "search" not in to_text(made)
 
 
@@ -96,13 +98,13 @@ def test_a_search_cut_at_any_moment_claims_nothing_false(seed: int) -> None:
 
 def test_a_plan_whose_search_the_clock_ended_says_so() -> None:
     profile = machine(TWO_GPUS)
-    made = plan(moe(24), "CUDA0=3000,CUDA1=2000", on=profile, options=within(20, FakeClock(7)))
+    made = plan(moe(24), "CUDA0=3000,CUDA1=2000", on=profile, clock=within(20, FakeClock(7)))
     assert made.search == Search(ended_by="clock", time_limit_ms=20_000)
     assert made.predicted.bound_ns <= made.predicted.objective_ns
     stock = [made.workload.gen * b.tpot_ns + b.prefill_ns for b in made.baselines if b.feasible]
     assert made.predicted.objective_ns <= min(stock)
     assert from_text(to_text(made), "plan.yaml") == made
-    proven = plan(moe(8), "3000", options=within(3600))
+    proven = plan(moe(8), "3000", clock=within(3600))
     assert proven.search == Search(ended_by="proof", time_limit_ms=3_600_000)
 
 
@@ -131,8 +133,9 @@ def test_check_tells_of_a_clock_in_the_plan_and_in_the_check() -> None:
 def test_no_refusal_where_only_the_time_was_too_short() -> None:
     model, profile = moe(24), machine(TWO_GPUS)
     budgets = budgets_for(profile, parse_budget("CUDA0=9000,CUDA1=9000"))
+    case = Case(structure_of(model), profile, Request(budgets, lowest_ctx=256), clock=within(1, FakeClock(2)))
     with pytest.raises(OutOfTime, match="give a longer --time-limit, or none"):
-        largest_context(model, profile, budgets, Workload(), within(1, FakeClock(2)), 256)
+        largest_context(case, EngineSettings())
 
 
 def test_draft_lengths_share_the_time() -> None:
@@ -140,9 +143,8 @@ def test_draft_lengths_share_the_time() -> None:
     profile = machine()
     model = real("Qwen3.6-35B-A3B-q4_K")
     budgets = budgets_for(profile, parse_budget("9000"))
-    drafting = Drafting(700_000, Extras(), "CUDA0")
-    options = replace(within(1, FakeClock(2)), work_s=20)
-    made = best_length(model, profile, budgets, Workload(), options, drafting)
+    request = Request(budgets, beside=Beside(Extras(), "CUDA0", 700_000))
+    made = make_plan(model, profile, request, clock=within(1, FakeClock(2)))
     assert made.search is not None and made.search.ended_by == "clock"
     assert made.speculation is not None and made.speculation.tokens == 0
     assert " 1: " not in made.notes[-1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from hand_plans import hand_plan
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from planner.check.divided_sites import site_faults

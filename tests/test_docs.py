@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 from engines import ROOT
 
+from benchmarks import draw_rooms
 from commands.demo import write_moe
+from planner.site import SiteKind
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -149,3 +151,17 @@ def test_examples_are_read_and_compared() -> None:
     assert not misses("before\nsize  7.5 MiB, nothing here\n", first.output)
     assert misses("size many MiB, nothing here", first.output)
     assert misses("b 1\na 1", ("a 1", "b 2")) == ["b 2"]
+
+
+def test_the_picture_of_the_rooms_is_what_the_code_is() -> None:
+    page = draw_rooms.PAGE.read_text(encoding="utf-8")
+    assert draw_rooms.with_picture(page) == page, "python -m benchmarks.draw_rooms makes it again"
+
+
+def test_the_glossary_has_the_words_of_the_program_in_order() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.MULTILINE)
+    assert words == sorted(words, key=str.lower)
+    told = {"heat", "stripe", "site", "unit", "reserve", "state", "split", "gap", "bound", "lift", "coverage"}
+    assert told | {kind.value for kind in SiteKind if kind.value in ("stripe", "hybrid")} <= set(words)
+    assert all(f"`{kind.value}:" in page or f"`{kind.value}`" in page for kind in SiteKind)

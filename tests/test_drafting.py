@@ -22,12 +22,16 @@ from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.profile import Profile
 from planner.memory.reserves import Extras
 from planner.model.inventory import Inventory, to_text
+from planner.model.structure import structure_of
 from planner.model.units import Kind, units_of
-from planner.passes.draft_length import LONGEST, PUBLISHED_PPM, Drafting, best_length, draft_ns
+from planner.passes.clock import Clock
+from planner.passes.make_plan import make_plan
+from planner.passes.settings_to_try import LONGEST_DRAFT, PUBLISHED_PPM, draft_ns
+from planner.plan.engine_settings import EngineSettings
 from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Plan, Speculation, from_text
 from planner.plan.plan import to_text as plan_text
-from planner.plan.request import SolveOptions
+from planner.plan.request import Beside, Request
 from planner.workload import Workload
 from runtime.tools.llama_server import find_program, serving
 from runtime.tools.options import options, stock
@@ -52,14 +56,13 @@ def drafted(
     draft: Inventory | None = SMALL,
     budget: str = "8000",
     on: Profile | None = None,
-    longest: int = LONGEST,
     workload: Workload | None = None,
 ) -> Plan:
     profile = on or machine()
     work = (workload or Workload()).model_copy(update={"mtp": draft is None})
-    asked = Drafting(round(accept * 10**6), Extras(draft=draft), "CUDA0", longest)
-    budgets = budgets_for(profile, parse_budget(budget))
-    return best_length(model, profile, budgets, work, SolveOptions(work_s=20), asked)
+    beside = Beside(Extras(draft=draft), "CUDA0", round(accept * 10**6))
+    request = Request(budgets_for(profile, parse_budget(budget)), work, beside=beside)
+    return make_plan(model, profile, request, clock=Clock(20))
 
 
 def chosen(made: Plan) -> Speculation:
@@ -87,24 +90,24 @@ def test_the_time_of_an_accepted_token_is_that_of_its_step() -> None:
     work = Workload(n_ctx=4096)
     profile = machine()
     ns = draft_ns(SMALL, profile, work, "CUDA0")
-    options = SolveOptions(speculation=Speculation(draft="d", accept_ppm=600_000, tokens=2, draft_ns=ns))
+    settings = EngineSettings(speculation=Speculation(draft="d", accept_ppm=600_000, tokens=2, draft_ns=ns))
     step = plan(LARGE, "8000", workload=work.model_copy(update={"n_seq": 3})).predicted.tpot_ns
-    token = plan(LARGE, "8000", workload=work, options=options).predicted.tpot_ns
+    token = plan(LARGE, "8000", workload=work, settings=settings).predicted.tpot_ns
     assert token == pytest.approx((step + 2 * ns) / 1.96, rel=1e-3)
 
 
 def test_never_right_drafts_nothing_and_always_right_as_much_as_allowed() -> None:
     assert chosen(drafted(0.0)).tokens == 0
-    assert chosen(drafted(1.0)).tokens == LONGEST
+    assert chosen(drafted(1.0)).tokens == LONGEST_DRAFT
     few, many = chosen(drafted(0.5)).tokens, chosen(drafted(0.9)).tokens
-    assert 0 < few < many <= LONGEST
+    assert 0 < few < many <= LONGEST_DRAFT
 
 
 @pytest.mark.parametrize("accept", [0.3, 0.6, 0.8])
 def test_no_other_length_is_faster(accept: float) -> None:
     made = drafted(accept)
     found = lengths(made)
-    assert set(found) == set(range(LONGEST + 1))
+    assert set(found) == set(range(LONGEST_DRAFT + 1))
     assert found[chosen(made).tokens] <= min(found.values()) * 1.011  # to draft nothing wins within 1 %
     assert found[chosen(made).tokens] == pytest.approx(made.predicted.tpot_ns / 1e6, abs=0.006)
 
@@ -123,7 +126,7 @@ def test_experts_on_the_host_make_checking_dear() -> None:
 def measured(batch: int, factor: int) -> Profile:
     """The machine with the matrices of LARGE measured at batches 1 and `batch`."""
     profile = machine()
-    prices = Prices(LARGE, profile, Workload())
+    prices = Prices(structure_of(LARGE), profile, Workload())
     unit = next(u for u in units_of(LARGE).units if u.kind is Kind.FFN)
     ns = prices.on(unit, "CUDA0").decode_ns // 3
     cases = [
@@ -158,7 +161,7 @@ def test_the_draft_takes_memory_only_where_it_drafts() -> None:
 
 
 def test_a_recurrent_model_keeps_states_to_take_back() -> None:
-    made = drafted(0.9, model=real("Qwen3.6-27B-q4_K"), budget="22000", longest=2)
+    made = drafted(0.9, model=real("Qwen3.6-27B-q4_K"), budget="22000")
     lines = {r.name: r.size_bytes for r in made.constraints.reserves}
     one = plan(real("Qwen3.6-27B-q4_K"), "22000")
     assert lines["draft roll-back"] == chosen(made).tokens * sum(d.state_bytes for d in one.devices)

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import machine, moe, plan, sites
-from test_op_offload import asked, findings, linked
+from planning_models import findings, linked, machine, moe, plan, prompting, sites
 from twin_devices import Ask, ask
 
 from atsplan import main
@@ -18,9 +17,10 @@ from planner.check.consistency import Contradiction, check_agreement
 from planner.cost.expert_cache import cached
 from planner.model.gguf_file import read_model
 from planner.model.inventory import to_text as inventory_text
+from planner.plan.known import Known
 from planner.plan.load_spec import LoadSpec, load_spec, map_devices, plan_layer_devices
 from planner.plan.plan import CachePoint, Plan, from_text, to_text
-from planner.plan.request import Pin, SolveOptions
+from planner.plan.request import Pin
 from planner.plan.stock import nearest
 from planner.routing import trace as traces
 from planner.routing.cache_curve import hit_curve, lru_depths
@@ -81,7 +81,7 @@ def test_a_curve_is_concave_and_holds_a_token_s_experts() -> None:
 
 def test_a_plan_with_a_cache_agrees_with_itself_and_can_be_checked_again() -> None:
     model, profile = moe(), machine()
-    made = plan(model, "1500", options=SolveOptions(cache=CURVE))
+    made = plan(model, "1500", known=Known(cache=CURVE))
     chosen = cached(p.site for p in made.units)
     assert len(chosen) == 1 and made.constraints.cache == CURVE
     assert (
@@ -99,7 +99,7 @@ def test_the_engine_caches_all_host_experts_or_none() -> None:
     """Layers cannot be left out of the cache, so no plan leaves one out."""
     model = moe()
     for budget in ("900", "1500", "2200"):
-        made = plan(model, budget, options=SolveOptions(cache=CURVE))
+        made = plan(model, budget, known=Known(cache=CURVE))
         homes = plan_layer_devices(made)
         kinds = {
             site.partition(":")[0]
@@ -109,12 +109,12 @@ def test_the_engine_caches_all_host_experts_or_none() -> None:
         assert not {"cpu", "cache"} <= kinds
     pins = (Pin("blk.0.experts", "cpu"), Pin("blk.0.attention", "gpu"), Pin("blk.7.experts", "cache"))
     with pytest.raises(Exception, match="does not fit"):
-        plan(model, "2200", options=SolveOptions(cache=CURVE, pins=pins))
+        plan(model, "2200", pins=pins, known=Known(cache=CURVE))
 
 
 def test_a_plan_that_says_otherwise_is_not_loaded() -> None:
     model = moe()
-    made = plan(model, "1500", options=SolveOptions(cache=CURVE))
+    made = plan(model, "1500", known=Known(cache=CURVE))
     units = [p.model_copy(update={"site": ON_CPU}) if p.unit == "blk.3.experts" else p for p in made.units]
     sizes = tuple(use.model_copy(update={"cache_bytes": 0}) for use in made.devices)
     for wrong, why in (({"units": tuple(units)}, "cache it as well"), ({"devices": sizes}, "MoE cache of 0")):
@@ -125,14 +125,14 @@ def test_a_plan_that_says_otherwise_is_not_loaded() -> None:
 
 
 def test_the_nearest_plan_of_a_stock_tool_keeps_the_cache() -> None:
-    made = plan(moe(), "1500", options=SolveOptions(cache=CURVE))
+    made = plan(moe(), "1500", known=Known(cache=CURVE))
     assert sites(nearest(made), "experts") == sites(made, "experts")
 
 
 @pytest.mark.parametrize("n_seq", [1, 8, 64])
 def test_many_sequences_ask_for_more_experts_than_it_holds(n_seq: int) -> None:
     work = Workload(n_ctx=32768, n_seq=n_seq)
-    made = plan(moe(), "1500", workload=work, options=SolveOptions(cache=CURVE))
+    made = plan(moe(), "1500", workload=work, known=Known(cache=CURVE))
     shares = cached(p.site for p in made.units)
     assert all(128 * site.amount // 10**6 >= min(8 * n_seq, 128) for site in shares)
     assert n_seq <= 32 or not shares
@@ -140,8 +140,9 @@ def test_many_sequences_ask_for_more_experts_than_it_holds(n_seq: int) -> None:
 
 def test_without_copied_prompts_there_is_a_cache_all_the_same() -> None:
     """Decoding goes through it either way; prompts are then computed by the CPU."""
-    options = SolveOptions(cache=CURVE, pins=(Pin("*.experts", "cache"),))
-    made = plan(moe(), "1500", on=linked(3), workload=asked(8192), options=options)
+    pins = (Pin("*.experts", "cache"),)
+    known = Known(cache=CURVE)
+    made = plan(moe(), "1500", on=linked(3), workload=prompting(8192), pins=pins, known=known)
     assert not made.op_offload and len(sites(made, "experts")) == 8
     assert all(site.startswith("cache:") for site in sites(made, "experts").values())
     assert findings(made, moe(), linked(3)) == []
@@ -207,7 +208,8 @@ def cached_plan(path: Path, device: str) -> Plan:
         "1000",
         on=profile,
         workload=work,
-        options=SolveOptions(cache=(CachePoint(share_ppm=500_000, hit_ppm=800_000),), pins=pins),
+        pins=pins,
+        known=Known(cache=(CachePoint(share_ppm=500_000, hit_ppm=800_000),)),
     )
     text = to_text(made).replace("CUDA0", device)
     return from_text(text, "plan.yaml")

@@ -15,7 +15,7 @@ from engines import ENVIRONMENT, PORTABLE_BUILD, ROOT
 from atsplan import main
 from planner.machine.engine_builds import EngineRange, range_of
 from planner.plan.load_spec import LoadSpec
-from planner.plan.plan import Plan, Reserved, Speculation, from_text, to_text
+from planner.plan.plan import Plan, Reserve, Speculation, from_text, to_text
 from planner.workload import Workload
 from runtime.tools.llama_bench import words
 from runtime.tools.options import Stock, options, stock
@@ -109,7 +109,7 @@ def test_a_draft_that_the_plan_holds_no_memory_for_is_said(tmp_path: Path) -> No
     assert "the plan holds no memory for a draft model" in said
     plan: Plan = from_text(PLAN.read_text(), str(PLAN))
     kept = plan.constraints.model_copy(
-        update={"reserves": (Reserved(name="draft", device="CUDA0", size_bytes=1),)}
+        update={"reserves": (Reserve(name="draft", device="CUDA0", size_bytes=1),)}
     )
     text, said = exported(plan_file(tmp_path, constraints=kept), "--draft", "d.gguf")
     assert "--model-draft d.gguf" in text and "no memory" not in said

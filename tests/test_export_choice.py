@@ -15,11 +15,11 @@ from atsplan import main
 from planner.check.recorded_rules import flags, rule_plan, usable_rules
 from planner.check.reprice import edited
 from planner.machine.profile import from_text as profile_from
-from planner.memory.weights import kv_bytes, state_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.model.inventory import Inventory
 from planner.model.inventory import from_text as inventory_from
+from planner.plan.known import Known
 from planner.plan.plan import Plan, from_text, to_text
-from planner.plan.request import SolveOptions
 
 PLANS = sorted((ROOT / "plans").glob("*--*.yaml"))
 INPUTS = ROOT / "plans" / "inputs"
@@ -108,7 +108,7 @@ def test_a_recorded_rule_written_again_costs_what_is_recorded(path: Path) -> Non
     profile_path = INPUTS / f"{plan.machine.name}.profile.yaml"
     profile = profile_from(profile_path.read_text(), str(profile_path))
     for rule in usable_rules(plan):
-        again = edited(rule_plan(plan, rule), inventory_of(plan), profile, SolveOptions())
+        again = edited(rule_plan(plan, rule), inventory_of(plan), profile, Known())
         assert (again.predicted.tpot_ns, again.predicted.prefill_ns) == (rule.tpot_ns, rule.prefill_ns), rule
 
 

@@ -18,18 +18,19 @@ from engines import ENVIRONMENT, python
 from hand_plans import with_uses
 from hostile_texts import CRAFTED
 from sample_plan import sample_plan
-from test_run import plan_for
-from test_stock import server_plan, with_experts
+from small_plans import plan_for, server_plan, with_experts
 
 from atsplan import main
 from planner.model.gguf_file import read_model
+from planner.model.structure import structure_of
 from planner.plan.engine_rules import expected_devices
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.plan import Override, Plan, to_text
+from planner.plan.stock import MAX_SPLIT
 from planner.workload import Workload
 from runtime.tools.export import export, prompt_cache
 from runtime.tools.llama_server import free_port
-from runtime.tools.options import MAX_SPLIT, Stock, options, stock
+from runtime.tools.options import Stock, options, stock
 
 RICH = Workload(n_ctx=512, n_batch=96, n_ubatch=64, n_seq=2, type_k="q8_0", type_v="q8_0", flash_attn=True)
 EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_up_exps)\.weight$", "CPU")
@@ -241,7 +242,7 @@ def test_the_python_script_places_what_the_plan_places(
     assert done.returncode == 0, done.stderr
     held = json.loads(done.stdout)
     inventory = read_model(moe_model).inventory
-    devices = expected_devices(inventory, load_spec(plan))
+    devices = expected_devices(structure_of(inventory), load_spec(plan))
     wanted = sum(t.size_bytes for t in inventory.tensors if devices[t.name] == "Vulkan0")
     assert 0 <= held["Vulkan0"] - wanted < 4096 * len(inventory.tensors)
 

@@ -19,9 +19,8 @@ from engines import ENVIRONMENT, ROOT, python
 from planning_models import real
 from processes import alive, descendants, resident_bytes, until
 from rpc_servers import moved, rpc_process, rpc_serving
+from small_plans import cpu_plan, plan_for
 from sparse_model import write_sparse
-from test_builds import cpu_plan
-from test_run import plan_for
 
 from atsplan import main
 from planner.errors import EngineProblem

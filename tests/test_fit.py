@@ -11,17 +11,17 @@ import pytest
 from click.testing import CliRunner, Result
 from planning_models import machine, moe, plan, real
 from sparse_model import write_sparse
-from test_remote import rpc_server  # noqa: F401 - a fixture
 
 from atsplan import main
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Severity
 from planner.machine.profile import to_text as profile_text
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.passes.engine_fit import dealt, fit_record, readings
+from planner.plan.known import Known
 from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Baseline, EngineFit, Plan, from_text, to_text
-from planner.plan.request import SolveOptions
 from planner.workload import Workload
 
 EXPERTS = r"blk\.{}\.ffn_(up|down|gate_up|gate)_(ch|)exps"
@@ -59,16 +59,16 @@ def test_layers_are_dealt_by_the_engine_s_rule() -> None:
 
 
 def test_a_cut_feed_forward_is_read_both_ways() -> None:
-    (whole,) = readings(moe(), fitted(EXPERTS.format(0), EXPERTS.format("[12]")), Workload())
+    (whole,) = readings(structure_of(moe()), fitted(EXPERTS.format(0), EXPERTS.format("[12]")), Workload())
     assert whole.layer_devices == ("CUDA0",) * 9 and whole.setting == "-ngl 9, 2 overrides"
     assert set(whole.sites) == {"blk.0.experts", "blk.1.experts", "blk.2.experts"}
-    gpu, cpu = readings(moe(), fitted(EXPERTS.format(0), DOWN.format(2)), Workload())
+    gpu, cpu = readings(structure_of(moe()), fitted(EXPERTS.format(0), DOWN.format(2)), Workload())
     assert set(gpu.sites) == {"blk.0.experts"} and gpu.setting.endswith("blk.2 cut: counted on the GPU")
     assert set(cpu.sites) == {"blk.0.experts", "blk.2.experts"} and cpu.setting.endswith("on the CPU")
 
 
 def test_layers_on_the_cpu_and_patterns_of_layers_that_are_not_there() -> None:
-    (given,) = readings(moe(), fitted(EXPERTS.format(4), EXPERTS.format(40), ngl=4), Workload())
+    (given,) = readings(structure_of(moe()), fitted(EXPERTS.format(4), EXPERTS.format(40), ngl=4), Workload())
     assert given.layer_devices == ("CPU",) * 5 + ("CUDA0",) * 4
     assert given.sites == {}  # layer 4 is on the CPU as a whole
 
@@ -81,7 +81,7 @@ def test_the_plan_is_never_predicted_slower(seed: int) -> None:
     random = Random(seed)
     ngl = random.randrange(0, 10)
     patterns = [random.choice((EXPERTS, DOWN)).format(n) for n in range(8) if random.random() < 0.5]
-    made = plan(moe(), str(random.randrange(400, 4000)), options=SolveOptions(fit=fitted(*patterns, ngl=ngl)))
+    made = plan(moe(), str(random.randrange(400, 4000)), known=Known(fit=fitted(*patterns, ngl=ngl)))
     own, work = row(made), made.workload
     if own.feasible:
         assert made.predicted.objective_ns <= work.gen * own.tpot_ns + own.prefill_ns
@@ -91,7 +91,7 @@ def test_the_plan_is_never_predicted_slower(seed: int) -> None:
 def test_a_fit_that_equals_a_stock_rule_has_its_numbers() -> None:
     stock = next(b for b in plan(moe(), "2000").baselines if b.name == "n-cpu-moe")
     count = int(stock.setting.rpartition(" ")[2])
-    made = plan(moe(), "2000", options=SolveOptions(fit=fitted(EXPERTS.format(f"[0-{count - 1}]"))))
+    made = plan(moe(), "2000", known=Known(fit=fitted(EXPERTS.format(f"[0-{count - 1}]"))))
     assert row(made) == stock.model_copy(update={"name": "fit", "setting": "-ngl 9, 1 overrides"})
 
 
@@ -101,17 +101,17 @@ def test_without_fit_a_plan_says_nothing_of_it() -> None:
 
 
 def test_what_does_not_fit_here_is_said() -> None:
-    made = plan(moe(), "1000", options=SolveOptions(fit=fitted()))
+    made = plan(moe(), "1000", known=Known(fit=fitted()))
     assert not row(made).feasible
     assert any(note.startswith("fit (-ngl 9) does not fit as memory is counted here") for note in made.notes)
     none = EngineFit(engine="engine", n_ctx=4096)
-    made = plan(moe(), "1000", options=SolveOptions(fit=none))
+    made = plan(moe(), "1000", known=Known(fit=none))
     assert (row(made).feasible, row(made).setting) == (False, "finds no placement")
     assert findings(made) == []
 
 
 def test_check_derives_the_row_again() -> None:
-    made = plan(moe(), "2000", options=SolveOptions(fit=fitted(EXPERTS.format("[0-4]"))))
+    made = plan(moe(), "2000", known=Known(fit=fitted(EXPERTS.format("[0-4]"))))
     assert findings(from_text(to_text(made), "plan.yaml")) == []
     faster = to_text(made).replace(f"tpot_ns: {row(made).tpot_ns}", "tpot_ns: 77")
     told = findings(from_text(faster, "plan.yaml"), faster)
@@ -124,7 +124,7 @@ def test_check_derives_the_row_again() -> None:
 
 
 def test_layers_that_do_not_add_up_are_refused() -> None:
-    text = to_text(plan(moe(), "2000", options=SolveOptions(fit=fitted())))
+    text = to_text(plan(moe(), "2000", known=Known(fit=fitted())))
     wrong = text.replace("tensor_split: [9]", "tensor_split: [8]")
     with pytest.raises(Exception, match="the layers of each device"):
         from_text(wrong, "plan.yaml")
@@ -205,7 +205,7 @@ def test_engines_and_files_that_cannot_be_asked(dense_model: Path, tmp_path: Pat
 
 
 def test_fit_of_a_model_at_full_size_on_a_remote_gpu(
-    rpc_server: str,  # noqa: F811
+    rpc_server: str,
     server_engine: Path,
     tmp_path: Path,
 ) -> None:

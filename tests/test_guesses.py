@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from engines import ROOT
-from test_run import HERE, plan_for
+from small_plans import HERE, plan_for
 
 from atsplan import main
 from planner.errors import EngineProblem, InputError
@@ -186,12 +186,12 @@ def test_bench_with_a_draft_measures_the_plan_without_it_too(
 ) -> None:
     path, metrics = tmp_path / "plan.yaml", tmp_path / "m.prom"
     path.write_text(to_text(plan_for(moe_model)))
-    base = ["bench", str(moe_model), "--plan", str(path), *HERE, "--threads", "1", "--against", "cpu"]
+    base = ["bench", str(moe_model), "--plan", str(path), *HERE, "--threads", "1", "--against", "all-cpu"]
     base += ["--rounds", "1", "--prompts", "12", "-n", "6", "--json", "--prometheus", str(metrics)]
     done = CliRunner().invoke(main, [*base, "--draft", str(small)])
     assert done.exit_code == 0, done.output
     plan, alone, cpu = json.loads(done.stdout)["contenders"]
-    assert [plan["name"], alone["name"], cpu["name"]] == ["plan", "no-draft", "cpu"]
+    assert [plan["name"], alone["name"], cpu["name"]] == ["plan", "no-draft", "all-cpu"]
     assert plan["setting"] == "the plan, drafts of 4 by small.gguf"
     assert plan["guessed"] > 0 and alone["guessed"] == cpu["guessed"] == 0
     assert 'atsplan_draft_accepted_ratio{model="synth-qwen3moe",arm="plan"}' in metrics.read_text()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from planning_models import machine, moe, plan
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from commands.shared.plan_job import open_job
@@ -17,9 +17,9 @@ from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.reprice import reprice
 from planner.machine.host_memory import HostMemory, can_be_pinned, copy_rate
 from planner.machine.profile import Link, Profile
+from planner.plan.known import Known
 from planner.plan.load_spec import load_spec, map_devices
 from planner.plan.plan import Plan, from_text, to_text
-from planner.plan.request import SolveOptions
 from planner.site import ON_CPU
 from planner.workload import Workload
 from runtime.tools.options import options, stock
@@ -27,10 +27,9 @@ from runtime.tools.options import options, stock
 LONG = Workload(n_ctx=4096, prompt=512, gen=32)
 
 
-def made(budget: str = "1500", profile: Profile | None = None, **options: object) -> Plan:
+def made(budget: str = "1500", profile: Profile | None = None, **asked: Any) -> Plan:
     """A plan for a mixture of experts that does not fit a card."""
-    asked = replace(SolveOptions(), **options)  # type: ignore[arg-type]
-    return plan(moe(), budget, on=profile, options=asked, workload=LONG)
+    return plan(moe(), budget, on=profile, workload=LONG, **asked)
 
 
 def host_bytes(found: Plan) -> int:
@@ -111,7 +110,7 @@ def test_a_plan_without_work_on_the_host_maps_the_file() -> None:
 @pytest.mark.parametrize("kind", list(HostMemory))
 def test_every_value_of_either_kind_is_derived_again(kind: HostMemory) -> None:
     found = made(host_memory=kind)
-    again = reprice(found, moe(), machine(), SolveOptions())
+    again = reprice(found, moe(), machine(), Known())
     assert again.plan == found and not again.violations
 
 

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from planning_models import machine, moe, plan, real, sites
 
-from commands.shared.inputs import heat_options
+from commands.shared.inputs import known_of_heat
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Finding
 from planner.cost.hybrid_slots import Lanes, binomial, expected_ns, flat, step_ns, widths
 from planner.cost.pins import parse_pin
 from planner.model.inventory import Inventory
 from planner.plan.plan import Plan, from_text, to_text
-from planner.plan.request import SolveOptions
 from planner.site import Site, SiteKind
 from planner.workload import Workload
 
@@ -74,8 +73,8 @@ def test_flat_routing_sampled() -> None:
 
 def test_a_plan_with_slots_is_faster_and_repeats_itself() -> None:
     model = real("Qwen3-30B-A3B-Q4_K_M")
-    options = SolveOptions(**heat_options(HEAT, model, Workload()), stripes=False)
-    plain, made = (plan(model, "9000", options=replace(options, hybrid=hybrid)) for hybrid in (False, True))
+    known = known_of_heat(HEAT, model, Workload())
+    plain, made = (plan(model, "9000", known=known, stripes=False, hybrid=hybrid) for hybrid in (False, True))
     slotted = [p for p in made.units if p.site.kind is SiteKind.HYBRID]
     assert len(slotted) > 30 and not any(p.site.divided for p in plain.units)
     assert made.predicted.tpot_ns < 0.6 * plain.predicted.tpot_ns
@@ -86,7 +85,7 @@ def test_a_plan_with_slots_is_faster_and_repeats_itself() -> None:
 
 
 def test_slots_and_guests_are_in_the_budget() -> None:
-    made = plan(moe(), "1500", options=SolveOptions(hybrid=True, pins=(parse_pin("blk.*.experts=hybrid"),)))
+    made = plan(moe(), "1500", hybrid=True, pins=(parse_pin("blk.*.experts=hybrid"),))
     experts = [p for p in made.units if p.unit.endswith("experts")]
     assert {p.site.kind for p in experts} == {SiteKind.HYBRID}
     gpu, host = made.devices
@@ -100,7 +99,7 @@ def test_slots_and_guests_are_in_the_budget() -> None:
 
 def test_check_derives_a_plan_with_slots_again() -> None:
     model = moe()
-    made = plan(model, "1500", options=SolveOptions(hybrid=True))
+    made = plan(model, "1500", hybrid=True)
     assert any(Site.parse(s).kind is SiteKind.HYBRID for s in sites(made).values())
     assert found(made, model) == []
     units = [
@@ -113,3 +112,12 @@ def test_check_derives_a_plan_with_slots_again() -> None:
 def found(made: Plan, model: Inventory) -> list[Finding]:
     inputs = Inputs(model, machine())
     return check_plan(made, to_text(made), "plan.yaml", inputs, CheckOptions())
+
+
+@pytest.mark.parametrize("budget", ["1200", "2000", "3000", "9000"])
+def test_slots_are_taken_only_where_they_win(budget: str) -> None:
+    model = real("Qwen3-30B-A3B-Q4_K_M") if budget == "9000" else moe()
+    without, allowed = (plan(model, budget, hybrid=h) for h in (False, True))
+    assert allowed.predicted.objective_ns <= without.predicted.objective_ns
+    whole = plan(moe(), "20000", hybrid=True)
+    assert not any(p.site.divided for p in whole.units)

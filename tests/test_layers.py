@@ -21,6 +21,24 @@ MAY_IMPORT = {
     "profiler": {"planner", "runtime"},
     "commands": {"planner", "rewriter", "runtime", "profiler"},
 }
+# The rooms of the planner in the order data flows: each may import those before it.
+ROOMS = (
+    *(
+        "constants",
+        "block_names",
+        "quoting",
+        "texts",
+        "errors",
+        "files",
+        "yaml_reader",
+        "records",
+        "remember",
+    ),
+    *("workload", "site"),
+    *("model", "machine", "memory", "solver", "plan", "routing", "cost", "passes", "check"),
+)
+MOST_FILES = 16  # of a folder: what a person can look over
+MOST_LINES = 500  # of a file
 PURE = ("solver", "cost", "memory", "model/units.py", "model/tensor_roles.py", "machine/budgets.py")
 IO_MODULES = {
     "os",
@@ -130,6 +148,59 @@ def early_modules(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def planner_rooms(path: Path) -> Iterator[str]:
+    """The rooms of the planner that a file imports from, when it is imported or later."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "planner":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("planner."):
+            yield (node.module or "").split(".")[1]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_the_planner_import_only_earlier_ones(room: str) -> None:
+    place = ROOT / "planner" / room
+    found = [place.with_suffix(".py")] if not place.is_dir() else sorted(place.rglob("*.py"))
+    allowed = {*ROOMS[: ROOMS.index(room)], room}
+    for path in found:
+        assert set(planner_rooms(path)) <= allowed, path
+
+
+def test_every_room_of_the_planner_has_its_place() -> None:
+    names = {path.stem for path in (ROOT / "planner").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert names - {"__init__", "__pycache__"} == set(ROOMS)
+
+
+def test_the_solver_imports_nothing_of_the_planner_but_errors() -> None:
+    for path in files("planner/solver"):
+        assert set(planner_rooms(path)) <= {"solver", "errors"}, path
+
+
+def test_folders_and_files_are_small_enough_to_look_over() -> None:
+    for package in (*MAY_IMPORT, "benchmarks"):
+        found = files(package)
+        for folder in {path.parent for path in found} if package != "benchmarks" else ():
+            inside = [path for path in found if path.parent == folder and path.stem != "__init__"]
+            assert len(inside) <= MOST_FILES, folder
+        for path in found:
+            assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES, path
+
+
+def test_no_file_only_passes_on_what_others_hold() -> None:
+    for path in (path for package in MAY_IMPORT for path in files(package)):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        own = [n for n in body if not isinstance(n, ast.Import | ast.ImportFrom | ast.Expr)]
+        listed = [n for n in own if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+        assert path.stem == "__init__" or len(own) > len(listed), path
+        assert path.stem != "__init__" or not own, path
+
+
+def test_no_test_module_imports_another() -> None:
+    names = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not {name for name, _ in imported(path)} & names, path
 
 
 def loaded_by(code: str) -> set[str]:
@@ -289,7 +360,7 @@ QUOTERS: dict[str, dict[str, str]] = {
     "yaml.dump": {"planner/records.py": "the canonical text of records"},
     "xml.etree": {"planner/check/findings.py": "ElementTree, on texts that went through xml()"},
     "repr": {
-        "rewriter/journal.py": "in a message, through terminal()",
+        "rewriter/publishing/journal.py": "in a message, through terminal()",
         "planner/model/inventory.py": "a digest",
         "planner/model/gguf_magic.py": "bytes, in a message",
         "runtime/session/draft_model.py": "bytes, in a message",

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from planning_models import MIB, dense, machine, plan, real
+from planning_models import MIB, dense, machine, plan, problem_of, real
 
-from planner.cost.build_problem import model_of, price
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
+from planner.passes.case import Case
 from planner.passes.largest_context import Keep, largest_context
 from planner.passes.refusal import Infeasible
-from planner.plan.request import SolveOptions
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.request import Request
 from planner.site import ON_CPU
 from planner.solver.solve import solve
 from planner.workload import Workload
 
 MODELS = ("Qwen3.6-35B-A3B-q4_K", "gpt-oss-20b-MXFP4", "gemma-4-26B-A4B-Q4_K_M", "Qwen3.6-27B-q4_K")
-PAGE = SolveOptions(page=True)
 STEP = 256
 
 
 def optimum(model: Inventory, profile: Profile, budget: str, workload: Workload) -> int | None:
     """The solver's own optimum, without the margin by which a stock rule is preferred."""
     budgets = budgets_for(profile, parse_budget(budget))
-    found = solve(price(model_of(model, workload), profile, budgets, workload, PAGE).problem)
+    found = solve(problem_of(model, profile, Request(budgets, workload, page=True)))
     assert found.solution is None or found.status == "optimal"
     return found.objective_ns if found.solution else None
 
@@ -48,17 +47,17 @@ def test_more_budget_is_never_slower(name: str) -> None:
 def test_what_fits_a_context_fits_every_smaller_one(name: str, no_cpu: bool) -> None:
     model, profile = real(name), machine()
     budgets = budgets_for(profile, {"CUDA0": 21_500 * MIB})
-    work, options = Workload(n_ctx=131_072), replace(PAGE, no_cpu=no_cpu)
-    largest, keep = largest_context(model, profile, budgets, work, options, STEP)
-    strict = replace(options, no_cpu=no_cpu or keep is Keep.ALL)
+    request = Request(budgets, Workload(n_ctx=131_072), lowest_ctx=STEP, no_cpu=no_cpu, page=True)
+    largest, keep = largest_context(Case(structure_of(model), profile, request), EngineSettings())
+    whole = no_cpu or keep is Keep.ALL
     for n_ctx in {largest, max(largest - STEP, STEP), max(largest - 2 * STEP, STEP), largest // 2, STEP}:
         if n_ctx:
             short = {"prompt": min(512, n_ctx // 2), "gen": min(256, n_ctx // 2)}
-            made = plan(model, "21500", workload=Workload(n_ctx=n_ctx, **short), options=strict)
+            made = plan(model, "21500", workload=Workload(n_ctx=n_ctx, **short), no_cpu=whole, page=True)
             assert all(use.used_bytes <= use.budget_bytes for use in made.devices if use.kind != "cpu")
-    if keep is Keep.ALL and largest < work.n_ctx:
+    if keep is Keep.ALL and largest < 131_072:
         with pytest.raises(Infeasible):
-            plan(model, "21500", workload=Workload(n_ctx=largest + STEP), options=strict)
+            plan(model, "21500", workload=Workload(n_ctx=largest + STEP), no_cpu=whole, page=True)
 
 
 def test_the_largest_context_on_five_unequal_cards() -> None:
@@ -84,10 +83,10 @@ def test_the_largest_context_on_five_unequal_cards() -> None:
     model = dense([8192] * 20)
     budget = ",".join(f"CUDA{n}={g}" for n, g in enumerate(sizes))
     budgets = budgets_for(profile, parse_budget(budget))
-    strict = SolveOptions(no_cpu=True)
-    largest, keep = largest_context(model, profile, budgets, Workload(n_ctx=131_072), strict, 1024)
+    request = Request(budgets, Workload(n_ctx=131_072), lowest_ctx=1024, no_cpu=True)
+    largest, keep = largest_context(Case(structure_of(model), profile, request), EngineSettings())
     assert keep is Keep.ALL and largest % STEP == 0
     for n_ctx in (largest, largest - STEP):
-        made = plan(model, budget, on=profile, workload=Workload(n_ctx=n_ctx), options=strict, limit_s=2)
+        made = plan(model, budget, on=profile, workload=Workload(n_ctx=n_ctx), no_cpu=True, limit_s=2)
         assert {p.unit for p in made.units if p.site == ON_CPU} == {"token_embd"}
         assert all(use.used_bytes <= use.budget_bytes for use in made.devices)

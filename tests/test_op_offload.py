@@ -9,40 +9,19 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_models import dense, machine, moe, plan, real, sites
-from test_run import plan_for
+from planning_models import dense, findings, linked, machine, moe, plan, prompting, real, sites
+from small_plans import plan_for
 
 from atsplan import main
-from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.explain import sentences
-from planner.check.findings import Finding
-from planner.machine.profile import Profile
-from planner.model.inventory import Inventory
 from planner.model.requantise import parse_rule, requantised
 from planner.plan.load_spec import load_spec
-from planner.plan.plan import Plan, to_text
-from planner.plan.request import Pin, SolveOptions
+from planner.plan.plan import to_text
+from planner.plan.request import Pin
 from planner.site import ON_CPU
 from planner.workload import Workload
 from runtime.engine.libllama import Engine
 from runtime.load import dry_run
-
-GB = 10**9
-
-
-def linked(gb_per_s: float) -> Profile:
-    """A desktop whose copies between CPU and GPU are this fast."""
-    profile = machine("rtx4090-ddr5")
-    speed = {"bandwidth_bytes_per_s": int(gb_per_s * GB)}
-    return profile.model_copy(update={"links": tuple(li.model_copy(update=speed) for li in profile.links)})
-
-
-def asked(prompt: int) -> Workload:
-    return Workload(n_ctx=16384, prompt=prompt, gen=64)
-
-
-def findings(made: Plan, model: Inventory, profile: Profile) -> list[Finding]:
-    return check_plan(made, to_text(made), "plan.yaml", Inputs(model, profile), CheckOptions())
 
 
 @pytest.mark.parametrize(
@@ -52,7 +31,7 @@ def test_a_slow_link_keeps_prompts_on_the_cpu_and_a_fast_one_does_not(
     gb_per_s: float, prompt: int, copied: bool
 ) -> None:
     model, profile = moe(), linked(gb_per_s)
-    made = plan(model, "1500", on=profile, workload=asked(prompt))
+    made = plan(model, "1500", on=profile, workload=prompting(prompt))
     assert any(p.site == ON_CPU and p.unit.endswith("experts") for p in made.units)
     assert made.op_offload is copied
     for stock in made.baselines:
@@ -64,20 +43,20 @@ def test_a_slow_link_keeps_prompts_on_the_cpu_and_a_fast_one_does_not(
 
 def test_the_prompt_is_faster_and_no_room_is_left_for_copies() -> None:
     model, profile = moe(), linked(3)
-    made = plan(model, "1500", on=profile, workload=asked(8192))
+    made = plan(model, "1500", on=profile, workload=prompting(8192))
     copying = made.model_copy(update={"op_offload": True})
     found = {f.message.split(" is ")[0] for f in findings(copying, model, profile)}
     assert "predicted.prefill_ns" in found  # priced again, it is another plan
     stock = next(b for b in made.baselines if b.name == "n-cpu-moe")
     assert made.predicted.prefill_ns * 2 < stock.prefill_ns
     gpu = next(use for use in made.devices if use.name == "CUDA0")
-    fast = plan(model, "1500", on=linked(50), workload=asked(8192))
+    fast = plan(model, "1500", on=linked(50), workload=prompting(8192))
     assert gpu.compute_bytes < next(u for u in fast.devices if u.name == "CUDA0").compute_bytes
 
 
 def test_a_changed_flag_is_drift() -> None:
     model, profile = moe(), linked(50)
-    made = plan(model, "1500", on=profile, workload=asked(8192))
+    made = plan(model, "1500", on=profile, workload=prompting(8192))
     assert made.op_offload
     changed = made.model_copy(update={"op_offload": False})
     assert any("predicted.prefill_ns" in f.message for f in findings(changed, model, profile))
@@ -93,7 +72,7 @@ def test_a_changed_flag_is_drift() -> None:
 def test_checks_solve_to_the_same_answer(gb_per_s: int, prompt: int, budget: str, sparse: bool) -> None:
     model = moe(4) if sparse else dense([4096, 6144, 8192, 6144] * 2)
     profile = linked(gb_per_s)
-    made = plan(model, budget, on=profile, workload=asked(prompt))
+    made = plan(model, budget, on=profile, workload=prompting(prompt))
     assert findings(made, model, profile) == []
     assert made.predicted.bound_ns <= made.predicted.objective_ns
     if prompt < 32:
@@ -106,7 +85,7 @@ def test_checks_solve_to_the_same_answer(gb_per_s: int, prompt: int, budget: str
 def test_a_plan_that_opens_no_gpu_is_checked_without_one(batch: int, pins: tuple[Pin, ...]) -> None:
     model, profile = dense([2048, 8192, 6144, 8192, 6144, 2048]), machine("rtx4090-epyc")
     work = Workload(n_ctx=8192, prompt=batch, gen=16, n_ubatch=batch)
-    made = plan(model, "400", on=profile, workload=work, options=SolveOptions(pins=pins))
+    made = plan(model, "400", on=profile, workload=work, pins=pins)
     assert [use.name for use in made.devices] == ["CPU"]
     assert findings(made, model, profile) == []
 
@@ -128,8 +107,8 @@ def test_where_the_room_for_copies_is_not_there_the_plan_does_without(n_ubatch: 
 
 def test_short_prompts_leave_the_room_for_copies_to_weights() -> None:
     model, profile = moe(), linked(50)
-    made = plan(model, "1500", on=profile, workload=asked(8))
-    copying = plan(model, "1500", on=profile, workload=asked(8192))
+    made = plan(model, "1500", on=profile, workload=prompting(8))
+    copying = plan(model, "1500", on=profile, workload=prompting(8192))
     on_gpu = [sum(s.startswith("gpu") for s in sites(p).values()) for p in (copying, made)]
     assert not made.op_offload and copying.op_offload and on_gpu[0] < on_gpu[1]
     assert findings(made, model, profile) == []
@@ -138,14 +117,14 @@ def test_short_prompts_leave_the_room_for_copies_to_weights() -> None:
 def test_what_fits_only_without_copies_is_no_refusal() -> None:
     model = requantised(moe(4), [parse_rule("blk.0.ffn_down_exps=f32")])
     pins = (Pin("blk.*.attention", "gpu"), Pin("blk.0.experts", "cpu"))
-    made = plan(model, "500", on=linked(50), options=SolveOptions(pins=pins))
+    made = plan(model, "500", on=linked(50), pins=pins)
     assert not made.op_offload and findings(made, model, linked(50)) == []
 
 
 def test_explain_says_it_in_a_sentence() -> None:
-    made = plan(moe(), "1500", on=linked(3), workload=asked(8192))
+    made = plan(moe(), "1500", on=linked(3), workload=prompting(8192))
     assert sum("--no-op-offload" in line for line in sentences(made)) == 1
-    fast = plan(moe(), "1500", on=linked(50), workload=asked(8192))
+    fast = plan(moe(), "1500", on=linked(50), workload=prompting(8192))
     assert not any("op-offload" in line for line in sentences(fast))
 
 
@@ -190,10 +169,10 @@ def test_stock_rules_keep_the_engine_s_default(moe_model: Path, tmp_path: Path) 
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(made))
     base = ["bench", str(moe_model), "--plan", str(path), "--device-map", "CUDA0=CPU", "--rounds", "1"]
-    done = CliRunner().invoke(main, [*base, "--against", "cpu", "--prompts", "4", "-n", "2", "--json"])
+    done = CliRunner().invoke(main, [*base, "--against", "all-cpu", "--prompts", "4", "-n", "2", "--json"])
     assert done.exit_code in (0, 1), done.output  # two tokens may call either faster
     offload = {each["name"]: each["op_offload"] for each in json.loads(done.stdout)["contenders"]}
-    assert offload == {"plan": False, "cpu": True}
+    assert offload == {"plan": False, "all-cpu": True}
 
 
 def test_a_batch_just_long_enough_to_be_copied_costs_no_more_than_one_that_is_not() -> None:

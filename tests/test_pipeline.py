@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning_models import dense, machine, plan, sites
-from test_op_offload import findings
+from planning_models import dense, findings, machine, plan, sites, twins
 from twin_devices import Answer, Ask, ask
 
 from planner.check.consistency import check_agreement
@@ -18,7 +17,7 @@ from planner.model.inventory import Inventory
 from planner.passes.prompt_pipeline import unpiped
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.plan import Plan
-from planner.plan.request import Pin, SolveOptions
+from planner.plan.request import Pin
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
 
@@ -78,29 +77,12 @@ def kept(each: Ask) -> LoadSpec:
 # Plans, held to the engine.
 
 
-def twins(memory_mib: int) -> Profile:
-    """Two GPUs of one machine under names that the test engine has."""
-    two = machine("rtx3090-rtx3060-ddr4")
-    names = {"CUDA0": "TWIN0", "CUDA1": "TWIN1"}
-    size = {"memory_bytes": memory_mib * MIB, "free_bytes": memory_mib * MIB, "context_bytes": 0}
-    devices = tuple(
-        d.model_copy(update={"name": names[d.name], **size}) if d.name in names else d for d in two.devices
-    )
-    links = tuple(
-        li.model_copy(
-            update={"source": names.get(li.source, li.source), "target": names.get(li.target, li.target)}
-        )
-        for li in two.links
-    )
-    return two.model_copy(update={"devices": devices, "links": links})
-
-
 def planned(
     path: Path, budget: str, *pins: Pin, work: Workload | None = None
 ) -> tuple[Plan, Inventory, Profile]:
     model, profile = read_model(path).inventory, twins(4096)
     work = work or Workload(n_ctx=8192, depth=0)
-    made = plan(model, budget, on=profile, workload=work, options=SolveOptions(pins=pins))
+    made = plan(model, budget, on=profile, workload=work, pins=pins)
     assert findings(made, model, profile) == []
     check_agreement(made, model, "plan.yaml")
     return made, model, profile
@@ -159,7 +141,6 @@ def test_a_layer_of_the_cpu_behind_a_gpu_is_no_stage_of_a_pipeline(models: dict[
 def test_gpus_over_the_network_have_no_pipeline() -> None:
     remote = "RPC0[10.0.0.2:50052]"
     pins = (Pin("blk.[0-2].*", "CUDA0"), Pin("blk.[3-5].*", remote), Pin("output", remote))
-    options = SolveOptions(pins=pins)
-    made = plan(dense([8192] * 6), f"CUDA0=4000,{remote}=4000", on=machine("rtx4090-rpc"), options=options)
+    made = plan(dense([8192] * 6), f"CUDA0=4000,{remote}=4000", on=machine("rtx4090-rpc"), pins=pins)
     assert {use.name for use in made.devices} >= {"CUDA0", remote}
     assert not any("pipelined" in note for note in made.notes) and made.overrides == ()

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
-from planning_models import MIB, dense, machine, moe, plan, real, sites, timed
+from collections.abc import Mapping
 
-from planner.cost.build_problem import UNFUSED, model_of, price
+import pytest
+from planning_models import MIB, dense, machine, moe, plan, problem_of, real, sites, timed
+
+from planner.cost.build_problem import UNFUSED
 from planner.cost.unit_time import state_case
 from planner.errors import OptionProblem
 from planner.machine.budgets import budgets_for, parse_budget, parse_reserve
 from planner.machine.op_time import UNFUSED_DELTA_NET
 from planner.machine.profile import OpTiming, Profile
+from planner.memory.memory import Reserve
 from planner.model.requantise import parse_rule, requantised, tensor_types
+from planner.model.structure import structure_of
+from planner.passes.case import Case
 from planner.passes.largest_context import Keep, largest_context
 from planner.passes.predict import predict
 from planner.passes.refusal import Infeasible
-from planner.passes.stock_rules import layer_devices
+from planner.plan.engine_rules import layers_by_ngl
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
 from planner.plan.plan import CachePoint, Plan, to_text
-from planner.plan.request import Pin, Reserve, SolveOptions
+from planner.plan.request import Pin, Request
 from planner.site import ON_CPU, Site, SiteKind
 from planner.workload import Workload
 
-NO_CPU = SolveOptions(no_cpu=True)
 SKEWED = tuple(min(1.0, (k / 128) ** 0.15) for k in range(129))
 UNIFORM = tuple(k / 128 for k in range(129))
 
@@ -44,9 +50,9 @@ def sound(made: Plan) -> None:
 
 
 def test_pins_that_do_not_fit_are_refused_with_the_deficit() -> None:
-    pinned = SolveOptions(pins=(Pin("*.experts", "cpu"), Pin("*.attention", "gpu")))
+    pinned = (Pin("*.experts", "cpu"), Pin("*.attention", "gpu"))
     with pytest.raises(Infeasible) as refusal:
-        plan(moe(), "1000", workload=Workload(n_ctx=131072), options=pinned)
+        plan(moe(), "1000", workload=Workload(n_ctx=131072), pins=pinned)
     (need,) = refusal.value.needs
     assert need.device == "CUDA0" and need.total_bytes > need.budget_bytes == 1000 * MIB
     assert refusal.value.exit_code == 1
@@ -83,7 +89,7 @@ def test_more_budget_and_less_context_never_hurt() -> None:
 def test_host_memory_is_a_limit_unless_paging_is_allowed() -> None:
     with pytest.raises(Infeasible, match=r"CPU needs|together needs"):
         plan(moe(), "CUDA0=600,CPU=1000")
-    made = plan(moe(), "CUDA0=600,CPU=1000", options=SolveOptions(page=True))
+    made = plan(moe(), "CUDA0=600,CPU=1000", page=True)
     assert any("will page from disk" in note for note in made.notes)
 
 
@@ -94,9 +100,9 @@ def test_a_larger_ubatch_needs_a_larger_compute_buffer() -> None:
 
 
 def test_reserves_push_weights_off_and_are_itemised() -> None:
-    reserve = Reserve("projector", "CUDA0", 900 * MIB)
+    reserve = Reserve(name="projector", device="CUDA0", size_bytes=900 * MIB)
     free = plan(moe(), "3400")
-    held = plan(moe(), "3400", options=SolveOptions(reserves=(reserve,)))
+    held = plan(moe(), "3400", settings=EngineSettings(reserves=(reserve,)))
     assert held.devices[0].weights_bytes < free.devices[0].weights_bytes
     assert held.devices[0].reserve_bytes - free.devices[0].reserve_bytes == 900 * MIB
     assert any("projector" in note for note in free.notes)
@@ -120,26 +126,34 @@ def test_kv_types_without_kernels_keep_attention_off_the_gpu() -> None:
 # Contexts.
 
 
+def _roomy(budgets: Mapping[str, int]) -> Request:
+    """A context that may shrink from 65536 to 8192, all of the model on GPUs."""
+    return Request(budgets, Workload(n_ctx=65536), lowest_ctx=8192, no_cpu=True)
+
+
 def test_context_shrinks_before_anything_spills() -> None:
     profile, model = machine(), moe()
     budgets = budgets_for(profile, parse_budget("3900"))
-    found, keep = largest_context(model, profile, budgets, Workload(n_ctx=65536), NO_CPU, 8192)
+    found, keep = largest_context(Case(structure_of(model), profile, _roomy(budgets)), EngineSettings())
     assert 8192 <= found < 65536 and found % 256 == 0 and keep is Keep.ALL
-    made = plan(model, "3900", workload=Workload(n_ctx=found), options=NO_CPU)
+    made = plan(model, "3900", workload=Workload(n_ctx=found), no_cpu=True)
     assert {p.unit for p in made.units if p.site == ON_CPU} == {"token_embd"}
     with pytest.raises(Infeasible):
-        plan(model, "3900", workload=Workload(n_ctx=found + 256), options=NO_CPU)
+        plan(model, "3900", workload=Workload(n_ctx=found + 256), no_cpu=True)
 
 
 def test_not_even_the_floor_fits() -> None:
     budgets = budgets_for(machine(), parse_budget("600"))
     with pytest.raises(Infeasible, match="not even a context of 8192"):
-        largest_context(moe(), machine(), budgets, Workload(n_ctx=65536), NO_CPU, 8192)
+        largest_context(Case(structure_of(moe()), machine(), _roomy(budgets)), EngineSettings())
 
 
 def test_the_largest_context_may_spill_experts_but_not_the_cache() -> None:
     budgets = budgets_for(machine(), parse_budget("1500"))
-    found, keep = largest_context(moe(), machine(), budgets, Workload(n_ctx=131072), SolveOptions(), 4096)
+    found, keep = largest_context(
+        Case(structure_of(moe()), machine(), Request(budgets, Workload(n_ctx=131072), lowest_ctx=4096)),
+        EngineSettings(),
+    )
     assert keep is Keep.CACHE and found > 4096
 
 
@@ -205,9 +219,9 @@ def test_one_memory_counts_once() -> None:
     assert ceiling * MIB < profile.device("CPU").free_bytes
     with pytest.raises(Infeasible):
         plan(moe(120), "Vulkan0=100000", on=profile)
-    cached = SolveOptions(cache=(CachePoint(share_ppm=250_000, hit_ppm=700_000),))
+    cached = Known(cache=(CachePoint(share_ppm=250_000, hit_ppm=700_000),))
     assert not any(
-        p.site.kind is SiteKind.CACHE for p in plan(moe(), "Vulkan0=1500", on=profile, options=cached).units
+        p.site.kind is SiteKind.CACHE for p in plan(moe(), "Vulkan0=1500", on=profile, known=cached).units
     )
 
 
@@ -260,7 +274,7 @@ def test_budgets_against_the_machine() -> None:
 
 
 def test_a_pinned_attention_takes_its_layer_along() -> None:
-    made = plan(moe(), "8000", options=SolveOptions(pins=(Pin("blk.2.attention", "cpu"),)))
+    made = plan(moe(), "8000", pins=(Pin("blk.2.attention", "cpu"),))
     assert {site for unit, site in sites(made).items() if unit.startswith("blk.2.")} == {"cpu"}
     assert "blk.2.attention=cpu" in made.constraints.pins
 
@@ -268,16 +282,16 @@ def test_a_pinned_attention_takes_its_layer_along() -> None:
 @pytest.mark.parametrize("pin", [Pin("blk.99.*", "cpu"), Pin("blk.0.*", "CUDA7"), Pin("*", "nowhere")])
 def test_pins_that_mean_nothing(pin: Pin) -> None:
     with pytest.raises(OptionProblem):
-        plan(moe(), "8000", options=SolveOptions(pins=(pin,)))
+        plan(moe(), "8000", pins=(pin,))
 
 
 def test_a_unit_pinned_to_two_places() -> None:
     with pytest.raises(OptionProblem, match="twice"):
-        plan(moe(), "8000", options=SolveOptions(pins=(Pin("blk.0.*", "gpu"), Pin("*.experts", "cpu"))))
+        plan(moe(), "8000", pins=(Pin("blk.0.*", "gpu"), Pin("*.experts", "cpu")))
 
 
 def test_contiguous_keeps_layers_whole_and_in_one_run() -> None:
-    made = plan(moe(), "2000", options=SolveOptions(contiguous=True))
+    made = plan(moe(), "2000", contiguous=True)
     assert made.overrides == () and len(made.layers) == 2
 
 
@@ -315,7 +329,7 @@ def test_active_experts_count_not_all() -> None:
 def test_late_layers_go_first_when_prompts_touch_fewer_of_their_experts() -> None:
     distinct = {n: 128.0 if n < 4 else 40.0 for n in range(8)}
     workload = Workload(n_ctx=8192, prompt=8000, gen=1)
-    made = plan(moe(), "2200", workload=workload, options=SolveOptions(distinct=distinct))
+    made = plan(moe(), "2200", workload=workload, known=Known(distinct=distinct))
     on_host = {int(u.split(".")[1]) for u, s in sites(made, ".experts").items() if s == "cpu"}
     assert on_host and on_host <= {4, 5, 6, 7}
 
@@ -342,7 +356,7 @@ def test_that_cost_is_measured_where_the_profile_has_it_and_else_said_to_be_assu
 
     def extra(profile: Profile) -> int:
         budgets = budgets_for(profile, parse_budget("8000"))
-        problem = price(model_of(model, work), profile, budgets, work, SolveOptions()).problem
+        problem = problem_of(model, profile, Request(budgets, work))
         return next(m.decode_ns for m in problem.mixed if m.name == UNFUSED)
 
     told = "assumed, not measured: a delta-net layer"
@@ -363,7 +377,7 @@ def test_hot_experts_are_striped_only_when_some_are_hot() -> None:
         if not zero_copy:
             links = tuple(li.model_copy(update={"zero_copy_bytes_per_s": 0}) for li in profile.links)
             profile = profile.model_copy(update={"links": links})
-        return plan(moe(), "1800", on=profile, options=SolveOptions(curves=dict.fromkeys(range(8), curve)))
+        return plan(moe(), "1800", on=profile, known=Known(curves=dict.fromkeys(range(8), curve)))
 
     striped, plain = made(SKEWED), made(SKEWED, zero_copy=False)
     assert any(site.startswith("stripe:CUDA0:") for site in sites(striped).values())
@@ -374,7 +388,7 @@ def test_hot_experts_are_striped_only_when_some_are_hot() -> None:
 
 
 def test_striped_bytes_come_in_granules() -> None:
-    made = plan(moe(), "1800", options=SolveOptions(curves=dict.fromkeys(range(8), SKEWED)))
+    made = plan(moe(), "1800", known=Known(curves=dict.fromkeys(range(8), SKEWED)))
     sound(made)
     assert made.predicted.gap_ppm == 0
 
@@ -385,7 +399,7 @@ def test_the_expert_cache_has_one_size_and_is_accounted() -> None:
         CachePoint(share_ppm=250_000, hit_ppm=850_000),
         CachePoint(share_ppm=500_000, hit_ppm=950_000),
     )
-    made = plan(moe(), "1500", options=SolveOptions(cache=points))
+    made = plan(moe(), "1500", known=Known(cache=points))
     cached = {site for site in sites(made).values() if site.startswith("cache:")}
     assert len(cached) == 1 and made.devices[0].cache_bytes > 0
     sound(made)
@@ -393,7 +407,7 @@ def test_the_expert_cache_has_one_size_and_is_accounted() -> None:
 
 def test_expert_biases_stay_with_the_layer() -> None:
     model = real("gpt-oss-20b-MXFP4")
-    made = plan(model, "3000", options=SolveOptions(pins=(Pin("*.experts", "cpu"),)))
+    made = plan(model, "3000", pins=(Pin("*.experts", "cpu"),))
     assert all("bias" not in o.pattern and o.pattern.endswith("weight$") for o in made.overrides)
 
 
@@ -420,7 +434,7 @@ def test_the_same_inputs_give_the_same_bytes() -> None:
 
 @pytest.mark.parametrize(("ngl", "on_gpu"), [(0, 0), (1, 1), (2, 2), (28, 28), (29, 29), (30, 29)])
 def test_the_last_layers_go_first_and_the_head_is_one_of_them(ngl: int, on_gpu: int) -> None:
-    devices = layer_devices(28, ngl, [("CUDA0", 1)])
+    devices = layers_by_ngl(28, ngl, [("CUDA0", 1)])
     assert len(devices) == 29 and devices.count("CUDA0") == on_gpu
     assert list(devices) == sorted(devices)  # CPU before CUDA0: offloaded from the end
 
@@ -441,7 +455,7 @@ def test_speculative_blocks_count_as_layers() -> None:
 
 
 def test_layers_are_dealt_by_memory() -> None:
-    devices = layer_devices(12, 13, [("CUDA0", 24), ("CUDA1", 12)])
+    devices = layers_by_ngl(12, 13, [("CUDA0", 24), ("CUDA1", 12)])
     assert devices.count("CUDA0") == 9 and devices.count("CUDA1") == 4
     assert list(devices) == sorted(devices)
 

@@ -6,6 +6,7 @@ from planning_models import dense, machine, moe
 
 from planner.cost.unit_time import Prices
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, movable, units_of
 from planner.workload import Workload
 
@@ -19,7 +20,7 @@ def unit(table: Inventory, kind: Kind, layer: int) -> Unit:
 def test_past_the_last_attention_only_tokens_with_logits_go_on() -> None:
     for table, kind in ((moe(), Kind.EXPERTS), (dense([8192] * 4), Kind.FFN)):
         last = table.number("block_count") - 1
-        prices = Prices(table, machine(), WORK)
+        prices = Prices(structure_of(table), machine(), WORK)
         inner, final = (unit(table, kind, n) for n in (last - 1, last))
         assert prices.on(final, "CUDA0").prefill_ns < prices.on(inner, "CUDA0").prefill_ns / 4
         assert prices.on(final, "CUDA0").decode_ns == prices.on(inner, "CUDA0").decode_ns
@@ -31,7 +32,7 @@ def test_past_the_last_attention_only_tokens_with_logits_go_on() -> None:
 
 
 def test_without_a_prompt_nothing_is_paid_for_one() -> None:
-    prices = Prices(moe(), machine(), WORK.model_copy(update={"prompt": 0}))
+    prices = Prices(structure_of(moe()), machine(), WORK.model_copy(update={"prompt": 0}))
     assert prices.on(unit(moe(), Kind.EXPERTS, 7), "CUDA0").prefill_ns == 0
 
 
@@ -42,7 +43,7 @@ def test_every_streamed_tensor_is_awaited() -> None:
     links = tuple(li.model_copy(update={"latency_ns": li.latency_ns + latency}) for li in slow.links)
     ffn = unit(table, Kind.FFN, 0)
     before, after = (
-        Prices(table, p, WORK).on_host(ffn, "CPU", "CUDA0").prefill_ns
+        Prices(structure_of(table), p, WORK).on_host(ffn, "CPU", "CUDA0").prefill_ns
         for p in (slow, slow.model_copy(update={"links": links}))
     )
     assert after - before == 2 * len(movable(ffn)) * latency  # two ubatches
@@ -50,7 +51,7 @@ def test_every_streamed_tensor_is_awaited() -> None:
 
 def test_a_host_layer_sends_its_keys_and_values_there_and_its_cache_back() -> None:
     table = dense([8192] * 4)
-    prices = Prices(table, machine(), WORK)
+    prices = Prices(structure_of(table), machine(), WORK)
     attention = unit(table, Kind.ATTENTION, 0)
     weights = sum(
         count * (prices.copy_ns("CPU", "CUDA0", attention.size_bytes)) for _, count in prices.batches

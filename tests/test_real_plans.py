@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from planning_models import INPUTS, machine, plan, real
 
+from planner.plan.known import Known
 from planner.plan.plan import Plan
-from planner.plan.request import SolveOptions
 from planner.site import ON_CPU
 
 NAMES = sorted(path.name.removesuffix(".inventory.yaml") for path in INPUTS.glob("*.inventory.yaml"))
-PAGE = SolveOptions(page=True)
 TIGHT = {"rtx4060-8gb-ddr5": "7000", "rtx4090-ddr5": "22000"}
 
 
@@ -23,7 +22,7 @@ def fastest_stock(made: Plan) -> int:
 def test_planned_and_proven(name: str) -> None:
     model = real(name)
     host = "rtx4060-8gb-ddr5" if model.size_bytes < 20 * 2**30 else "rtx4090-ddr5"
-    made = plan(model, TIGHT[host], on=machine(host), options=PAGE)
+    made = plan(model, TIGHT[host], on=machine(host), page=True)
     p = made.predicted
     assert p.status in ("optimal", "baseline") and p.objective_ns <= fastest_stock(made)
     assert p.status == "optimal" or p.gap_ppm <= 10_000  # a stock rule no farther than what can be told apart
@@ -43,6 +42,6 @@ def test_what_fits_whole_is_left_alone(name: str) -> None:
 def test_stripes_of_a_large_model_are_proven_too() -> None:
     model = real("Kimi-K2-Thinking-q4_K")
     curves = {layer: tuple((k / 384) ** (0.12 + 0.003 * layer) for k in range(385)) for layer in range(1, 61)}
-    made = plan(model, "22000", options=SolveOptions(page=True, curves=curves))
+    made = plan(model, "22000", page=True, known=Known(curves=curves))
     assert made.predicted.gap_ppm == 0 or made.predicted.status == "baseline"
     assert made.predicted.objective_ns <= fastest_stock(made)

@@ -17,16 +17,18 @@ from planner.check.findings import Severity
 from planner.errors import OptionProblem
 from planner.machine.budgets import budgets_for
 from planner.machine.presets import load as load_machine
+from planner.memory.memory import Reserve
 from planner.memory.memory_limits import room_of
 from planner.model.inventory import Inventory
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of
 from planner.passes.make_plan import make_plan
 from planner.passes.refusal import Infeasible
+from planner.plan.engine_settings import EngineSettings
 from planner.plan.load_spec import load_spec
 from planner.plan.plan import from_text as plan_text
 from planner.plan.plan import to_text
-from planner.plan.request import Pin, Reserve, SolveOptions
+from planner.plan.request import Pin, Request
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
 
@@ -90,7 +92,7 @@ def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
     target = tmp_path / "plan.yaml"
     asked = ("--mmproj", projector, "--mmproj-device", "gpu", "-o", target)
     line = refused(solve(moe_model, "--budget", "1000", *asked), 1)
-    assert "CUDA0 needs 13" in line and "reserve 1041" in line and "--mmproj-device cpu" in line
+    assert "CUDA0 needs 13" in line and "reserve 1361" in line and "--mmproj-device cpu" in line
     assert not target.exists()
     made = solve(moe_model, "--budget", "1500", "--mmproj", projector, "-o", target)
     assert made.exit_code == 0
@@ -99,31 +101,33 @@ def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
 
 
 def test_a_projector_that_overfills_its_gpu_is_refused_though_another_has_room() -> None:
-    pair, held = machine("2x-rtx4060ti-16gb"), Reserve("projector", "CUDA0", 1041 * MIB)
-    beside = SolveOptions(reserves=(held,))
+    pair = machine("2x-rtx4060ti-16gb")
+    held = Reserve(name="projector", device="CUDA0", size_bytes=1041 * MIB)
+    beside = EngineSettings(reserves=(held,))
     with pytest.raises(
         Infeasible, match=r"CUDA0 needs 1361 MiB, budget 1300.*try --mmproj-device cpu"
     ) as refusal:
-        plan(moe(), "CUDA0=1300,CUDA1=8000", on=pair, options=beside)
+        plan(moe(), "CUDA0=1300,CUDA1=8000", on=pair, settings=beside)
     assert "CUDA1" not in str(refusal.value) and "--kv-type" not in str(refusal.value)
-    made = plan(moe(), "CUDA0=1400,CUDA1=8000", on=pair, options=beside)
+    made = plan(moe(), "CUDA0=1400,CUDA1=8000", on=pair, settings=beside)
     use = next(use for use in made.devices if use.name == "CUDA0")
     assert (use.weights_bytes, use.compute_bytes, use.reserve_bytes) == (0, 0, 1361 * MIB)
     assert "CUDA0" not in load_spec(made).devices
 
 
 def test_what_a_projector_takes_of_a_shared_memory_is_gone_for_all() -> None:
-    unified, held = machine("apu-unified"), Reserve("projector", "Vulkan0", 2048 * MIB)
-    notes = [plan(moe(), "5000", on=unified, options=SolveOptions(reserves=r)).notes for r in ((), (held,))]
+    unified, held = machine("apu-unified"), Reserve(name="projector", device="Vulkan0", size_bytes=2048 * MIB)
+    ways = [EngineSettings(reserves=r) for r in ((), (held,))]
+    notes = [plan(moe(), "5000", on=unified, settings=way).notes for way in ways]
     most = [int(re.search(r"at most (\d+) MiB together", " ".join(n))[1]) for n in notes]  # type: ignore[index]
     assert most[0] - most[1] == 2048
 
 
 def test_the_memory_of_a_draft_on_the_host_counts_in_a_plan_without_gpus() -> None:
     slow = machine(CUDA0={"bandwidth_bytes_per_s": 10**9, "op_overhead_ns": 10**6})
-    held = Reserve("draft embedding", "CPU", 39_800 * MIB)
+    held = Reserve(name="draft embedding", device="CPU", size_bytes=39_800 * MIB)
     assert {u.name for u in plan(moe(), "CUDA0=20000,CPU=40000", on=slow).devices} == {"CPU"}
-    made = plan(moe(), "CUDA0=20000,CPU=40000", on=slow, options=SolveOptions(reserves=(held,)))
+    made = plan(moe(), "CUDA0=20000,CPU=40000", on=slow, settings=EngineSettings(reserves=(held,)))
     assert "CUDA0" in {u.name for u in made.devices}
 
 
@@ -146,7 +150,7 @@ def test_tensors_of_unknown_type_stay_on_the_cpu(tensor: str) -> None:
     assert sites(made)[unit.name] == "cpu"
     assert "tensor type type153 is not known: kept on the CPU unless pinned elsewhere" in made.notes
     assert all(not b.feasible for b in made.baselines if b.name == "ngl" and b.setting.endswith(" 9"))
-    free = plan(model, "20000", options=SolveOptions(pins=(Pin(unit.name, "gpu"),)))
+    free = plan(model, "20000", pins=(Pin(unit.name, "gpu"),))
     assert sites(free)[unit.name] == "gpu:CUDA0"
 
 
@@ -239,7 +243,7 @@ def test_memory_that_devices_share_is_refused_as_one() -> None:
     profile = load_machine("apu-unified")
     budgets = budgets_for(profile, {})
     with pytest.raises(Infeasible) as caught:
-        make_plan(real("Qwen3-Next-80B-A3B-Q4_K_M"), profile, budgets, Workload(), SolveOptions())
+        make_plan(real("Qwen3-Next-80B-A3B-Q4_K_M"), profile, Request(budgets))
     (need,) = caught.value.needs
     assert need.device == "the one memory of Vulkan0 and CPU"
     assert need.budget_bytes < min(budgets.values())
@@ -259,12 +263,10 @@ def test_a_host_of_unknown_memory_needs_a_budget() -> None:
 def test_only_host_memory_can_be_paged() -> None:
     profile, work = load_machine("rtx4060-8gb-ddr5"), Workload()
     with pytest.raises(Infeasible) as host:
-        make_plan(
-            real("gpt-oss-120b-MXFP4"), profile, {"CUDA0": 7 * 2**30, "CPU": 2**34}, work, SolveOptions()
-        )
+        make_plan(real("gpt-oss-120b-MXFP4"), profile, Request({"CUDA0": 7 * 2**30, "CPU": 2**34}, work))
     assert "--page" in host.value.hints
     pins = (Pin("*.experts", "gpu"),)
     budgets = {"CUDA0": 7 * 2**30, "CPU": 2**36}
     with pytest.raises(Infeasible) as device:
-        make_plan(real("gpt-oss-120b-MXFP4"), profile, budgets, work, SolveOptions(pins=pins))
+        make_plan(real("gpt-oss-120b-MXFP4"), profile, Request(budgets, work, pins=pins))
     assert "--page" not in device.value.hints

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rpc_servers import rpc_serving
 
 from planner.errors import AtsplanError
 from planner.plan.load_spec import LoadSpec
@@ -26,13 +24,6 @@ def remote_spec(endpoint: str) -> LoadSpec:
     name = f"RPC0[{endpoint}]"
     experts = (r"^blk\.\d+\.ffn_(?:down_exps|gate_exps|up_exps)\.weight$", "CPU")
     return LoadSpec((name,), (5,), 5, (experts, (r"^output\.weight$", name)), SMALL, threads=1)
-
-
-@pytest.fixture
-def rpc_server(server_engine: Path) -> Iterator[str]:
-    """A running ggml-rpc-server; its host:port."""
-    with rpc_serving(server_engine) as endpoint:
-        yield endpoint
 
 
 def test_endpoints() -> None:

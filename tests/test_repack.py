@@ -18,7 +18,7 @@ from planner.model.inventory import Inventory
 from planner.passes.make_plan import make_plan
 from planner.plan.load_spec import load_spec
 from planner.plan.plan import Plan, from_text, to_text
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.workload import Workload
 from profiler.operators.cases import cases_of
 from runtime.engine import locate
@@ -52,7 +52,7 @@ def _timing(case: object, buffer: str, ns: int) -> OpTiming:
 def solved(table: Inventory, profile: Profile, gpu_mib: int = 0) -> Plan:
     given = {d.name: gpu_mib << 20 for d in profile.devices if d.kind != "cpu"}
     budgets = budgets_for(profile, given) if given else {"CPU": 8 << 30}
-    return make_plan(table, profile, budgets, WORK, SolveOptions())
+    return make_plan(table, profile, Request(budgets, WORK))
 
 
 @pytest.fixture(scope="module")

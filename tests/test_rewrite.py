@@ -20,7 +20,8 @@ from hand_plans import hand_plan
 import atsplan
 from planner.model.gguf_file import ModelFile, read_model
 from planner.plan.plan import Plan, to_text
-from rewriter import publish, stream
+from rewriter import stream
+from rewriter.publishing import publish
 from rewriter.rewrite import RewriteOptions, decide, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent

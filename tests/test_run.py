@@ -14,37 +14,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from engines import ROOT
-from hand_plans import hand_plan, with_uses
+from small_plans import HERE, plan_for
 
 from atsplan import main
-from planner.model.gguf_file import read_model
-from planner.model.units import Kind, units_of
 from planner.plan.override_match import placed
-from planner.plan.overrides import overrides_of
-from planner.plan.plan import LayerRange, Plan, from_text, to_text
+from planner.plan.plan import from_text, to_text
 from planner.workload import Workload
 
 Run = Callable[..., Result]
-HERE = ("--device-map", "CUDA0=CPU")
-
-
-SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
-
-
-def plan_for(model: Path, workload: Workload = SMALL) -> Plan:
-    """Experts and embedding on the CPU, everything else on a CUDA0 that is not here."""
-    file = read_model(model)
-    units = [u for u in units_of(file.inventory).units if u.kind is not Kind.FOREIGN]
-    blocks = max(u.layer or 0 for u in units) + 1
-    plan = hand_plan(file)
-    sites = [p.site for p in plan.units]
-    changed = {
-        "layers": (LayerRange(first=0, last=blocks, device="CUDA0"),),
-        "overrides": overrides_of(file.inventory, units, sites, ["CUDA0"] * (blocks + 1)),
-        "workload": workload,
-        "devices": (),
-    }
-    return with_uses(plan.model_copy(update=changed), file.inventory)
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_the_same_machine_and_one_that_is_told_to_run(moe_model: Path, tmp_path:
 
 def test_bench_refuses_before_it_measures(moe_model: Path, tmp_path: Path) -> None:
     path, _ = solved(moe_model, profile_here(numa="0:0 1:1 bind:0"), tmp_path)
-    result = call("bench", moe_model, "--plan", path, "--against", "cpu", "--rounds", 1)
+    result = call("bench", moe_model, "--plan", path, "--against", "all-cpu", "--rounds", 1)
     assert result.exit_code == 2, result.output
     assert "NUMA policy was 0:0 1:1 bind:0, is " in result.stderr
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from engines import ENVIRONMENT, ROOT, python
 from rpc_servers import moved, rpc_serving
-from test_stock import server_plan
+from small_plans import server_plan
 
 from commands.shared.companions import draft_fields, missing_files, projector_fields
 from planner.errors import AtsplanError

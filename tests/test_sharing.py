@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning_models import machine, plan, sites
-from test_op_offload import findings
-from test_pipeline import twins
+from planning_models import findings, machine, plan, problem_of, sites, twins
 from twin_devices import Ask, ask
 
 from planner.check.consistency import check_agreement
@@ -16,7 +14,7 @@ from planner.memory.kv_cache import kv_bytes
 from planner.model.gguf_file import read_model
 from planner.model.inventory import Inventory
 from planner.plan.load_spec import LoadSpec, load_spec, plan_layer_devices
-from planner.plan.request import Pin, SolveOptions
+from planner.plan.request import Pin, Request
 from planner.solver.evaluate import evaluate
 from planner.solver.solve import solve_cp
 from planner.workload import Workload
@@ -69,7 +67,7 @@ def test_plans_count_and_price_the_copies(model: Path) -> None:
             "TWIN0=900,TWIN1=900",
             on=twins(2048),
             workload=WORK,
-            options=SolveOptions(pins=pinned(model, first)),
+            pins=pinned(model, first),
         )
         for first in (4, 6)
     }
@@ -113,12 +111,11 @@ def test_real_models_are_solved_and_checked(budget: str, tmp_path: Path) -> None
 
 
 def test_the_search_agrees_with_cp_sat(model: Path) -> None:
-    from planner.cost.build_problem import model_of, price
     from planner.solver.solve import solve
 
     profile = machine()
     budgets = {"CUDA0": 420 * MIB, "CPU": 2**34}
-    problem = price(model_of(inventory(model), WORK), profile, budgets, WORK, SolveOptions()).problem
+    problem = problem_of(inventory(model), profile, Request(budgets, WORK))
     assert any(o.away for _, _, o in problem.each_option())
     found, exact = solve(problem), solve_cp(problem)
     assert found.solution is not None and evaluate(problem, found.solution).feasible

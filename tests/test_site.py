@@ -9,14 +9,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from atsplan import main
-from commands.shared.inputs import heat_options
+from commands.shared.inputs import known_of_heat
 from planner.cost.pins import parse_pin
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
 from planner.model.gguf_file import read_model
 from planner.passes.make_plan import make_plan
+from planner.plan.known import Known
 from planner.plan.plan import CachePoint, Plan, to_text
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.routing.expert_counts import Part, Phase, make
 from planner.routing.expert_counts import to_text as heat_text
 from planner.site import NoSite, Site, SiteKind
@@ -120,14 +121,12 @@ def made(model: Path, heat: Path) -> Callable[[str], Plan]:
                 "cache": ("blk.*.experts=cache",),
             }.get(kind, (f"blk.1.experts={kind}", "blk.*.attention=gpu"))
             work = Workload(n_ctx=512, n_ubatch=64, prompt=64, gen=64)
-            options = SolveOptions(
-                **(heat_options(heat, inventory, work) if kind == "stripe" else {}),
-                pins=tuple(map(parse_pin, pins)),
-                hybrid=kind == "hybrid",
-                cache=(CachePoint(share_ppm=250_000, hit_ppm=800_000),) if kind == "cache" else (),
-            )
+            known = Known(cache=(CachePoint(share_ppm=250_000, hit_ppm=800_000),) if kind == "cache" else ())
+            if kind == "stripe":
+                known = known_of_heat(heat, inventory, work)
             budgets = budgets_for(profile, parse_budget("2000"))
-            plans[kind] = make_plan(inventory, profile, budgets, work, options)
+            request = Request(budgets, work, pins=tuple(map(parse_pin, pins)), hybrid=kind == "hybrid")
+            plans[kind] = make_plan(inventory, profile, request, known)
         return plans[kind]
 
     return plan

@@ -19,16 +19,14 @@ import yaml
 from click.testing import CliRunner
 from engines import ENVIRONMENT, ROOT, python
 from hand_plans import with_uses
-from test_run import plan_for
+from small_plans import SMALL, plan_for, server_plan, with_experts
 
 from atsplan import main
 from planner.errors import EngineProblem
 from planner.model.gguf_file import read_model
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.overrides import escape
-from planner.plan.plan import LayerRange, Override, Placement, Plan, to_text
-from planner.site import Site
-from planner.workload import Workload
+from planner.plan.plan import LayerRange, Override, to_text
 from runtime.engine.libllama import Engine
 from runtime.stripes.widths import widths
 from runtime.tools.export import FORMATS, arguments
@@ -36,7 +34,6 @@ from runtime.tools.llama_server import find_program, free_port, serving
 from runtime.tools.options import ENVIRONMENT as VARIABLES
 from runtime.tools.options import Inexpressible, options, stock
 
-SMALL = Workload(n_ctx=256, n_batch=64, n_ubatch=64)
 EXPERTS = (r"^blk\.(?:1|3)\.(?:ffn_down_exps|ffn_gate_exps|ffn_up_exps)\.weight$", "CPU")
 
 
@@ -171,7 +168,7 @@ def test_formats_agree(moe_model: Path, tmp_path: Path) -> None:
     service = yaml.safe_load(text("docker-compose"))["services"]["llama"]
     inside = [part.replace("$$", "$") for part in service["command"]]
     assert inside[: len(data["arguments"])] == ["--model", "/models/moe.gguf", *data["arguments"][2:]]
-    assert [(v["source"], v["target"]) for v in service["volumes"]] == [("/m", "/models")]
+    assert service["volumes"] == [{"type": "bind", "source": "/m", "target": "/models", "read_only": True}]
     compile(text("llama-cpp-python"), "export.py", "exec")
     assert set(FORMATS) == {
         "llama-server",
@@ -226,29 +223,6 @@ def test_the_nearest_plan_is_legal_and_priced(tmp_path: Path) -> None:
         "47",
     )  # 48 layers and the head, 2 on the CPU
     assert not data["exact"]
-
-
-def server_plan(model: Path, *runs: tuple[int, int, str], experts: str = "CPU") -> Plan:
-    """The plan of test_run for the Vulkan device, with other layer devices or experts when given."""
-    from planner.plan.plan import from_text
-
-    plan = from_text(to_text(plan_for(model)).replace("CUDA0", "Vulkan0"), "plan")
-    layers = tuple(LayerRange(first=a, last=b, device=d) for a, b, d in runs)
-    changed: dict[str, object] = {"layers": layers or plan.layers}
-    if experts != "CPU":
-        changed |= {"overrides": (), "units": with_experts(plan, f"gpu:{experts}")}
-    return with_uses(plan.model_copy(update=changed), read_model(model).inventory)
-
-
-def with_experts(plan: Plan, site: str, layers: tuple[int, ...] = ()) -> tuple[Placement, ...]:
-    """The units of a plan with the experts of these layers (of all) at another site."""
-    names = {f"blk.{n}.experts" for n in layers}
-    return tuple(
-        p.model_copy(update={"site": Site.parse(site)})
-        if (p.unit in names or (not names and p.unit.endswith(".experts")))
-        else p
-        for p in plan.units
-    )
 
 
 @pytest.mark.parametrize("runs", [(), ((0, 1, "CPU"), (2, 4, "Vulkan0")), ((0, 4, "CPU"),)])

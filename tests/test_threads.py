@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from hand_plans import with_uses
 from planning_models import machine, moe, plan
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from planner.machine.profile import Profile
@@ -100,8 +100,8 @@ def test_stock_rules_are_measured_with_the_engine_s_own_count(moe_model: Path, t
     path = tmp_path / "plan.yaml"
     text = to_text(made).replace("'gpu:CUDA0'", "cpu").replace("device: CUDA0", "device: CPU")
     path.write_text(to_text(with_uses(from_text(text, "plan"), read_model(moe_model).inventory)))
-    base = ["bench", str(moe_model), "--plan", str(path), "--rounds", "1", "--against", "cpu", "--json"]
+    base = ["bench", str(moe_model), "--plan", str(path), "--rounds", "1", "--against", "all-cpu", "--json"]
     done = CliRunner().invoke(main, [*base, "--prompts", "4", "-n", "2"])
     assert done.exit_code in (0, 1), done.output  # two tokens may call either faster
     counts = {each["name"]: each["threads"] for each in json.loads(done.stdout)["contenders"]}
-    assert counts == {"plan": 1, "cpu": usable_cores()}
+    assert counts == {"plan": 1, "all-cpu": usable_cores()}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from test_run import plan_for
+from small_plans import plan_for
 
 from atsplan import main
 from planner.model.gguf_file import read_model
+from planner.model.layers import layers_of
 from planner.plan.plan import DeviceUse, Plan, from_text, to_text
 from planner.workload import Workload
 from runtime.engine.logs import cache_buffers
@@ -207,4 +208,4 @@ def test_a_model_with_such_a_head_may_load_it(tmp_path: Path) -> None:
     from profiler.synth.synth import SynthSpec, write
 
     model = write(tmp_path / "m.gguf", SynthSpec("qwen35moe", n_nextn=1))
-    assert workload_faults(Workload(mtp=True), read_model(model).inventory) == []
+    assert workload_faults(Workload(mtp=True), layers_of(read_model(model).inventory)) == []

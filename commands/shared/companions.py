@@ -15,7 +15,7 @@ def projector_fields(plan: Plan, mapped: Mapping[str, str], spec: LoadSpec, path
 
     One that the plan does not know follows the plan's GPUs: the tools would take any GPU there is.
     """
-    from planner.plan.load_spec import CPU
+    from planner.constants import CPU
 
     if not path:
         return {}
@@ -54,7 +54,7 @@ def uncounted_draft(plan: Plan) -> str:
 
 def first_gpu(spec: LoadSpec) -> str:
     """The first device beside the CPU that a spec names, else the CPU."""
-    from planner.plan.load_spec import CPU
+    from planner.constants import CPU
 
     return next((device for device in spec.devices if device != CPU), CPU)
 

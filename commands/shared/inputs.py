@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from planner.check.check import Inputs
     from planner.machine.profile import Profile
     from planner.model.inventory import Inventory
-    from planner.plan.plan import Plan
-    from planner.plan.request import SolveOptions
+    from planner.plan.known import Known
+    from planner.plan.plan import CachePoint, Plan
     from planner.workload import Workload
 
 
@@ -80,16 +80,16 @@ class InputLibrary:
                 return path
         raise FileProblem(plan.model.name, "no GGUF file of this model: give it with --model")
 
-    def _known(self, plan: Plan, folder: Path, inventory: Inventory | None) -> SolveOptions:
+    def _known(self, plan: Plan, folder: Path, inventory: Inventory | None) -> Known:
         """What the solver knew beside the profile: coverage from the heat file with the plan's digest."""
-        from planner.plan.request import SolveOptions
+        from planner.plan.known import Known
         from planner.records import digest
 
         wanted = plan.constraints.heat_digest
         for path in (*self._heats, *sorted(folder.glob("*.heat.csv"))) if wanted and inventory else ():
             if digest(read_text(path)) == wanted and inventory:
-                return SolveOptions(**heat_options(path, inventory, plan.workload))
-        return SolveOptions()
+                return known_of_heat(path, inventory, plan.workload)
+        return Known()
 
     def _read_folder(self, folder: Path, plan: Plan) -> None:
         """Files named after the plan's model and machine; their digests decide. Files given by hand win."""
@@ -147,8 +147,8 @@ def _check_heat(path: Path) -> None:
     from_text(read_text(path), str(path))
 
 
-def cache_options(path: Path, model: Path) -> dict[str, Any]:
-    """Fields of SolveOptions from a routing trace: what sizes of the engine's MoE cache would serve."""
+def cache_curve(path: Path, model: Path) -> tuple[CachePoint, ...]:
+    """A hit curve from a routing trace: what sizes of the engine's MoE cache would serve."""
     from commands.shared.heat_files import decode_trace, read_profile, shape_of
     from planner.routing.cache_curve import hit_curve
     from planner.routing.cache_simulation import demand_of
@@ -160,21 +160,22 @@ def cache_options(path: Path, model: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {demand.n_steps} decode steps: too few to tell what a cache would serve")
     told = ", ".join(f"{p.hit_ppm / 1e4:.0f} % with {p.share_ppm / 1e4:.0f} %" for p in curve)
     say(f"{path}: choices that a MoE cache serves, by the experts it holds: {told}")
-    return {"cache": curve}
+    return curve
 
 
-def heat_options(path: Path, inventory: Inventory, workload: Workload) -> dict[str, Any]:
-    """Fields of SolveOptions from a heat file: coverage curves, orders, experts that a ubatch touches."""
+def known_of_heat(path: Path, inventory: Inventory, workload: Workload) -> Known:
+    """What a heat file says: coverage curves, orders, experts that a ubatch touches."""
     from planner.model.routed_layers import moe_shape
+    from planner.plan.known import Known
     from planner.records import digest
     from planner.routing.coverage import curves, expected_distinct, hot_order
     from planner.routing.expert_counts import from_text, heat_of_model
 
     text, shape = read_text(path), moe_shape(inventory)
     heat = heat_of_model(from_text(text, str(path)), shape, str(path))
-    return {
-        "curves": curves(heat, shape.n_group),
-        "orders": hot_order(heat, shape.n_group),
-        "distinct": expected_distinct(heat, workload.n_ubatch),
-        "heat_digest": digest(text),
-    }
+    return Known(
+        curves=curves(heat, shape.n_group),
+        orders=hot_order(heat, shape.n_group),
+        distinct=expected_distinct(heat, workload.n_ubatch),
+        heat_digest=digest(text),
+    )

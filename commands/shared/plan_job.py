@@ -13,6 +13,8 @@ from commands.shared.companions import first_gpu
 from commands.shared.console import say
 from commands.shared.models import load_plan
 from planner.errors import OptionProblem
+from planner.model.structure import structure_of
+from planner.model.units import units_of
 
 if TYPE_CHECKING:
     from planner.machine.engine_builds import Demands
@@ -56,7 +58,7 @@ class Job:
         inventory = self.file.inventory
         shared = sorted(set(shared_kv(inventory, layers_of(inventory)).values()))
         plan = None if self.mapped else self.plan
-        placed = expected_devices(inventory, self.spec)
+        placed = expected_devices(structure_of(inventory), self.spec)
         checks = Checks(plan, placed, tuple(shared), self._demands(placed), path=str(self.plan_path))
         known = self.plan.machine.measured_on
         if not known or self.mapped or self.elsewhere:
@@ -67,7 +69,7 @@ class Job:
         """What the placement asks of a build; the plan's own range counts on its own devices only."""
         from planner.machine.engine_builds import Demands, computing_devices
 
-        devices = computing_devices(self.file.inventory, placed)
+        devices = computing_devices(units_of(self.file.inventory).units, placed)
         architecture = self.file.inventory.architecture
         if self.mapped:
             return Demands(architecture, devices)
@@ -191,11 +193,12 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
 
     None without a path; where the plan counts on a draft that is said.
     """
+    from planner.constants import CPU
     from planner.memory.reserves import check_extras
     from planner.model.gguf_file import read_model
     from planner.model.layers import layers_of
     from planner.plan.engine_rules import expected_devices
-    from planner.plan.load_spec import CPU, LoadSpec
+    from planner.plan.load_spec import LoadSpec
     from runtime.load.load_params import most_rollback
     from runtime.session.draft_model import Draft
 
@@ -226,7 +229,7 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
         use_mmap=job.spec.use_mmap,
         rollback=n_guess,
     )
-    return Draft(file.paths[0], spec, n_guess, expected_devices(file.inventory, spec))
+    return Draft(file.paths[0], spec, n_guess, expected_devices(structure_of(file.inventory), spec))
 
 
 def review(job: Job, engine: str | None, llama_h: Path | None) -> None:
@@ -238,7 +241,8 @@ def review(job: Job, engine: str | None, llama_h: Path | None) -> None:
 
 def parse_map(texts: tuple[str, ...], plan: Plan) -> dict[str, str]:
     """`CUDA0=CPU` options as a mapping; OptionProblem for a device that the plan does not use."""
-    from planner.plan.load_spec import CPU, devices_of, load_spec
+    from planner.constants import CPU
+    from planner.plan.load_spec import devices_of, load_spec
 
     known = {*devices_of(load_spec(plan)), *(use.name for use in plan.devices)} - {CPU}
     found: dict[str, str] = {}

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from commands.shared.models import load_inventory
+from planner.constants import CPU
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
     from commands.solve.options import Asked
     from planner.machine.profile import Profile
     from planner.memory.reserves import Extras
-    from planner.model.inventory import Inventory
-    from planner.passes.draft_length import Drafting
-    from planner.workload import Workload
 
 _RATE = re.compile(r"0(\.[0-9]+)?|\.[0-9]+|1(\.0*)?")
 
 
 def first_gpu(profile: Profile, budgets: Mapping[str, int]) -> str:
     """The device of what names none; the CPU where there is no GPU."""
-    return next((d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets), "CPU")
-
-
-def beside(inventory: Inventory, workload: Workload, extras: Extras, gpu: str) -> dict[str, Any]:
-    """Fields of SolveOptions: what everything beside the model takes, and where the projector is."""
-    from planner.memory.reserves import reserves
-    from planner.plan.plan import Projector
-
-    eyes = extras.mmproj
-    where = Projector(name=eyes.name, device=extras.mmproj_device or gpu) if eyes is not None else None
-    return {"reserves": reserves(inventory, workload, extras, gpu=gpu), "projector": where}
+    return next((d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets), CPU)
 
 
 def extras_of(asked: Asked, profile: Profile, budgets: Mapping[str, int]) -> Extras:
@@ -53,22 +41,25 @@ def extras_of(asked: Asked, profile: Profile, budgets: Mapping[str, int]) -> Ext
         raise OptionProblem("--mmproj-device", asked.eyes, "needs --mmproj")
     return Extras(
         mmproj=load_inventory(asked.mmproj) if asked.mmproj else None,
-        mmproj_device="CPU" if asked.eyes == "cpu" else "",
+        mmproj_device=CPU if asked.eyes == "cpu" else "",
         draft=load_inventory(asked.draft) if asked.draft else None,
         reserved={name: size for name, size in kept.items() if size},
     )
 
 
-def drafting_of(asked: Asked, extras: Extras, gpu: str) -> Drafting | None:
-    """The question of the draft length, when it is asked; OptionProblem for a rate that is none."""
-    from planner.passes.draft_length import PUBLISHED_PPM, Drafting
+def accept_rate(asked: Asked) -> int | None:
+    """Share of drafted tokens that are right, in ppm; None where the draft length is not to be chosen.
+
+    Raises OptionProblem for a rate that is none.
+    """
+    from planner.passes.settings_to_try import PUBLISHED_PPM
 
     if asked.accept is None:
         return None
     if asked.draft is None and not asked.mtp:
         raise OptionProblem("--draft-accept", asked.accept, "needs --draft or --mtp")
     if asked.accept == "auto":
-        return Drafting(PUBLISHED_PPM, extras, gpu)
+        return PUBLISHED_PPM
     if not _RATE.fullmatch(asked.accept):
         raise OptionProblem("--draft-accept", asked.accept, "expected a rate from 0 to 1, or auto")
-    return Drafting(round(float(asked.accept) * 10**6), extras, gpu)
+    return round(float(asked.accept) * 10**6)

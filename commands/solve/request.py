@@ -4,112 +4,76 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
-from commands.solve.extras import beside, drafting_of, extras_of, first_gpu
+from commands.solve.extras import accept_rate, extras_of, first_gpu
 from commands.solve.options import Asked
-from planner.errors import AnswerIsNo, OptionProblem
+from planner.constants import CPU
+from planner.errors import OptionProblem
 from planner.quoting import shell
 from planner.solver.deadline import Deadline
 from planner.workload import Workload, usual
 
 if TYPE_CHECKING:
     from planner.machine.profile import Profile
-    from planner.memory.reserves import Extras
     from planner.model.inventory import Inventory
-    from planner.passes.draft_length import Drafting
-    from planner.plan.plan import Plan
-    from planner.plan.request import SolveOptions
+    from planner.plan.engine_settings import EngineSettings
+    from planner.plan.known import Known
+    from planner.plan.plan import EngineFit, Plan
+    from planner.plan.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Everything a plan is made from."""
+    """Everything a plan is made from, read from files and options."""
 
+    model: Path
     inventory: Inventory
     profile: Profile
-    budgets: Mapping[str, int]
-    workload: Workload
-    options: SolveOptions
-    lowest_ctx: int  # 0: the context is fixed
-    model: Path
+    request: Request
+    known: Known
+    deadline: Deadline
     fit_engine: str = ""  # whose --fit to ask; "": none
-    drafting: Drafting | None = None  # the draft length is to be chosen
-    movable: Extras | None = None  # what runs beside it, where the projector in it may go to the CPU
 
     def within(self, share: float) -> Inputs:
         """The same with this share of the time that is left."""
-        return replace(self, options=replace(self.options, deadline=self.options.deadline.part(share)))
+        return replace(self, deadline=self.deadline.part(share))
 
-    def plan(self) -> Plan:
-        """The plan; with a context that may shrink, the largest that fits.
-
-        A projector that may goes to the CPU where there is no plan with it on the GPU.
-        """
-        try:
-            return self._plan()
-        except AnswerIsNo as refusal:
-            if self.movable is None:
-                raise self._with_remedies(refusal) from None
-            try:
-                made = self._with_projector_on_cpu(self.movable)._plan()
-            except AnswerIsNo:
-                raise refusal from None
-            say("the vision projector goes to the CPU: there is no room for it on the GPU")
-            return made
-
-    def _with_remedies(self, refusal: AnswerIsNo) -> AnswerIsNo:
-        """A refusal for want of memory, with what was tried and fits."""
-        from planner.passes.refusal import Infeasible
-        from planner.passes.remedies import with_remedies
-
-        if self.lowest_ctx or not isinstance(refusal, Infeasible):
-            return refusal
-        lowest = min(_needed(self.workload), self.workload.n_ctx)
-        return with_remedies(
-            refusal, self.inventory, self.profile, self.budgets, self.workload, self.options, lowest
-        )
-
-    def _with_projector_on_cpu(self, extras: Extras) -> Inputs:
-        there = replace(extras, mmproj_device="CPU")
-        kept = beside(self.inventory, self.workload, there, first_gpu(self.profile, self.budgets))
-        drafting = replace(self.drafting, extras=there) if self.drafting else None
-        return replace(self, options=replace(self.options, **kept), drafting=drafting)
-
-    def _plan(self) -> Plan:
+    def plan(self, *, advise: bool = True) -> Plan:
+        """The plan; what was decided for it is said. `advise`: a refusal says what was tried and fits."""
+        from planner.passes.clock import Clock
         from planner.passes.make_plan import make_plan
 
-        workload, options = self.workload, self.options
-        if self.lowest_ctx:
-            from planner.passes.largest_context import largest_context
+        return make_plan(
+            self.inventory,
+            self.profile,
+            self.request,
+            self.known,
+            clock=Clock(deadline=self.deadline),
+            ask_engine=self._engine_fit if self.fit_engine else None,
+            tell=say,
+            advise=advise,
+        )
 
-            half = replace(self.options, deadline=self.options.deadline.part(0.5))
-            largest, keep = largest_context(
-                self.inventory, self.profile, self.budgets, workload, half, self.lowest_ctx
-            )
-            say(f"context {largest}: the largest with {keep.value}")
-            workload = workload.model_copy(update={"n_ctx": largest})
-        if self.fit_engine:
-            from commands.solve.fitting import engine_fit
+    def _engine_fit(self, workload: Workload, settings: EngineSettings) -> EngineFit:
+        from commands.solve.fitting import Target, engine_fit
 
-            options = replace(options, fit=engine_fit(self, workload))
-        if self.drafting:
-            from planner.passes.draft_length import best_length
-
-            return best_length(self.inventory, self.profile, self.budgets, workload, options, self.drafting)
-        return make_plan(self.inventory, self.profile, self.budgets, workload, options)
+        where = Target(self.model, self.inventory, self.profile, self.request.budgets)
+        return engine_fit(self.fit_engine, where, workload, settings)
 
 
 def inputs_of(asked: Asked) -> Inputs:
     """Read every file and option of a command line; raises InputError with the option at fault."""
+    from planner.cost.pins import parse_pin
     from planner.machine.budgets import budgets_for, parse_budget
+    from planner.memory.reserves import check_extras
     from planner.model.layers import layers_of
     from planner.model.nextn import nextn_fault
+    from planner.plan.request import Beside, Request
 
     deadline = Deadline(asked.time_limit or math.inf)
     profile = load_profile(asked.profile_path, asked.machine)
@@ -120,27 +84,39 @@ def inputs_of(asked: Asked) -> Inputs:
     workload = workload_of(asked, inventory)
     if asked.mtp and (fault := nextn_fault(inventory)):
         raise OptionProblem("--mtp", "", f"the model {fault}")
-    lowest = asked.ctx_min or (min(_needed(workload), workload.n_ctx) if asked.ctx == "max" else 0)
+    lowest = asked.ctx_min or (min(workload.needed_cells, workload.n_ctx) if asked.ctx == "max" else 0)
     if lowest > workload.n_ctx:
         raise OptionProblem("--ctx-min", str(lowest), f"is above the context of {workload.n_ctx}")
     gpu = first_gpu(profile, budgets)
     extras = extras_of(asked, profile, budgets)
-    options = _options(asked, inventory, workload, beside(inventory, workload, extras, gpu), deadline)
+    check_extras(extras.mmproj, extras.draft)
     if asked.engine == "":
         raise OptionProblem("--fit", "", "expected a library, a folder, or auto")
     if asked.engine and asked.model.suffix in (".yaml", ".yml"):
         raise OptionProblem("--fit", asked.engine, "needs the model file itself, not its inventory")
+    movable = asked.mmproj is not None and asked.eyes == "auto" and gpu != CPU
+    request = Request(
+        budgets=budgets,
+        workload=workload,
+        lowest_ctx=lowest,
+        pins=tuple(parse_pin(text) for text in asked.pins),
+        contiguous=asked.contiguous,
+        no_cpu=asked.no_cpu,
+        page=asked.page,
+        stripes=asked.stripes,
+        hybrid=asked.hybrid,
+        beside=Beside(extras, gpu, accept_rate(asked), movable),
+        command=shell(["atsplan", *sys.argv[1:]]),
+        **_host_memory(asked),
+    )
     return Inputs(
+        asked.model,
         inventory,
         profile,
-        budgets,
-        workload,
-        options,
-        lowest,
-        asked.model,
+        request,
+        _known(asked, inventory, workload),
+        deadline,
         asked.engine or "",
-        drafting_of(asked, extras, gpu),
-        extras if asked.mmproj and asked.eyes == "auto" and gpu != "CPU" else None,
     )
 
 
@@ -186,18 +162,12 @@ def workload_of(asked: Asked, inventory: Inventory) -> Workload:
             raise OptionProblem("--kv-type", asked.kv_type, f"{value or 'nothing'}: {why}") from None
         spelt = {field: key for key, field in _USE.items()}.get(name, name)
         raise OptionProblem("--workload", f"{spelt}={value}", why) from None
-    if _needed(workload) > workload.n_ctx:
-        why = f"the workload needs {_needed(workload)} cells"
+    if workload.needed_cells > workload.n_ctx:
+        why = f"the workload needs {workload.needed_cells} cells"
         raise OptionProblem("--ctx", str(workload.n_ctx), why)
     if kv_problem(workload):
         raise OptionProblem("--kv-type", asked.kv_type, kv_problem(workload))
     return workload
-
-
-def _needed(workload: Workload) -> int:
-    """Cells that the workload fills: prompt and answer; a depth beyond them is where an answer begins."""
-    whole = workload.prompt + workload.gen if workload.gen > 1 else max(workload.prompt, 1)
-    return whole if workload.depth <= whole else workload.depth + workload.gen
 
 
 _USE = {"prompt": "prompt", "gen": "gen", "depth": "depth", "seqs": "n_seq"}
@@ -217,28 +187,6 @@ def _use(text: str) -> dict[str, int]:
     return found
 
 
-def _options(
-    asked: Asked, inventory: Inventory, workload: Workload, beside: Mapping[str, Any], deadline: Deadline
-) -> SolveOptions:
-    from planner.cost.pins import parse_pin
-    from planner.plan.request import SolveOptions
-
-    return SolveOptions(
-        pins=tuple(parse_pin(text) for text in asked.pins),
-        contiguous=asked.contiguous,
-        no_cpu=asked.no_cpu,
-        page=asked.page,
-        stripes=asked.stripes,
-        hybrid=asked.hybrid,
-        deadline=deadline,
-        command=shell(["atsplan", *sys.argv[1:]]),
-        **beside,
-        **_host_memory(asked),
-        **_heat(asked, inventory, workload),
-        **_cache(asked),
-    )
-
-
 def _host_memory(asked: Asked) -> dict[str, Any]:
     """The memory asked for; the limit is for the program's own choice."""
     from planner.machine.budgets import EVERY, parse_budget
@@ -253,13 +201,10 @@ def _host_memory(asked: Asked) -> dict[str, Any]:
     return {"host_memory": HostMemory(kind)}
 
 
-def _heat(asked: Asked, inventory: Inventory, workload: Workload) -> dict[str, Any]:
-    from commands.shared.inputs import heat_options
+def _known(asked: Asked, inventory: Inventory, workload: Workload) -> Known:
+    """What files say of the model's routing."""
+    from commands.shared.inputs import cache_curve, known_of_heat
+    from planner.plan.known import Known
 
-    return heat_options(asked.heat, inventory, workload) if asked.heat else {}
-
-
-def _cache(asked: Asked) -> dict[str, Any]:
-    from commands.shared.inputs import cache_options
-
-    return cache_options(asked.cache, asked.model) if asked.cache else {}
+    known = known_of_heat(asked.heat, inventory, workload) if asked.heat else Known()
+    return replace(known, cache=cache_curve(asked.cache, asked.model)) if asked.cache else known

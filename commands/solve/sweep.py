@@ -14,13 +14,13 @@ from commands.shared.figures import check_name, pyplot, save
 from commands.shared.option_types import Target
 from commands.solve.options import Asked, asking
 from commands.solve.request import Inputs, inputs_of
+from planner.constants import MIB
 from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import mathtext
 
 if TYPE_CHECKING:
     from planner.plan.plan import Plan
 
-MIB = 2**20
 _MOST = 500  # plans in one sweep
 
 
@@ -110,9 +110,10 @@ def _points(inputs: Inputs, device: str, sizes: Sequence[int]) -> list[Point]:
     with progress() as bar:
         task = bar.add_task("budgets", total=len(sizes), rate="")
         for n, size in enumerate(sizes):
-            budgets = {**inputs.budgets, device: size * MIB}
+            request = replace(inputs.request, budgets={**inputs.request.budgets, device: size * MIB})
+            here = replace(inputs.within(1 / (len(sizes) - n)), request=request)
             try:
-                plan = replace(inputs.within(1 / (len(sizes) - n)), budgets=budgets).plan()
+                plan = here.plan(advise=False)
             except OutOfTime:  # nothing is known of this budget
                 raise
             except AnswerIsNo:

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 
 from planner.check.consistency import workload_faults
 from planner.check.divided_sites import site_faults
 from planner.check.findings import Finding, Severity
 from planner.check.plan_alone import faults
-from planner.check.reprice import NotPlaceable, asked, reprice
+from planner.check.reprice import NotPlaceable, known_of, reprice, request_of, settings_of
+from planner.constants import PPM
 from planner.errors import AtsplanError, FieldProblem
 from planner.machine.attention_kernels import kv_problem
 from planner.machine.budgets import tight
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
-from planner.model.units import foreign_note, units_of
+from planner.model.structure import Structure, structure_of
+from planner.model.units import foreign_note
+from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
+from planner.passes.margin import STOCK_TOLERANCE_PPM
 from planner.passes.prompt_pipeline import restated
 from planner.passes.refusal import OutOfTime
 from planner.plan.difference import Change, difference
+from planner.plan.known import Known
 from planner.plan.override_match import disagreements
 from planner.plan.overrides import wanted_buffers
 from planner.plan.plan import Plan, from_text, to_text
-from planner.plan.request import SolveOptions
 from planner.solver.deadline import Deadline
 from planner.yaml_reader import Lines
 
-_PPM = 10**6
 _NOT_SEARCHED = "the time limit ended the search: that nothing better exists was not shown again"
 _RULE_OF = {
     "devices": "memory",
@@ -49,7 +52,7 @@ class Inputs:
 
     inventory: Inventory | None
     profile: Profile | None
-    known: SolveOptions = field(default_factory=SolveOptions)  # curves and orders of a heat file
+    known: Known = field(default_factory=Known)  # curves and orders of a heat file
 
     def heat_missing(self, plan: Plan) -> bool:
         """Whether the plan rests on a heat file that was not found."""
@@ -90,10 +93,11 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     for site_fault in impossible:
         report.add("sites", site_fault.why, "units", site_fault.index, "site")
     if inputs.inventory is not None and not impossible:
+        structure = structure_of(inputs.inventory)
         for fault in workload_faults(plan.workload, inputs.inventory):
             report.add("inputs", fault, "workload", "mtp")
-        _overrides(plan, inputs.inventory, report)
-        if foreign := foreign_note(units_of(inputs.inventory).units):
+        _overrides(plan, structure, report)
+        if foreign := foreign_note(structure.units):
             report.add("inputs", foreign, "model", severity=Severity.NOTE)
         if inputs.profile is not None and not inputs.heat_missing(plan):
             _derived(plan, inputs.inventory, inputs.profile, inputs.known, options, report)
@@ -174,10 +178,10 @@ def _headroom(plan: Plan, profile: Profile, report: _Report) -> None:
             report.add("memory", text, "devices", i, severity=Severity.NOTE)
 
 
-def _overrides(plan: Plan, inventory: Inventory, report: _Report) -> None:
+def _overrides(plan: Plan, structure: Structure, report: _Report) -> None:
     """The patterns against the real tensor list."""
     sites = {p.unit: p.site for p in plan.units}
-    units = units_of(inventory).units
+    inventory, units = structure.inventory, structure.units
     if {u.name for u in units} != sites.keys():
         return  # reported by the comparison of units
     devices = [entry.device for entry in plan.layers for _ in range(entry.first, entry.last + 1)]
@@ -201,7 +205,7 @@ def _derived(
     plan: Plan,
     inventory: Inventory,
     profile: Profile,
-    known: SolveOptions,
+    known: Known,
     options: CheckOptions,
     report: _Report,
 ) -> None:
@@ -272,7 +276,7 @@ def _bound(plan: Plan, again: Plan, report: _Report) -> None:
     if recorded.bound_ns > objective:
         report.add("optimal", "bound_ns is above the plan's own objective", "predicted", "bound_ns")
         return
-    gap = (objective - recorded.bound_ns) * _PPM // max(objective, 1)
+    gap = (objective - recorded.bound_ns) * PPM // max(objective, 1)
     if gap != recorded.gap_ppm:
         report.add("optimal", f"gap_ppm is {recorded.gap_ppm}, bound and objective give {gap}", "predicted")
     if recorded.status == "optimal" and gap > 0:
@@ -301,15 +305,15 @@ def _optimal(
     plan: Plan,
     inventory: Inventory,
     profile: Profile,
-    known: SolveOptions,
+    known: Known,
     options: CheckOptions,
     report: _Report,
 ) -> None:
     """Solve again: nothing may be better than the recorded gap allows."""
     deadline = Deadline(options.time_limit_s)
-    question = replace(asked(plan, known), deadline=deadline)
+    asked = request_of(plan), known_of(plan, known), settings_of(plan)
     try:
-        best = make_plan(inventory, profile, plan.constraints.budgets, plan.workload, question)
+        best = make_plan(inventory, profile, *asked, Clock(deadline=deadline))
     except OutOfTime:
         report.add("search", _NOT_SEARCHED, "predicted", severity=Severity.NOTE)
         return
@@ -319,7 +323,7 @@ def _optimal(
         message = f"edited by hand: {loss:.2f} % above the best placement found"
         report.add("optimal", message, "predicted", "status", severity=Severity.NOTE)
         return
-    slack = mine * (plan.predicted.gap_ppm + _tolerance(plan, best)) // _PPM
+    slack = mine * (plan.predicted.gap_ppm + _tolerance(plan, best)) // PPM
     if found < mine - slack:
         report.add(
             "optimal",
@@ -339,7 +343,7 @@ def _optimal(
 
 def _tolerance(plan: Plan, best: Plan) -> int:
     """A stock rule is kept where the solver's answer cannot be told apart from it (at most 2 %)."""
-    return 20_000 if "baseline" in (plan.predicted.status, best.predicted.status) else 0
+    return STOCK_TOLERANCE_PPM if "baseline" in (plan.predicted.status, best.predicted.status) else 0
 
 
 def _stale(profile: Profile, options: CheckOptions, report: _Report) -> None:

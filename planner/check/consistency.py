@@ -13,9 +13,10 @@ from planner.cost.expert_cache import faults as cache_faults
 from planner.errors import InputError
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
+from planner.model.layers import Layers
 from planner.model.nextn import nextn_fault
-from planner.model.units import Kind, units_of
+from planner.model.structure import Structure, structure_of
+from planner.model.units import Kind, Unit
 from planner.passes.prompt_pipeline import restated
 from planner.plan.load_spec import LoadSpec, plan_layer_devices
 from planner.plan.override_match import disagreements
@@ -45,11 +46,12 @@ def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
     ImpossibleSite for a unit divided as it cannot be.
     """
     check_sites(plan, inventory, path)
+    structure = structure_of(inventory)
     faults = (
         workload_faults(plan.workload, inventory)
-        or _layer_faults(plan, inventory)
-        or _unit_faults(plan, inventory)
-        or _tensor_faults(plan, inventory)
+        or _layer_faults(plan, structure.layers)
+        or _unit_faults(plan, structure.units)
+        or _tensor_faults(plan, structure)
         or _cache_faults(plan, inventory)
         or list(cache_faults(plan))
     )
@@ -78,17 +80,15 @@ def workload_faults(workload: Workload, inventory: Inventory) -> list[str]:
     return []
 
 
-def _layer_faults(plan: Plan, inventory: Inventory) -> list[str]:
-    layers = layers_of(inventory)
+def _layer_faults(plan: Plan, layers: Layers) -> list[str]:
     stated = sum(each.last - each.first + 1 for each in plan.layers)
     if stated in (layers.n_main + 1, layers.n_all + 1):
         return []
     return [f"layers: {stated} layers with the output head, the model has {layers.n_main + 1}"]
 
 
-def _unit_faults(plan: Plan, inventory: Inventory) -> list[str]:
+def _unit_faults(plan: Plan, units: Sequence[Unit]) -> list[str]:
     stated = [placement.unit for placement in plan.units]
-    units = units_of(inventory).units
     optional = {unit.name for unit in units if unit.kind in _OPTIONAL}
     known = {unit.name for unit in units}
     return [
@@ -98,9 +98,10 @@ def _unit_faults(plan: Plan, inventory: Inventory) -> list[str]:
     ]
 
 
-def _tensor_faults(plan: Plan, inventory: Inventory) -> list[str]:
+def _tensor_faults(plan: Plan, structure: Structure) -> list[str]:
+    inventory = structure.inventory
     sites = {placement.unit: placement.site for placement in plan.units}
-    units = [unit for unit in units_of(inventory).units if unit.name in sites]
+    units = [unit for unit in structure.units if unit.name in sites]
     try:
         devices = plan_layer_devices(plan)
         wanted = wanted_buffers(inventory, units, [sites[u.name] for u in units], devices)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner.block_names import block_of as layer_of
 from planner.errors import InputError
 from planner.model.inventory import Inventory
 from planner.model.units import Kind, units_of
 from planner.plan.plan import Placement, Plan
-from planner.plan.stock import layer_of
 from planner.site import SiteKind
 
 _COUNTED = {SiteKind.STRIPE: "a stripe", SiteKind.HYBRID: "slots"}

@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner.check.reprice import asked
+from planner.check.reprice import known_of, request_of, settings_of
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
+from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.passes.predict import Breakdown
+from planner.plan.known import Known
 from planner.plan.load_spec import pins_host_weights, works_from_host
 from planner.plan.plan import Baseline, DeviceUse, Plan, Speculation
-from planner.plan.request import SolveOptions
 from planner.site import ON_CPU, Site, SiteKind
 
-GIB = 2**30
 _SHOWN = 6  # largest parts of a token's time
 
 
@@ -92,14 +92,20 @@ def binding(plan: Plan) -> DeviceUse | None:
 
 
 def with_more(
-    plan: Plan, inventory: Inventory, profile: Profile, known: SolveOptions, device: str, extra_bytes: int
+    plan: Plan,
+    inventory: Inventory,
+    profile: Profile,
+    known: Known,
+    device: str,
+    extra_bytes: int,
+    clock: Clock | None = None,
 ) -> Plan | None:
     """The plan with a larger budget on one device; None when the answer is no, as for pins."""
     budgets = dict(plan.constraints.budgets)
     budgets[device] = budgets.get(device, 0) + extra_bytes
-    options = asked(plan, known)
+    request = replace(request_of(plan), budgets=budgets)
     try:
-        return make_plan(inventory, profile, budgets, plan.workload, options)
+        return make_plan(inventory, profile, request, known_of(plan, known), settings_of(plan), clock)
     except AnswerIsNo:
         return None
 

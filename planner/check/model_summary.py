@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.errors import AnswerIsNo
+from planner.memory.compute_buffer import compute_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes, unstated_heads
 from planner.memory.reserves import check_extras, projector_compute_bytes
-from planner.memory.weights import compute_bytes, kv_bytes, state_bytes
 from planner.model.ggml_types import is_known
-from planner.model.inventory import Inventory, by_name
-from planner.model.layers import Layers, layers_of
+from planner.model.inventory import Inventory
 from planner.model.nextn import promised_in_vain
-from planner.model.sliding_window import sliding_layers, window
+from planner.model.sliding_window import window
+from planner.model.structure import Structure, structure_of
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import Kind, Unit, active_bytes, foreign_note, units_of
 from planner.workload import Workload
@@ -78,16 +79,17 @@ class Summary:
 
 def summary_of(inventory: Inventory) -> Summary:
     """Count an inventory; errors of `units_of`."""
-    table, layers = units_of(inventory), layers_of(inventory)
-    growing, fixed = _kv(inventory, layers)
+    structure = structure_of(inventory)
+    table = structure.table
+    growing, fixed = _kv(structure)
     return Summary(
         name=inventory.name,
         architecture=inventory.architecture,
         files=len(inventory.shards),
         tensors=len(inventory.tensors),
         size_bytes=inventory.size_bytes,
-        layers=_layer_kinds(inventory, layers, table.units),
-        roles=_roles(inventory, table.units),
+        layers=_layer_kinds(structure),
+        roles=_roles(structure),
         experts=_experts(table.units),
         active_bytes=sum(u.active_bytes for u in table.units),
         tied_bytes=sum(u.tied_bytes for u in table.units),
@@ -113,12 +115,12 @@ def extra_of(kind: str, inventory: Inventory) -> Mapping[str, object]:
     check_extras(inventory if kind == "mmproj" else None, inventory if kind == "draft" else None)
     if kind == "mmproj":
         return found | {"compute_bytes": projector_compute_bytes(inventory)}
-    growing, fixed = _kv(inventory, layers_of(inventory))
+    growing, fixed = _kv(structure_of(inventory))
     return found | {"kv_bytes_per_1k": growing, "kv_fixed_bytes": fixed}
 
 
-def _kv(inventory: Inventory, layers: Layers) -> tuple[int, int]:
-    slides = sliding_layers(inventory, layers.n_main)
+def _kv(structure: Structure) -> tuple[int, int]:
+    inventory, slides = structure.inventory, structure.slides
     sizes = kv_bytes(inventory, Workload(n_ctx=_CELLS))
     wide = kv_bytes(inventory, Workload(n_ctx=2**20))
     return (
@@ -127,11 +129,10 @@ def _kv(inventory: Inventory, layers: Layers) -> tuple[int, int]:
     )
 
 
-def _layer_kinds(inventory: Inventory, layers: Layers, units: Iterable[Unit]) -> dict[str, int]:
-    kinds = Counter(unit.kind for unit in units if unit.layer is not None)
-    sliding = sum(
-        a and s for a, s in zip(layers.attention, sliding_layers(inventory, layers.n_main), strict=True)
-    )
+def _layer_kinds(structure: Structure) -> dict[str, int]:
+    layers = structure.layers
+    kinds = Counter(unit.kind for unit in structure.units if unit.layer is not None)
+    sliding = sum(a and s for a, s in zip(layers.attention, structure.slides, strict=True))
     found = {
         "main": layers.n_main,
         "attention": sum(layers.attention),
@@ -144,8 +145,8 @@ def _layer_kinds(inventory: Inventory, layers: Layers, units: Iterable[Unit]) ->
     return {name: count for name, count in found.items() if count or name == "main"}
 
 
-def _roles(inventory: Inventory, units: Iterable[Unit]) -> tuple[RoleLine, ...]:
-    tensors = by_name(inventory)
+def _roles(structure: Structure) -> tuple[RoleLine, ...]:
+    tensors, units = structure.tensors, structure.units
     routed = {unit.layer: (unit.used, unit.experts) for unit in units if unit.kind is Kind.EXPERTS}
     lines: dict[str, list[tuple[str, int, int]]] = {}
     for unit in units:
@@ -191,6 +192,8 @@ def _experts(units: Iterable[Unit]) -> tuple[ExpertLine, ...]:
 def _notes(inventory: Inventory, units: Iterable[Unit]) -> tuple[str, ...]:
     found = []
     kinds = Counter(unit.kind for unit in units)
+    if heads := unstated_heads(inventory):
+        found.append(heads)
     if kinds[Kind.FOREIGN]:
         found.append("holds tensors that no text model has: llama.cpp refuses the file")
     if inventory.number("nextn_predict_layers") and not kinds[Kind.NEXTN]:

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from planner.block_names import block_of as layer_of
 from planner.check.recorded_rules import objective_ns
-from planner.plan.load_spec import CPU, LayerGap, plan_layer_devices
+from planner.constants import CPU
+from planner.plan.load_spec import LayerGap, plan_layer_devices
 from planner.plan.patterns import listed
 from planner.plan.plan import DeviceUse, Placement, Plan
-from planner.plan.stock import layer_of
 from planner.site import NoSite, Site
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")

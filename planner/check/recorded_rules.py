@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.passes.stock_rules import layer_devices
-from planner.plan.load_spec import CPU, plan_layer_devices
+from planner.block_names import block_of as layer_of
+from planner.constants import CPU
+from planner.plan.engine_rules import layers_by_ngl
+from planner.plan.load_spec import layer_ranges, plan_layer_devices
 from planner.plan.plan import Baseline, DeviceUse, Placement, Plan
-from planner.plan.stock import layer_of, layer_ranges
 from planner.site import ON_CPU, Site
 
 _FLAGS = re.compile(
@@ -71,7 +72,7 @@ def rule_plan(plan: Plan, rule: Baseline) -> Plan:
         raise ValueError(rule.setting)
     gpus = _gpus(plan, told)
     n_blocks = len(plan_layer_devices(plan)) - 1
-    devices = layer_devices(n_blocks, told.ngl, list(gpus.items()))
+    devices = layers_by_ngl(n_blocks, told.ngl, list(gpus.items()))
     free = plan.constraints.model_copy(update={"pins": (), "contiguous": False, "no_cpu": False})
     predicted = plan.predicted.model_copy(update={"tpot_ns": rule.tpot_ns, "prefill_ns": rule.prefill_ns})
     changed = {

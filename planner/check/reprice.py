@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planner.cost.build_problem import OUTPUT, Priced, model_of, price
+from planner.block_names import block_of
+from planner.cost.build_problem import Priced
 from planner.cost.pins import parse_pin
 from planner.errors import AnswerIsNo
-from planner.machine.engine_builds import mixing_fault
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.passes import stock_rules
-from planner.passes.make_plan import as_stored, host_only, rows
+from planner.passes.case import Case, loading_of
+from planner.passes.chosen import Chosen
+from planner.passes.placements import cpu_alone, rows
 from planner.passes.predict import Breakdown, breakdown
-from planner.passes.record import Chosen, record
+from planner.passes.record import record
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
 from planner.plan.plan import Plan
-from planner.plan.request import Reserve, SolveOptions
-from planner.site import Site
+from planner.plan.request import Request
+from planner.site import Site, SiteKind
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Decision
 
@@ -52,55 +57,72 @@ class Repriced:
     parts: Breakdown  # of the predicted time
 
 
-def asked(plan: Plan, known: SolveOptions) -> SolveOptions:
-    """What the solver was asked; `known` carries what a plan does not hold: coverage curves, limits."""
+def request_of(plan: Plan) -> Request:
+    """What the solver was asked for, the settings of the engine as the plan has them."""
     constraints = plan.constraints
-    return replace(
-        known,
+    return Request(
+        budgets=constraints.budgets,
+        workload=plan.workload,
         pins=tuple(parse_pin(text) for text in constraints.pins),
         contiguous=constraints.contiguous,
         no_cpu=constraints.no_cpu,
         page=constraints.page,
-        reserves=tuple(Reserve(r.name, r.device, r.size_bytes) for r in constraints.reserves),
-        heat_digest=constraints.heat_digest,
+        host_memory=plan.host_memory,
         stripes=constraints.stripes,
         hybrid=constraints.hybrid is True,
-        projector=plan.projector,
-        host_memory=plan.host_memory,
-        speculation=plan.speculation,
-        fit=plan.fit if plan.fit and plan.fit.n_ctx == plan.workload.n_ctx else None,
-        cache=constraints.cache or (),
         command=plan.command,
     )
 
 
-def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOptions) -> Repriced:
+def settings_of(plan: Plan) -> EngineSettings:
+    """The settings that were not for the solver to choose."""
+    return EngineSettings(
+        host_memory=plan.host_memory,
+        speculation=plan.speculation,
+        slots=any(p.site.kind is SiteKind.HYBRID for p in plan.units),
+        projector=plan.projector,
+        reserves=plan.constraints.reserves,
+    )
+
+
+def known_of(plan: Plan, known: Known) -> Known:
+    """What the solver knew; `known` carries what a plan does not hold: coverage curves."""
+    constraints = plan.constraints
+    return replace(
+        known,
+        heat_digest=constraints.heat_digest,
+        fit=plan.fit if plan.fit and plan.fit.n_ctx == plan.workload.n_ctx else None,
+        cache=constraints.cache or (),
+    )
+
+
+def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Repriced:
     """Every derived value of a plan, recomputed from its sites and layer devices.
 
     Bound, gap and status are taken over, since only solving again can tell them. Raises NotPlaceable.
     """
-    options = asked(plan, known)
-    budgets = plan.constraints.budgets
-    model = model_of(inventory, plan.workload)
-    free = replace(options, pins=(), contiguous=False, no_cpu=False)
-    everything = price(model, profile, budgets, plan.workload, free)
-    stock = stock_rules.candidates(everything, options.fit)
-    alone = host_only(model, profile, budgets, plan.workload, options)
-    fault = mixing_fault(inventory.architecture, profile.fingerprint.engine, budgets)
-    decided = replace(options, op_offload=plan.op_offload, no_cpu=options.no_cpu or fault is not None)
-    priced = everything if decided == free else price(model, profile, budgets, plan.workload, decided)
+    case = Case(structure_of(inventory), profile, request_of(plan), known_of(plan, known))
+    settings = settings_of(plan)
+    loading = loading_of(case, case.analysed(settings), settings)
+    everything = loading.free(settings)
+    stock = stock_rules.candidates(everything, case.known.fit)
+    alone = cpu_alone(loading, replace(settings, gpus=False))
+    decided = replace(settings, op_offload=plan.op_offload)
+    same = decided == settings and loading.limits == case.request.unconstrained()
+    priced = everything if same else loading.constrained(decided)
     devices = {use.name for use in plan.devices}
     if plan.op_offload and alone is not None and devices <= {d.device for d in alone[0].problem.devices}:
         # No GPU is opened: its compute buffer is not there either.
-        priced = as_stored(alone[0], profile, budgets, options) if plan.repack is False else alone[0]
+        stored = replace(settings, gpus=False, repack=False)
+        priced = loading.free(stored) if plan.repack is False else alone[0]
     chosen = _chosen(plan, priced)
-    made = record(chosen, rows(alone, stock), profile, budgets, plan.workload, options)
+    made = record(chosen, rows(alone, stock), profile, case.request, case.known)
     parts = breakdown(priced, chosen.solution, chosen.evaluation)
     told = made.model_copy(update={"notes": plan.notes, "search": plan.search})
     return Repriced(told, chosen.evaluation.violations, parts)
 
 
-def edited(plan: Plan, inventory: Inventory, profile: Profile, known: SolveOptions) -> Plan:
+def edited(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Plan:
     """The plan with everything that follows from its sites recomputed, marked as edited when they changed.
 
     Raises NotPlaceable for a site that must not be, OverLimit for one that does not fit.
@@ -160,7 +182,7 @@ def _culprit(priced: Priced, devices: tuple[str, ...], sites: Mapping[str, Site]
     for decision in priced.problem.decisions:
         if not decision.layer:
             continue
-        home = devices[-1] if decision.name == OUTPUT else devices[int(decision.name.removeprefix("blk."))]
+        home = devices[-1 if (layer := block_of(decision.name)) is None else layer]
         if home not in names:
             return NotPlaceable("", f"{decision.name}: there is no device {home}")
         problem = _fault(decision, names.index(home), home, sites)

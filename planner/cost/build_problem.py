@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from planner.constants import MAX_ENGINE_DEVICES
 from planner.cost.expert_cache import cache_shares
-from planner.cost.layer_options import Chooser
+from planner.cost.layer_options import Choices, Chooser
+from planner.cost.ledger import Ledger, Once, Parts, Placed, once
 from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
 from planner.cost.shared_kv import Sharing
 from planner.cost.unit_time import Prices, state_case
 from planner.machine import op_time
-from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory
+from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_bound
 from planner.memory import kv_cache
+from planner.memory.memory import NOTHING, Memory
 from planner.memory.memory_limits import Room, room_of
 from planner.model.inventory import Inventory
-from planner.model.layers import Layers, layers_of, shared_kv
-from planner.model.units import Kind, Unit, UnitTable, units_of
-from planner.plan.request import SolveOptions
+from planner.model.layers import Layers, shared_kv
+from planner.model.structure import Structure
+from planner.model.units import Kind, Unit
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
+from planner.plan.request import Request
 from planner.site import ON_CPU, sites
-from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem, Share
+from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem
 from planner.workload import Workload
 
 INPUT = "input"
@@ -34,26 +40,33 @@ _NOT_LOADED = frozenset({Kind.FOREIGN})
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model ready for planning: its units by decision, its caches."""
+    """A model analysed for one use: its units by decision, its caches."""
 
-    inventory: Inventory
-    table: UnitTable
-    layers: Layers
+    structure: Structure
+    workload: Workload
     groups: tuple[tuple[str, tuple[Unit, ...]], ...]  # decision name and its units, in graph order
     kv: Mapping[str, int]  # bytes by decision
     state: Mapping[str, int]
     owners: Mapping[str, str]  # decision of a layer that reads another's KV cache, and of that other
 
     @property
+    def inventory(self) -> Inventory:
+        return self.structure.inventory
+
+    @property
+    def layers(self) -> Layers:
+        return self.structure.layers
+
+    @property
     def units(self) -> tuple[Unit, ...]:
-        return self.table.units
+        return self.structure.units
 
 
-def model_of(inventory: Inventory, workload: Workload) -> Model:
+def analyse(structure: Structure, workload: Workload) -> Model:
     """Group the units of a model into decisions: the input tables, each layer, the output head."""
-    table, layers = units_of(inventory), layers_of(inventory)
+    inventory, layers = structure.inventory, structure.layers
     groups: dict[str, list[Unit]] = {INPUT: []}
-    for unit in table.units:
+    for unit in structure.units:
         if unit.kind in _NOT_LOADED or (unit.kind is Kind.NEXTN and not workload.mtp):
             continue
         groups.setdefault(decision_of(unit), []).append(unit)
@@ -64,9 +77,8 @@ def model_of(inventory: Inventory, workload: Workload) -> Model:
         caches |= dict(zip(names, kv_cache.nextn_kv_bytes(inventory, workload), strict=True))
     state = dict(zip(_names(layers.n_main), kv_cache.state_bytes(inventory, workload), strict=True))
     return Model(
-        inventory,
-        table,
-        layers,
+        structure,
+        workload,
         tuple((k, tuple(v)) for k, v in groups.items() if v),
         caches,
         state,
@@ -92,53 +104,61 @@ class Priced:
     model: Model
     problem: Problem
     prices: Prices
-    fixed: Mapping[str, Room]  # memory a device needs as soon as it is used
-    op_offload: bool = True  # long prompts of host weights are computed on a GPU
-    repack: bool = True  # weights of a CPU without GPU change their layout
+    ledger: Ledger  # the parts of the memory that the problem counts in totals
+    settings: EngineSettings
 
     @property
     def copies(self) -> bool:
         """Whether a GPU has room for host weights that prompts need."""
         long = self.prices.workload.n_ubatch >= OFFLOAD_BATCH
-        return self.op_offload and long and any(d.kind == "gpu" for d in self.problem.devices)
+        return self.settings.op_offload and long and any(d.kind == "gpu" for d in self.problem.devices)
 
 
-def price(
+def build_problem(
     model: Model,
     profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
+    request: Request,
+    settings: EngineSettings,
+    known: Known,
 ) -> Priced:
-    """The placement problem on the devices that have a budget."""
-    devices = tuple(d for d in profile.devices if d.name in budgets and d.kind != "cpu")
-    devices += tuple(d for d in profile.devices if d.name in budgets and d.kind == "cpu")
+    """The placement problem on the devices that have a budget and are opened, for the model's workload."""
+    devices = devices_of(profile, request.budgets, settings)
     # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
-    repack = options.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
-    memory = options.host_memory or HostMemory.PINNED
-    prices = Prices(model.inventory, profile, workload, options.distinct, repack, options.speculation, memory)
-    rooms = {d.name: room_of(model.inventory, workload, d, options.op_offload) for d in devices}
-    shares = tuple(share for i, d in enumerate(devices) for share in _shares(i, d, rooms[d.name]))
-    shares += cache_shares(model.inventory, model.units, devices, options.cache)
-    shares += _stages(model, devices) if options.hybrid else ()
-    chooser = Chooser(prices, devices, options, rooms)
+    repack = settings.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
+    workload, drafts, memory = model.workload, settings.speculation, settings.host_memory
+    prices = Prices(model.structure, profile, workload, known.distinct, repack, drafts, memory)
+    rooms = {d.name: room_of(model.inventory, workload, d, settings.op_offload) for d in devices}
+    fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, rooms[d.name])]
+    fixed += cache_shares(model.structure, devices, known.cache)
+    fixed += _stages(model, devices) if settings.slots else ()
+    chooser = Chooser(prices, devices, Choices.of(request, settings, known), rooms)
     units = [u for _, g in model.groups for u in g]
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
     idle = [u for u in model.units if u.name not in loaded]
-    wanted |= pinned(options.pins, units, [d.name for d in devices], idle)
-    sharing = Sharing(model.owners, model.kv, devices, prices, len(shares))
+    wanted |= pinned(request.pins, units, [d.name for d in devices], idle)
+    sharing = Sharing(model.owners, model.kv, devices, prices, len(fixed))
+    fixed += [(share, NOTHING) for share in sharing.shares()]
+    placed = {
+        name: sharing.told(name, _placed(chooser, model, name, units, request, wanted))
+        for name, units in model.groups
+    }
     decisions = tuple(
-        sharing.told(_decision(chooser, model, name, units, options, wanted)) for name, units in model.groups
+        Decision(name, tuple(u.name for u in units), tuple(p.option for p in placed[name]), name != INPUT)
+        for name, units in model.groups
     )
-    reserved = {d.name: options.reserved_bytes(d.name) for d in devices}
+    held: dict[tuple[str, Hashable], Parts] = {
+        (name, p.option.key): p.held for name, options_ in placed.items() for p in options_
+    }
+    ledger = Ledger(held, tuple(memory for _, memory in fixed))
+    reserved = {d.name: settings.reserved_bytes(d.name) for d in devices}
     pools = _pools(devices, profile, reserved)
     problem = Problem(
         devices=tuple(
             Capacity(
                 d.name,
                 d.kind,
-                max(_budget(d, budgets, options) - reserved[d.name], 0),
+                max(_budget(d, request) - reserved[d.name], 0),
                 _pool_index(pools, d),
             )
             for d in devices
@@ -146,16 +166,23 @@ def price(
         decisions=decisions,
         edges=_edges(prices, devices, len(decisions)),
         pools=pools,
-        shares=(*shares, *sharing.shares()),
+        shares=tuple(share for share, _ in fixed),
         exclusive=(*chooser.exclusive(), *sharing.exclusive()),
         mixed=_mixed(model, prices, devices, decisions),
         decode_weight=workload.gen,
         decode_ns=prices.token_ns,
-        max_runs=options.max_runs,
-        host_leads=options.op_offload and _streams(devices, workload),
-        contiguous=options.contiguous,
+        max_runs=MAX_ENGINE_DEVICES,
+        host_leads=settings.op_offload and _streams(devices, workload),
+        contiguous=request.contiguous,
     )
-    return Priced(model, rounded(problem), prices, rooms, options.op_offload, options.repack)
+    return Priced(model, rounded(problem), prices, ledger, settings)
+
+
+def devices_of(profile: Profile, budgets: Mapping[str, int], settings: EngineSettings) -> tuple[Device, ...]:
+    """The devices that may be used, GPUs first."""
+    offered = [d for d in profile.devices if d.name in budgets]
+    gpus = [d for d in offered if d.kind != "cpu"] if settings.gpus else []
+    return (*gpus, *(d for d in offered if d.kind == "cpu"))
 
 
 def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:
@@ -168,18 +195,19 @@ def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:
     return longest >= OFFLOAD_BATCH and any(d.kind == "gpu" for d in devices)
 
 
-def _budget(device: Device, budgets: Mapping[str, int], options: SolveOptions) -> int:
-    return 2**62 if device.kind == "cpu" and options.page else budgets[device.name]
+def _budget(device: Device, request: Request) -> int:
+    return 2**62 if device.kind == "cpu" and request.page else request.budgets[device.name]
 
 
-def _shares(index: int, device: Device, room: Room) -> tuple[Share, ...]:
-    """What the use of a device costs once, in the order of `choices.PER_DEVICE`."""
+def _shares(index: int, device: Device, room: Room) -> tuple[Once, ...]:
+    """What the use of a device costs once, in the order of `layer_options.PER_DEVICE`."""
     shared = room.shared_bytes
+    in_use = Memory(compute=room.base_bytes, reserve=device.context_bytes)
     return (
-        Share(f"{device.name} in use", index, room.base_bytes + device.context_bytes),
-        Share(f"{device.name} streams or has the head", index, shared),
-        Share(f"{device.name} streams", index, room.staging_bytes - shared),
-        Share(f"{device.name} has the head", index, room.head_bytes - shared),
+        once(f"{device.name} in use", index, in_use),
+        once(f"{device.name} streams or has the head", index, Memory(compute=shared)),
+        once(f"{device.name} streams", index, Memory(compute=room.staging_bytes - shared)),
+        once(f"{device.name} has the head", index, Memory(compute=room.head_bytes - shared)),
     )
 
 
@@ -199,21 +227,21 @@ def _pool_index(pools: tuple[Pool, ...], device: Device) -> int:
     return next((i for i, pool in enumerate(pools) if pool.name == device.memory_pool), -1)
 
 
-def _decision(
+def _placed(
     chooser: Chooser,
     model: Model,
     name: str,
     units: tuple[Unit, ...],
-    options: SolveOptions,
+    request: Request,
     wanted: Mapping[str, Wanted],
-) -> Decision:
+) -> list[Placed]:
+    """The options of a decision that constraints leave."""
     if name == INPUT:
         found = chooser.on_host(units)
     else:
-        held = model.kv.get(name, 0), model.state.get(name, 0)
-        found = chooser.layer(units, *held, reads=name in model.owners)
-    kept = [o for o in found if _allowed(chooser, o, name, units, options, wanted)]
-    return Decision(name, tuple(u.name for u in units), tuple(kept), name != INPUT)
+        kept = Memory(kv=model.kv.get(name, 0), state=model.state.get(name, 0))
+        found = chooser.layer(units, kept, reads=name in model.owners)
+    return [p for p in found if _allowed(chooser, p.option, name, units, request, wanted)]
 
 
 def _allowed(
@@ -221,13 +249,13 @@ def _allowed(
     option: Option,
     name: str,
     units: tuple[Unit, ...],
-    options: SolveOptions,
+    request: Request,
     wanted: Mapping[str, Wanted],
 ) -> bool:
     if name != INPUT:
-        if options.contiguous and not option.whole:
+        if request.contiguous and not option.whole:
             return False
-        if options.no_cpu and chooser.uses_host(option):
+        if request.no_cpu and chooser.uses_host(option):
             return False
     return all(
         wanted[unit.name].admits(site)
@@ -236,10 +264,11 @@ def _allowed(
     )
 
 
-def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Share, ...]:
+def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Once, ...]:
     """Where prompts bring experts without a slot: room for those of the largest layer, once a device."""
     largest = max((u.size_bytes for u in model.units if u.kind is Kind.EXPERTS), default=0)
-    return tuple(Share(f"{d.name} stages experts", i, largest) for i, d in enumerate(devices))
+    staged = Memory(compute=largest)
+    return tuple(once(f"{d.name} stages experts", i, staged) for i, d in enumerate(devices))
 
 
 def _edges(prices: Prices, devices: tuple[Device, ...], n: int) -> tuple[Edge, ...]:

@@ -6,17 +6,17 @@ host memory, whether a plan wants that or not, and keeps the experts of all of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from planner.constants import CPU
+from planner.cost.ledger import Once, once
 from planner.machine.profile import Device
-from planner.model.inventory import Inventory, by_name
-from planner.model.units import Kind, Unit, movable
-from planner.plan.load_spec import CPU, plan_layer_devices
+from planner.memory.memory import NOTHING, Memory
+from planner.model.structure import Structure
+from planner.model.units import Kind, movable
+from planner.plan.load_spec import plan_layer_devices
 from planner.plan.plan import CachePoint, Placement, Plan
 from planner.site import ON_CPU, Site, SiteKind
-from planner.solver.problem import Share
-
-_PPM = 10**6
 
 
 def cached(sites: Iterable[Site]) -> set[Site]:
@@ -25,8 +25,8 @@ def cached(sites: Iterable[Site]) -> set[Site]:
 
 
 def cache_shares(
-    inventory: Inventory, units: Sequence[Unit], devices: Sequence[Device], curve: Sequence[CachePoint]
-) -> tuple[Share, ...]:
+    structure: Structure, devices: Sequence[Device], curve: Sequence[CachePoint]
+) -> tuple[Once, ...]:
     """What each size of the engine's MoE cache takes beside its part of every layer, by device.
 
     The engine adds one slot for each set of layers whose experts are alike, and is told whole MiB. The last
@@ -34,25 +34,19 @@ def cache_shares(
     """
     if not curve:
         return ()
-    tensors = by_name(inventory)
+    tensors = structure.tensors
     slots = {
         tuple((tensors[n].type, tensors[n].shape) for n in movable(u)): u.size_bytes // u.experts
-        for u in units
+        for u in structure.units
         if u.kind is Kind.EXPERTS
     }
     extra = sum(slots.values()) + 2**20
     found = [
-        Share(f"{d.name} has a cache of {point.share_ppm} ppm", i, extra)
+        once(f"{d.name} has a cache of {point.share_ppm} ppm", i, Memory(cache=extra))
         for i, d in enumerate(devices)
         for point in curve
     ]
-    return (*found, Share("experts on the host without a cache", 0, 0))
-
-
-def cached_bytes(sites: Mapping[str, Site], sizes: Mapping[str, int], device: str) -> int:
-    """The parts of cached units that lie on a device; `sizes` are the bytes of their experts."""
-    here = ((u, s) for u, s in sites.items() if s.kind is SiteKind.CACHE and s.device == device)
-    return sum(sizes[unit] * site.amount // _PPM for unit, site in here)
+    return (*found, once("experts on the host without a cache", 0, NOTHING))
 
 
 def told(placements: Sequence[Placement], curve: Sequence[CachePoint]) -> list[str]:

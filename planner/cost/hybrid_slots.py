@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_PPM = 10**6
+from planner.constants import PPM
+
 # Read-back of the choice and the input, rewritten ids, rows sent back: 28 to 40 us a layer on an H200 with 16
 # cores (docs/findings-hybrid.md). A profile that measured it says its own.
 SYNC_NS = 40_000
@@ -82,7 +83,7 @@ def widths(
     for k in dict.fromkeys(round(n * step / steps) for step in range(1, steps)):
         if 0 < k < n:
             cold = sum(in_prompt[k:]) / max(sum(in_prompt), 1e-12)
-            yield Slots(k, expected_ns(lanes, chosen, sum(touched[k:])), round(cold * _PPM))
+            yield Slots(k, expected_ns(lanes, chosen, sum(touched[k:])), round(cold * PPM))
 
 
 def _touched(rate: float, tokens: int) -> float:

@@ -4,37 +4,57 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from planner.constants import PPM
 from planner.cost import hybrid_slots
-from planner.cost.stripe_widths import Stripe, stripe_widths
+from planner.cost.ledger import Parts, Placed, spread, summed, totals
+from planner.cost.stripe_widths import STEPS, Stripe, stripe_widths
 from planner.cost.unit_time import Prices, Times
 from planner.machine.attention_kernels import attends
 from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device
+from planner.memory.memory import Memory
 from planner.memory.memory_limits import Room
 from planner.model.units import BOUND, Kind, Unit
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
 from planner.plan.load_spec import HYBRID_GUESTS
 from planner.plan.plan import CachePoint
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.problem import Option
 
 PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
 _CACHED_BATCH = 32  # tokens a step up to which the engine uses its MoE cache
-_PPM = 10**6
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """One place for one movable unit: bytes per device, times, and whether the CPU computes it."""
+    """One place for one movable unit: memory by device, times, and whether the CPU computes it."""
 
     site: Site
-    memory: tuple[int, ...]
+    held: Parts
     times: Times
     host: bool = False
     shares: tuple[int, ...] = ()
     splits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a layer may do beside lying on one device as a whole."""
+
+    op_offload: bool = True  # long prompts of host weights are computed on a GPU
+    stripes: bool = True
+    hybrid: bool = False
+    curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # coverage by layer
+    cache: tuple[CachePoint, ...] = ()  # sizes of the engine's MoE cache
+
+    @classmethod
+    def of(cls, request: Request, settings: EngineSettings, known: Known) -> Choices:
+        """The part of what was asked, tried and known that bears on one layer."""
+        return cls(settings.op_offload, request.stripes, settings.slots, known.curves, known.cache)
 
 
 class Chooser:
@@ -44,22 +64,25 @@ class Chooser:
         self,
         prices: Prices,
         devices: tuple[Device, ...],
-        options: SolveOptions,
+        choices: Choices,
         rooms: Mapping[str, Room],
     ) -> None:
-        self.prices, self.devices, self.options, self.rooms = prices, devices, options, rooms
+        self.prices, self.devices, self.choices, self.rooms = prices, devices, choices, rooms
         self.workload = prices.workload
         self.cpu = next((i for i, d in enumerate(devices) if d.kind == "cpu"), -1)
         self.first_gpu = next((i for i, d in enumerate(devices) if d.kind == "gpu"), -1)
 
-    def on_host(self, units: tuple[Unit, ...]) -> list[Option]:
+    def on_host(self, units: tuple[Unit, ...]) -> list[Placed]:
         """Tables that the engine keeps on the host."""
+        sites = (ON_CPU,) * len(units)
         if self.cpu < 0:
-            return [Option(0, 0, (ON_CPU,) * len(units), 0, 0, (0,) * len(self.devices))]
+            nothing = self._weights({})
+            return [Placed(Option(0, 0, sites, 0, 0, totals(nothing)), nothing)]
         name = self.devices[self.cpu].name
         times = sum((self.prices.on(u, name) for u in units), Times(0, 0))
-        memory = self._bytes(self.cpu, sum(u.size_bytes for u in units))
-        return [Option(self.cpu, self.cpu, (ON_CPU,) * len(units), times.decode_ns, times.prefill_ns, memory)]
+        held = self._weights({self.cpu: sum(u.size_bytes for u in units)})
+        option = Option(self.cpu, self.cpu, sites, times.decode_ns, times.prefill_ns, totals(held))
+        return [Placed(option, held)]
 
     def uses_host(self, option: Option) -> bool:
         """Whether anything of an option lies in host memory."""
@@ -70,24 +93,24 @@ class Chooser:
 
         So one GPU has the cache, and no layer of any GPU has its experts on the host beside it.
         """
-        if not self.options.cache:
+        if not self.choices.cache:
             return ()
         return (tuple(range(self._cache_share(0, 0), self._cache_share(len(self.devices), 0) + 1)),)
 
-    def layer(self, units: tuple[Unit, ...], kv: int, state: int, *, reads: bool = False) -> list[Option]:
-        """Options of a layer (or the output head) that keeps `kv` and `state` bytes beside its weights.
+    def layer(self, units: tuple[Unit, ...], kept: Memory, *, reads: bool = False) -> list[Placed]:
+        """Options of a layer (or the output head) that keeps KV and state (`kept`) beside its weights.
 
         `reads`: its attention works on another layer's cache.
         """
-        found: list[Option] = []
+        found: list[Placed] = []
         for d, device in enumerate(self.devices):
             limit = device.max_alloc_bytes
             if (limit and self.rooms[device.name].largest_bytes > limit) or (
-                (kv or reads) and not attends(device, self.workload, self.prices.profile.timings)
+                (kept.kv or reads) and not attends(device, self.workload, self.prices.profile.timings)
             ):
                 continue
             spots = [list(self._spots(unit, d)) for unit in units]
-            found += [self._option(d, units, chosen, kv + state) for chosen in itertools.product(*spots)]
+            found += [self._option(d, units, chosen, kept) for chosen in itertools.product(*spots)]
         return found
 
     def _too_large(self, device: Device, unit: Unit) -> bool:
@@ -101,14 +124,14 @@ class Chooser:
         device = self.devices[d]
         if d == self.cpu:
             through = -1 if unit.kind is Kind.OUTPUT else self.first_gpu
-            yield Spot(ON_CPU, self._bytes(d, unit.size_bytes), self._host_times(unit, through), True)
+            yield Spot(ON_CPU, self._weights({d: unit.size_bytes}), self._host_times(unit, through), True)
             return
         here = self.prices.on(unit, device.name)
         if unit.kind is Kind.OUTPUT:
             here += self._logits(device)
         able = self.prices.computes(unit, device.name)
         if able and not self._too_large(device, unit):
-            yield Spot(Site.on(device.name), self._bytes(d, unit.size_bytes + unit.tied_bytes), here)
+            yield Spot(Site.on(device.name), self._weights({d: unit.size_bytes + unit.tied_bytes}), here)
         # A tied head is the input table itself: an override would move both.
         apart = unit.kind in (Kind.FFN, Kind.EXPERTS) or (unit.kind is Kind.OUTPUT and not unit.tied_bytes)
         if apart and self.cpu >= 0:
@@ -116,10 +139,9 @@ class Chooser:
             streams = able and device.kind == "gpu" and unit.kind is not Kind.OUTPUT
             times = self._host_times(unit, d if streams else -1)
             moved = self.prices.moved_bytes(unit)
-            memory = [0] * len(self.devices)
-            memory[self.cpu], memory[d] = moved, unit.size_bytes - moved
+            held = self._weights({self.cpu: moved, d: unit.size_bytes - moved})
             shares = self._no_cache() if unit.kind is Kind.EXPERTS else ()
-            yield Spot(ON_CPU, tuple(memory), times, True, shares)
+            yield Spot(ON_CPU, held, times, True, shares)
         if able and unit.kind is Kind.EXPERTS and device.kind == "gpu" and self.cpu >= 0:
             yield from self._stripes(unit, d, here)
             yield from self._hybrid(unit, d, here)
@@ -127,7 +149,7 @@ class Chooser:
 
     def _host_times(self, unit: Unit, through: int) -> Times:
         cpu = self.devices[self.cpu].name
-        streamed = through >= 0 and self.options.op_offload
+        streamed = through >= 0 and self.choices.op_offload
         return self.prices.on_host(unit, cpu, self.devices[through].name if streamed else None)
 
     def _logits(self, device: Device) -> Times:
@@ -141,24 +163,23 @@ class Chooser:
 
     def _stripes(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
         device = self.devices[d]
-        curve = self.options.curves.get(unit.layer) if unit.layer is not None else None
-        if not curve or not self.options.stripes or not self.prices.zero_copy(device.name):
+        curve = self.choices.curves.get(unit.layer) if unit.layer is not None else None
+        if not curve or not self.choices.stripes or not self.prices.zero_copy(device.name):
             return
         cold = self.prices.on(unit, device.name, "CUDA_Host")
-        for stripe in stripe_widths(unit, self.prices, curve, self.options.stripe_steps):
-            memory = [0] * len(self.devices)
-            memory[d], memory[self.cpu] = stripe.device_bytes, stripe.host_bytes
+        for stripe in stripe_widths(unit, self.prices, curve):
+            held = self._weights({d: stripe.device_bytes, self.cpu: stripe.host_bytes})
             times = _blend(here, cold, stripe)
-            yield Spot(Site(SiteKind.STRIPE, device.name, stripe.k), tuple(memory), times)
+            yield Spot(Site(SiteKind.STRIPE, device.name, stripe.k), held, times)
 
     def _hybrid(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
         """Some experts in slots, the others computed by the CPU or brought by the bus meanwhile."""
         device, host = self.devices[d], self.devices[self.cpu]
-        if not self.options.hybrid or (device.memory_pool and device.memory_pool == host.memory_pool):
+        if not self.choices.hybrid or (device.memory_pool and device.memory_pool == host.memory_pool):
             return
         tokens, moved = self.prices.step_tokens, self.prices.moved_bytes(unit)
         each = moved // unit.experts
-        curve = self.options.curves.get(unit.layer or 0) or hybrid_slots.flat(unit.experts)
+        curve = self.choices.curves.get(unit.layer or 0) or hybrid_slots.flat(unit.experts)
         alone = self.prices.on(unit, host.name)
         step = (self.prices.on(unit, device.name).decode_ns, alone.decode_ns)
         lanes = hybrid_slots.Lanes(
@@ -169,20 +190,17 @@ class Chooser:
         )
         streamed = self._host_times(unit, d).prefill_ns
         work = self.workload.n_ubatch
-        for slots in hybrid_slots.widths(
-            unit.experts, unit.used, tokens, work, curve, lanes, self.options.stripe_steps
-        ):
-            memory = [0] * len(self.devices)
-            memory[d] = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
-            memory[self.cpu] = moved
-            prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // _PPM
+        for slots in hybrid_slots.widths(unit.experts, unit.used, tokens, work, curve, lanes, STEPS):
+            here_bytes = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
+            held = self._weights({d: here_bytes, self.cpu: moved})
+            prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // PPM
             times = Times(slots.step_ns, prefill, 0)
             share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)
-            yield Spot(Site(SiteKind.HYBRID, device.name, slots.k), tuple(memory), times, shares=share)
+            yield Spot(Site(SiteKind.HYBRID, device.name, slots.k), held, times, shares=share)
 
     def _n_cache(self) -> int:
         """How many shares the engine's MoE cache has."""
-        return len(self.devices) * len(self.options.cache) + 1 if self.options.cache else 0
+        return len(self.devices) * len(self.choices.cache) + 1 if self.choices.cache else 0
 
     def _cached(self, unit: Unit, d: int, here: Times) -> Iterator[Spot]:
         """Experts on the host behind the engine's cache: decoded on the GPU, prompts like host weights."""
@@ -193,43 +211,40 @@ class Chooser:
         there = self._there(d, unit) + self._hand_over(self.cpu, d, 1)
         prefill = self._host_times(unit, d).prefill_ns + there.prefill_ns
         streaming = (PER_DEVICE * d + 1, PER_DEVICE * d + 2) if self._streams(d) else ()
-        for n, point in enumerate(self.options.cache):
+        for n, point in enumerate(self.choices.cache):
             if not serves(point, unit, self.prices.step_tokens):
                 continue
-            memory = [0] * len(self.devices)
-            memory[d] = unit.size_bytes - moved + moved * point.share_ppm // _PPM
-            memory[self.cpu] = moved
+            slots = Memory(unit.size_bytes - moved, cache=moved * point.share_ppm // PPM)
+            held = spread({d: slots, self.cpu: Memory(moved)}, len(self.devices))
             times = Times(here.decode_ns + self._misses_ns(unit, d, point), prefill, 0)
             shares = (*streaming, self._cache_share(d, n))
             site = Site(SiteKind.CACHE, device.name, point.share_ppm)
-            yield Spot(site, tuple(memory), times, shares=shares, splits=1)
+            yield Spot(site, held, times, shares=shares, splits=1)
 
     def _misses_ns(self, unit: Unit, d: int, point: CachePoint) -> int:
         """The router's choice read back, a new split, and every expert that is not there copied."""
         host, device = self.devices[self.cpu].name, self.devices[d].name
-        copy, missing = self.prices.copy_ns, _PPM - point.hit_ppm
+        copy, missing = self.prices.copy_ns, PPM - point.hit_ppm
         wanted = unit.used * self.prices.step_tokens
-        missed = unit.active_bytes * self.prices.step_tokens * missing // _PPM
+        missed = unit.active_bytes * self.prices.step_tokens * missing // PPM
         each = copy(host, device, 0)
-        uploads = copy(host, device, missed) - each + each * wanted * missing // _PPM
+        uploads = copy(host, device, missed) - each + each * wanted * missing // PPM
         waited = self.prices.calibration.split_ns + copy(device, host, 4 * wanted) + uploads
         return self.prices.per_token(waited)
 
     def _cache_share(self, d: int, n: int) -> int:
         """The share of the `n`-th cache size on a device."""
-        return PER_DEVICE * len(self.devices) + d * len(self.options.cache) + n
+        return PER_DEVICE * len(self.devices) + d * len(self.choices.cache) + n
 
     def _no_cache(self) -> tuple[int, ...]:
         """The share of experts on the host, which the engine would cache whether planned so or not."""
-        return (self._cache_share(len(self.devices), 0),) if self.options.cache else ()
+        return (self._cache_share(len(self.devices), 0),) if self.choices.cache else ()
 
-    def _option(self, d: int, units: tuple[Unit, ...], spots: tuple[Spot, ...], kept: int) -> Option:
+    def _option(self, d: int, units: tuple[Unit, ...], spots: tuple[Spot, ...], kept: Memory) -> Placed:
         """One combination of spots, with the changes of device inside the layer."""
         times = sum((s.times for s in spots), Times(0, 0))
-        memory = [sum(column) for column in zip(*(s.memory for s in spots), strict=True)] or [0] * len(
-            self.devices
-        )
-        memory[d] += kept
+        here = spread({d: kept}, len(self.devices))
+        held = summed([here, *(s.held for s in spots)], len(self.devices))
         shares = {PER_DEVICE * d}
         splits = 0
         host_last = False
@@ -250,21 +265,22 @@ class Chooser:
             shares |= {PER_DEVICE * streaming + n for n in (0, 1, 2)}
         if any(unit.kind is Kind.OUTPUT for unit in units):
             shares |= {PER_DEVICE * d + n for n in (0, 1, 3)}
-        return Option(
+        option = Option(
             entry=d,
             exit=self.cpu if host_last else d,
             sites=tuple(s.site for s in spots),
             decode_ns=times.decode_ns,
             prefill_ns=times.prefill_ns,
-            memory=tuple(memory),
+            memory=totals(held),
             shares=tuple(sorted(shares)),
             splits=splits + sum(s.splits for s in spots),
             parts=tuple(s.times.decode_ns for s in spots),
         )
+        return Placed(option, held)
 
     def _streams(self, device: int) -> bool:
         long = self.workload.n_ubatch >= OFFLOAD_BATCH
-        return self.options.op_offload and long and self.devices[device].kind == "gpu"
+        return self.choices.op_offload and long and self.devices[device].kind == "gpu"
 
     def _there(self, d: int, unit: Unit) -> Times:
         """From the layer device to the CPU and, for experts, one more row per expert on the way back."""
@@ -284,17 +300,18 @@ class Chooser:
         prefill = sum(
             count * self.prices.hand_over(*names, width * batch)
             for batch, count in self.prices.batches
-            if batch < OFFLOAD_BATCH or not self.options.op_offload
+            if batch < OFFLOAD_BATCH or not self.choices.op_offload
         )
         return Times(decode, prefill)
 
-    def _bytes(self, device: int, size: int) -> tuple[int, ...]:
-        return tuple(size if i == device else 0 for i in range(len(self.devices)))
+    def _weights(self, sizes: Mapping[int, int]) -> Parts:
+        """Weights by device."""
+        return spread({d: Memory(size) for d, size in sizes.items()}, len(self.devices))
 
 
 def serves(point: CachePoint, unit: Unit, tokens: int) -> bool:
     """Whether the engine caches a layer at this size and asks the cache for a step of this many tokens."""
-    slots = unit.experts * point.share_ppm // _PPM
+    slots = unit.experts * point.share_ppm // PPM
     wanted = min(unit.used * tokens, unit.experts)
     return slots >= max(unit.used, wanted) and tokens <= _CACHED_BATCH
 
@@ -303,7 +320,7 @@ def _blend(hot: Times, cold: Times, stripe: Stripe) -> Times:
     """Experts read partly from the device's memory and partly across the bus."""
 
     def mix(near: int, far: int, cold_ppm: int) -> int:
-        return near + max(far - near, 0) * cold_ppm // _PPM
+        return near + max(far - near, 0) * cold_ppm // PPM
 
     return Times(
         mix(hot.decode_ns, cold.decode_ns, stripe.cold_decode_ppm),

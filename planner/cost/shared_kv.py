@@ -6,14 +6,16 @@ engine copies the filled part of keys and values to it, once for each reader, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planner.cost.ledger import Placed, spread, summed, totals
 from planner.cost.unit_time import Prices, Times
 from planner.machine.profile import Device
 from planner.memory.kv_cache import cells_of
+from planner.memory.memory import Memory
 from planner.model.sliding_window import sliding_layers
-from planner.solver.problem import Decision, Option, Share
+from planner.solver.problem import Option, Share
 
 _STEP = 256  # cells by which the engine's view of a cache grows
 
@@ -45,29 +47,33 @@ class Sharing:
     def _lies(self, name: str, device: int) -> int:
         return self.first + self.caches.index(name) * len(self.devices) + device
 
-    def told(self, decision: Decision) -> Decision:
-        """Options that say where the cache lies; a reader has each twice, with the cache and away from it."""
-        owner = self.owners.get(decision.name, decision.name)
+    def told(self, name: str, options: Sequence[Placed]) -> list[Placed]:
+        """Options of a decision that say where the cache lies; a reader has each twice, with the cache and
+        away from it.
+        """
+        owner = self.owners.get(name, name)
         if owner not in self.caches:
-            return decision
-        options = [
-            replace(o, shares=tuple(sorted((*o.shares, self._lies(owner, o.entry)))))
-            for o in decision.options
-        ]
-        if owner != decision.name and len(self.devices) > 1:
-            options += [self._away(o, owner) for o in decision.options]
-        return replace(decision, options=tuple(options))
+            return list(options)
+        found = [replace(each, option=self._with(owner, each.option)) for each in options]
+        if owner != name and len(self.devices) > 1:
+            found += [self._away(each, owner) for each in options]
+        return found
 
-    def _away(self, option: Option, owner: str) -> Option:
+    def _with(self, owner: str, option: Option) -> Option:
+        return replace(option, shares=tuple(sorted((*option.shares, self._lies(owner, option.entry)))))
+
+    def _away(self, placed: Placed, owner: str) -> Placed:
+        option, n = placed.option, len(self.devices)
         times = self._copies(owner, option.entry)
-        memory = [m + self.kv[owner] * (d == option.entry) for d, m in enumerate(option.memory)]
-        return replace(
+        held = summed([placed.held, spread({option.entry: Memory(compute=self.kv[owner])}, n)], n)
+        away = replace(
             option,
             away=True,
             decode_ns=option.decode_ns + times.decode_ns,
             prefill_ns=option.prefill_ns + times.prefill_ns,
-            memory=tuple(memory),
+            memory=totals(held),
         )
+        return Placed(away, held)
 
     def _copies(self, owner: str, target: int) -> Times:
         """Keys and values copied for a token and for the prompt, from the device slowest to read."""

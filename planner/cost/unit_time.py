@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planner.constants import CPU, PPM
 from planner.machine import op_time
 from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory, copy_rate
 from planner.machine.profile import Calibration, Profile
 from planner.machine.unknown_types import product_of
 from planner.memory.kv_cache import head_widths, kv_heads, state_widths
-from planner.model.inventory import Inventory, Tensor, by_name
-from planner.model.layers import layers_of
-from planner.model.sliding_window import sliding_layers, window
+from planner.model.inventory import Inventory, Tensor
+from planner.model.sliding_window import window
+from planner.model.structure import Structure
 from planner.model.tensor_roles import Role, parts_of
 from planner.model.units import Kind, Unit, movable
 from planner.plan.plan import Speculation
@@ -25,7 +26,6 @@ from planner.workload import Workload
 
 REPACKED = "CPU_REPACK"  # the buffer type of weights in the layout of the CPU's kernels
 _FEW_TOKENS = 8  # the calibration of decode counts launches alone
-_PPM = 10**6
 # Operators without weights that a unit adds to the graph: rope, cache writes, softmax, top-k, residual …
 _SMALL_OPS = {
     Kind.ATTENTION: 6,
@@ -67,7 +67,7 @@ class Prices:
     part of it that falls to one accepted token.
     """
 
-    inventory: Inventory
+    structure: Structure
     profile: Profile
     workload: Workload
     distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
@@ -77,14 +77,13 @@ class Prices:
     _memo: dict[object, tuple[int, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tensors = by_name(self.inventory)
+        self.inventory, self.tensors = self.structure.inventory, self.structure.tensors
         self._parts = parts_of(self.inventory)
         self._weights = _weights_of(self.inventory)
         self._steps: dict[object, tuple[int, int]] = {}
         self._times: dict[object, Times] = {}
         self._likenesses: dict[str, tuple[object, ...]] = {}
-        self._layers = layers_of(self.inventory)
-        self._slides = sliding_layers(self.inventory, self._layers.n_main)
+        self._layers, self._slides = self.structure.layers, self.structure.slides
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
         self._state = state_case(self.inventory, 1)
         self._repacked = {(t.op, t.type) for t in self.profile.timings if t.buffer == REPACKED}
@@ -255,8 +254,8 @@ class Prices:
             ns, known = self._tensor(unit, self.tensors["token_embd.weight"], device, buffer, batch, rows)
             total, measured = total + ns, measured + (ns if known else 0)
         total += _SMALL_OPS.get(unit.kind, 0) * self._small(device, batch, self._width(unit))
-        scale = self.calibration.scale_ppm.get(device, _PPM)
-        return total * scale // _PPM, measured * scale // _PPM
+        scale = self.calibration.scale_ppm.get(device, PPM)
+        return total * scale // PPM, measured * scale // PPM
 
     def _width(self, unit: Unit) -> int:
         """Values a token that a small operator of a unit reads and writes once each."""
@@ -309,7 +308,7 @@ class Prices:
         )
 
     def _lookup(self, case: op_time.Case, device: str, buffer: str) -> tuple[int, bool]:
-        if self.repack and device == "CPU" and not buffer and (case.op, case.type) in self._repacked:
+        if self.repack and device == CPU and not buffer and (case.op, case.type) in self._repacked:
             buffer = REPACKED
         key = (case, device, buffer)
         if key not in self._memo:

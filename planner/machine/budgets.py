@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 
+from planner.constants import CPU
 from planner.errors import OptionProblem
 from planner.machine.profile import Device, Profile
 
@@ -107,7 +108,7 @@ def _budget(device: Device, given: Mapping[str, int], option: str, hybrid: bool,
             raise OptionProblem(option, device.name, "the server does not tell its memory: name it")
         _fits(device, given[EVERY], option, profile)
         return given[EVERY]
-    if device.kind != "cpu" and given and set(given) != {"CPU"}:
+    if device.kind != "cpu" and given and set(given) != {CPU}:
         return 0
     if not available:
         raise OptionProblem(

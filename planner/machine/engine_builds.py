@@ -14,12 +14,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from planner.model.inventory import Inventory
-from planner.model.units import Kind, units_of
+from planner.constants import CPU
+from planner.model.units import Kind, Unit
 from planner.records import Count, Many, Record, load
 
 _FILE = Path(__file__).with_name("engine_faults.yaml")
-_CPU = "CPU"
 _MOE_CACHE = 11480  # the first build with moe_cache_size
 _NEXTN = 10434  # the first build seen with load_mtp
 # b11549; xllamacpp 2026.10.11549; packages that carry the build as 0.10434.0 or 11434.0.0.
@@ -55,8 +54,8 @@ class Fault(Record):
         names = set(devices)
         if self.placement == "any" and not self.devices:
             return True
-        others = {n for n in names if n != _CPU and (not self.devices or n.startswith(self.devices))}
-        return bool(others) and (self.placement == "any" or _CPU in names)
+        others = {n for n in names if n != CPU and (not self.devices or n.startswith(self.devices))}
+        return bool(others) and (self.placement == "any" or CPU in names)
 
     def breaks(self, build: int) -> bool:
         """Whether a build has the fault; builds of unknown number (0) are believed not to."""
@@ -123,14 +122,10 @@ def same_build(one: str, other: str) -> bool:
     return numbers[0] == numbers[1] if all(numbers) else one == other
 
 
-def computing_devices(inventory: Inventory, placed: Mapping[str, str]) -> tuple[str, ...]:
+def computing_devices(units: Iterable[Unit], placed: Mapping[str, str]) -> tuple[str, ...]:
     """The devices whose weights are computed with, sorted; `placed` maps tensors to devices."""
     named = {
-        placed[name]
-        for unit in units_of(inventory).units
-        if unit.kind not in _APART
-        for name in unit.tensors
-        if name in placed
+        placed[name] for unit in units if unit.kind not in _APART for name in unit.tensors if name in placed
     }
     return tuple(sorted(named))
 
@@ -144,7 +139,7 @@ def faults_of(architecture: str, devices: Iterable[str]) -> tuple[Fault, ...]:
 def mixing_fault(architecture: str, engine: str, devices: Iterable[str]) -> Fault | None:
     """Why weights must not be on the CPU and on others of these devices; None when they may, or unknown."""
     build = build_number(engine)
-    found = faults_of(architecture, {_CPU, *devices})
+    found = faults_of(architecture, {CPU, *devices})
     return next((f for f in found if f.placement == "mixed" and f.breaks(build)), None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from planner.constants import CPU
 from planner.errors import InputError
 from planner.machine.profile import Fingerprint, Profile
 
@@ -35,7 +36,7 @@ def facts_of(profile: Profile, devices: Iterable[str]) -> dict[str, str]:
     """The facts behind a measured profile, its `devices` beside the CPU included; {} of an assumed one."""
     if not profile.measured:
         return {}
-    far = [profile.device(name) for name in devices if name != "CPU"]
+    far = [profile.device(name) for name in devices if name != CPU]
     return {**host_facts(profile.fingerprint), **{d.name: d.description for d in far}}
 
 

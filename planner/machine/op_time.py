@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.constants import CELL_STEP, CPU
 from planner.machine.profile import Device, OpTiming, Profile
 from planner.model.ggml_types import BY_NAME, GgmlType
 
 Basis = Literal["measured", "between", "scaled", "roofline"]
 NS_PER_S = 10**9
-KV_STEP = 256  # the engine reads the cache in steps of so many cells
 # Operators of recurrent mixers: the shape is that of the state, kept in f32 and read and written every token.
 UNFUSED_DELTA_NET = "UNFUSED_DELTA_NET"  # not ggml's: the elementwise operators that do the fused one's work
 STATE_OPS = frozenset(
@@ -127,7 +127,7 @@ def operations(case: Case) -> int:
 
 def kv_cells(case: Case) -> int:
     """Cells of the cache that attention reads: depth and batch together, rounded up as the engine does."""
-    return -(-(case.depth + case.batch) // KV_STEP) * KV_STEP
+    return -(-(case.depth + case.batch) // CELL_STEP) * CELL_STEP
 
 
 def experts_touched(experts: int, used: int, batch: int) -> float:
@@ -146,13 +146,13 @@ def _own_buffer(timings: Sequence[OpTiming], device: str, buffer: str) -> list[O
     """Cases of the wanted buffer; any buffer of the same memory when the wanted one was not measured."""
     wanted = buffer or device
     exact = [t for t in timings if t.buffer == wanted]
-    if exact or (buffer and _is_host(buffer) and device != "CPU"):
+    if exact or (buffer and _is_host(buffer) and device != CPU):
         return exact
     return [t for t in timings if _is_host(t.buffer) == _is_host(wanted) and "REPACK" not in t.buffer]
 
 
 def _is_host(buffer: str) -> bool:
-    return buffer.startswith("CPU") or buffer.endswith("_Host")
+    return buffer.startswith(CPU) or buffer.endswith("_Host")
 
 
 def _between(case: Case, same: Sequence[OpTiming]) -> Time | None:
@@ -212,6 +212,6 @@ def _bandwidth(profile: Profile, device: Device, buffer: str) -> int:
     if device.kind == "cpu" or not buffer or not _is_host(buffer):
         return device.bandwidth_bytes_per_s
     for link in profile.links:
-        if link.source == "CPU" and link.target == device.name and link.zero_copy_bytes_per_s:
+        if link.source == CPU and link.target == device.name and link.zero_copy_bytes_per_s:
             return link.zero_copy_bytes_per_s
     return device.bandwidth_bytes_per_s

@@ -1,7 +1,7 @@
-"""What else takes memory: projector, NextN head, draft model, prompt cache, other users; line by line.
+"""What else takes memory: projector, NextN head, draft model, other users; line by line.
 
 Pure functions from inventories to `Reserve` lines, one per part and device. The solver takes them as
-`SolveOptions.reserves`; their sum per device is what the plan must leave free. What the driver takes
+`EngineSettings.reserves`; their sum per device is what the plan must leave free. What the driver takes
 for a context is a figure of the device (`Device.context_bytes`), not a line here.
 """
 
@@ -10,21 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from planner.constants import CPU
 from planner.errors import OptionProblem
-from planner.memory.weights import (
-    compute_bytes,
-    kv_bytes,
-    loaded_tensors,
-    output_bytes,
-    state_bytes,
-    tied_copy_bytes,
-    weight_bytes,
-)
+from planner.memory.compute_buffer import compute_bytes, converts_caches, output_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes
+from planner.memory.memory import Reserve
+from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
-from planner.model.sliding_window import sliding_layers
+from planner.model.layers import KNOWN, layers_of
 from planner.model.tensor_roles import Role, part_of
-from planner.plan.request import Reserve
 from planner.workload import Workload
 
 PROJECTOR = "clip"  # the architecture that every vision projector states
@@ -44,8 +38,6 @@ class Extras:
     draft: Inventory | None = None
     draft_device: str = ""  # "": the first GPU
     rollback: int = 0  # tokens a speculative step may take back (its longest draft)
-    prompt_cache_bytes: int = 0  # host memory a server keeps for old prompts
-    checkpoints: int = 0  # copies of sliding and recurrent state a server keeps per sequence
     reserved: Mapping[str, int] = field(default_factory=dict)  # device -> bytes for other users
 
 
@@ -58,14 +50,24 @@ def check_extras(mmproj: Inventory | None, draft: Inventory | None) -> None:
         raise OptionProblem("--draft", draft.name, "is a vision projector; a language model is needed")
 
 
+def estimates(extras: Extras) -> Iterator[str]:
+    """What a plan must say of sizes that are not known to be right: a draft of a foreign architecture."""
+    draft = extras.draft
+    if draft is not None and draft.architecture not in KNOWN:
+        yield (
+            f"the draft {draft.name}: architecture {draft.architecture} is not known, so its KV cache, state "
+            "and compute buffer are an estimate"
+        )
+
+
 def reserves(
-    inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = "CPU"
+    inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = CPU
 ) -> tuple[Reserve, ...]:
     """Every line that something beside the model's own weights, caches and compute takes.
 
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
     left out. Lines are named projector, projector compute, MTP compute, MTP state, draft, draft KV, draft
-    state, draft compute, draft roll-back, draft embedding, prompt cache, checkpoints, other users.
+    state, draft compute, draft roll-back, draft embedding, other users.
     Raises OptionProblem for a projector that is none, and a draft that is one.
     """
     check_extras(extras.mmproj, extras.draft)
@@ -73,9 +75,7 @@ def reserves(
         *_projector(extras, extras.mmproj_device or gpu),
         *_nextn(inventory, workload, extras.rollback, gpu),
         *_draft(inventory, workload, extras, extras.draft_device or gpu, host),
-        Reserve("prompt cache", host, extras.prompt_cache_bytes),
-        Reserve("checkpoints", host, extras.checkpoints * checkpoint_bytes(inventory, workload)),
-        *(Reserve("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
+        *(_line("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
     )
     return tuple(line for line in lines if line.size_bytes)
 
@@ -93,13 +93,6 @@ def projector_compute_bytes(mmproj: Inventory, *, flash_attn: bool = True) -> in
     return 4 * patches * (inner + 5 * width + scores)
 
 
-def checkpoint_bytes(inventory: Inventory, workload: Workload) -> int:
-    """One checkpoint of every sequence: recurrent state and sliding caches, which cannot be cut back."""
-    slides = sliding_layers(inventory, layers_of(inventory).n_main)
-    windows = sum(size for size, s in zip(kv_bytes(inventory, workload), slides, strict=True) if s)
-    return windows + sum(state_bytes(inventory, workload))
-
-
 def _patches(mmproj: Inventory) -> int:
     number = mmproj.number
     kind = mmproj.hparams.get("vision.projector_type") or mmproj.hparams.get("projector_type")
@@ -109,11 +102,15 @@ def _patches(mmproj: Inventory) -> int:
     return (number("vision.image_size", 336) // patch) ** 2
 
 
+def _line(name: str, device: str, size_bytes: int) -> Reserve:
+    return Reserve(name=name, device=device, size_bytes=size_bytes)
+
+
 def _projector(extras: Extras, device: str) -> Iterator[Reserve]:
     if extras.mmproj is None:
         return
-    yield Reserve("projector", device, weight_bytes(extras.mmproj.tensors, GPU_STEP))
-    yield Reserve("projector compute", device, projector_compute_bytes(extras.mmproj))
+    yield _line("projector", device, weight_bytes(extras.mmproj.tensors, GPU_STEP))
+    yield _line("projector compute", device, projector_compute_bytes(extras.mmproj))
 
 
 def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str) -> Iterator[Reserve]:
@@ -123,10 +120,11 @@ def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str)
         return
     blocks = range(shape.n_main, shape.n_all)
     plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=rollback)
-    yield Reserve(
-        "MTP compute", device, compute_bytes(inventory, workload, layers=blocks, outputs=workload.n_seq)
+    buffer = compute_bytes(
+        inventory, workload, layers=blocks, outputs=workload.n_seq, converts=converts_caches(device)
     )
-    yield Reserve("MTP state", device, sum(kept) - sum(plain))
+    yield _line("MTP compute", device, buffer)
+    yield _line("MTP state", device, sum(kept) - sum(plain))
 
 
 def _draft(
@@ -142,9 +140,10 @@ def _draft(
     kept = state_bytes(inventory, workload, rollback=extras.rollback)
     rollback = sum(kept) - sum(state_bytes(inventory, workload))  # of the model itself
     tied = tied_copy_bytes(draft, head_on_host=device == host)
-    yield Reserve("draft", device, weight_bytes(rest, GPU_STEP) + tied)
-    yield Reserve("draft KV", device, sum(kv_bytes(draft, workload)))
-    yield Reserve("draft state", device, sum(state_bytes(draft, workload)))
-    yield Reserve("draft compute", device, compute_bytes(draft, workload, outputs=workload.n_seq))
-    yield Reserve("draft roll-back", device, rollback)
-    yield Reserve("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))
+    yield _line("draft", device, weight_bytes(rest, GPU_STEP) + tied)
+    yield _line("draft KV", device, sum(kv_bytes(draft, workload)))
+    yield _line("draft state", device, sum(state_bytes(draft, workload)))
+    buffer = compute_bytes(draft, workload, outputs=workload.n_seq, converts=converts_caches(device))
+    yield _line("draft compute", device, buffer)
+    yield _line("draft roll-back", device, rollback)
+    yield _line("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))

@@ -1,47 +1,12 @@
-"""Memory of a model under a workload, by formula: weights, KV cache, recurrent state, compute buffers.
-
-Where an engine is at hand its own dry load is exact; these formulas serve where none is, and the
-tests hold them to it: weights, KV and state to the byte, compute as stated in
-`planner.memory.compute_buffer`.
-"""
+"""What weights take in buffers, and which of them the engine loads or holds twice: formulas, to the byte."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from planner.memory.compute_buffer import (
-    Compute,
-    batch_tokens,
-    compute_bytes,
-    compute_items,
-    host_bytes,
-    output_bytes,
-    pipeline_copies,
-    staging_bytes,
-)
-from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, padded, state_bytes, state_widths
+from planner.memory.kv_cache import padded
 from planner.model.inventory import Inventory, Tensor
-from planner.model.layers import layers_of
-
-__all__ = [
-    "BUFFER_STEP",
-    "Compute",
-    "batch_tokens",
-    "compute_bytes",
-    "compute_items",
-    "context_bytes",
-    "host_bytes",
-    "kv_bytes",
-    "loaded_tensors",
-    "nextn_kv_bytes",
-    "output_bytes",
-    "pipeline_copies",
-    "staging_bytes",
-    "state_bytes",
-    "state_widths",
-    "tied_copy_bytes",
-    "weight_bytes",
-]
+from planner.model.layers import ENCODERS, layers_of
 
 BUFFER_STEP = 32  # alignment of tensors in a CPU buffer; GPUs use 128 or 256
 # These read the head before the embedding is loaded, and so hold it twice even on one device.
@@ -64,10 +29,12 @@ def loaded_tensors(inventory: Inventory, *, mtp: bool = False) -> tuple[Tensor, 
 def tied_copy_bytes(inventory: Inventory, *, head_on_host: bool) -> int:
     """The second copy of token_embd.weight that serves as output head; 0 when there is none.
 
-    On the host both are the same tensor, but for Gemma 3n and 4.
+    On the host both are the same tensor, but for Gemma 3n and 4. Encoders have no head.
     """
     sizes = {t.name: t.size_bytes for t in inventory.tensors}
-    if "output.weight" in sizes or (head_on_host and inventory.architecture not in _ALWAYS_TWICE):
+    if "output.weight" in sizes or inventory.architecture in ENCODERS:
+        return 0
+    if head_on_host and inventory.architecture not in _ALWAYS_TWICE:
         return 0
     return sizes.get("token_embd.weight", 0)
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.constants import SIZE_KEY
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
 from planner.model.gguf_header import Header, KeyValue, TensorInfo, pad, parse_header
@@ -32,8 +33,6 @@ from planner.model.gguf_shards import (
 from planner.model.half_published import half_published
 from planner.model.inventory import Hparam, Inventory, Shard, Tensor, is_count
 from planner.quoting import short, utf8
-
-SIZE_KEY = "atsplan.size."  # + tensor name: exact bytes of an opaque tensor, written by the rewriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from planner.constants import OWN_PREFIX
 from planner.errors import FileProblem
 from planner.model.gguf_magic import MAGIC, not_gguf, part_advice
 from planner.quoting import short
@@ -23,7 +24,6 @@ MAX_TENSORS = 65_536  # the largest real files, of unmerged experts, have 47 tho
 MAX_KEY_BYTES = 65_535  # the format's own limit
 MAX_DECODED_STRING = 1 << 20  # bytes; longer strings stay in the file
 MAX_DECODED_ARRAY = 4096  # entries
-OWN_PREFIX = "atsplan."  # keys of this program: their arrays have an entry a tensor, and are always decoded
 MAX_ALIGNMENT = 1 << 30
 
 STRING, ARRAY = 8, 9

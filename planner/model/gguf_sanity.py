@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
+from planner.block_names import block_digits
+from planner.constants import MAX_LAYERS
 from planner.errors import FileProblem
 from planner.model.gguf_header import Header
-from planner.model.inventory import MAX_LAYERS, Hparam, is_count, too_many_used, wrong_counts
+from planner.model.inventory import Hparam, is_count, too_many_used, wrong_counts
 from planner.quoting import short
 
 _U16, _U32 = 2, 4  # GGUF's numbers of value types
 _INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 7, 10, 11})
 _SPLIT = {"split.count": _U16, "split.no": _U16}
-_BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
 
 
 def check_counts(hparams: Mapping[str, Hparam], path: str) -> None:
@@ -36,6 +36,6 @@ def wrong_types(header: Header) -> tuple[str, ...]:
 def check_layers(header: Header, path: str) -> None:
     """FileProblem for a tensor of a layer that cannot be."""
     for info in header.infos:
-        block = _BLOCK.match(info.name)
-        if block and (len(block[1]) > 9 or int(block[1]) >= MAX_LAYERS):
+        block = block_digits(info.name)
+        if block and (len(block) > 9 or int(block) >= MAX_LAYERS):
             raise FileProblem(path, f"damaged: tensor {short(info.name)} belongs to no possible layer")

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.constants import OWN_PREFIX
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import type_name
-from planner.model.gguf_header import OWN_PREFIX, Header
+from planner.model.gguf_header import Header
 from planner.model.half_published import half_published
 
 SET_KEY = OWN_PREFIX + "set"  # in every shard of a rewritten model: the same text, of this set alone

@@ -9,6 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from planner.block_names import block_digits
+from planner.constants import MAX_COUNT, MAX_LAYERS
 from planner.errors import FieldProblem
 from planner.model.ggml_types import is_known, least_bytes, tensor_bytes
 from planner.records import Bytes, Many, Record, Shape, digest, dump, load
@@ -24,9 +26,6 @@ _COUNT = re.compile(
     r".*(_count|_count_kv|_length|_length_mla|_length_swa|_length_per_layer_input|_size|_rank|_kernel|_interval"
     r"|head_dim|_layers|l_cache|_window|kpool|top_k|compress_ratios|hyper_connection\.count)"
 )
-_BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
-MAX_LAYERS = 512  # the engine's own limit
-_MAX_COUNT = 2**32 - 1  # what the widest of the format's usual counts can say
 
 
 class Shard(Record):
@@ -138,7 +137,7 @@ def wrong_counts(hparams: Mapping[str, Hparam]) -> Iterator[tuple[str, Scalar]]:
     """Hyperparameters that are counts by their names but not by what they hold, with the wrong value."""
     for key, value in hparams.items():
         if is_count(key):
-            limit = MAX_LAYERS if key == "block_count" else _MAX_COUNT
+            limit = MAX_LAYERS if key == "block_count" else MAX_COUNT
             for number in value if isinstance(value, tuple) else (value,):
                 if not isinstance(number, int) or not 0 <= number <= limit:
                     yield key, number
@@ -154,8 +153,8 @@ def too_many_used(hparams: Mapping[str, Hparam]) -> str:
 
 def _impossible(tensor: Tensor, n_shards: int) -> str:
     """Why no model file can hold this tensor; "" when one may."""
-    block = _BLOCK.match(tensor.name)
-    if block and (len(block[1]) > 9 or int(block[1]) >= MAX_LAYERS):
+    block = block_digits(tensor.name)
+    if block and (len(block) > 9 or int(block) >= MAX_LAYERS):
         return "belongs to no possible layer"
     if len(tensor.shape) > 4 or not 0 < math.prod(tensor.shape) < 1 << 63:
         return "has a shape that cannot be"

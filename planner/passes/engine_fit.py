@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from planner.model.inventory import Inventory, by_name
+from planner.constants import CPU
+from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
-from planner.model.units import Kind, units_of
+from planner.model.structure import Structure
+from planner.model.units import Kind
 from planner.plan.engine_rules import expected_devices, spec_layer_devices
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import EngineFit, FitOverride
-from planner.site import ON_CPU, Site
+from planner.plan.stock_rule import FIT, Rule
+from planner.site import ON_CPU
 from planner.workload import Workload
-
-NAME = "fit"
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """One reading of a placement made elsewhere."""
-
-    setting: str
-    layer_devices: tuple[str, ...]  # one a layer, speculative blocks included, the output head last
-    sites: Mapping[str, Site]  # movable units that do not live on their layer device
 
 
 def fit_record(inventory: Inventory, engine: str, spec: LoadSpec | None, workload: Workload) -> EngineFit:
@@ -49,7 +40,7 @@ def dealt(inventory: Inventory, spec: LoadSpec) -> LoadSpec:
     return replace(spec, tensor_split=split, n_gpu_layers=sum(split))
 
 
-def readings(inventory: Inventory, fit: EngineFit, workload: Workload) -> tuple[Given, ...]:
+def readings(structure: Structure, fit: EngineFit, workload: Workload) -> tuple[Rule, ...]:
     """The placement, once or twice; nothing where --fit found none.
 
     --fit cuts the feed-forward of at most one layer a device: some of its tensors on the GPU, some on
@@ -60,26 +51,26 @@ def readings(inventory: Inventory, fit: EngineFit, workload: Workload) -> tuple[
         return ()
     overrides = tuple((o.pattern, o.buffer) for o in fit.overrides)
     spec = LoadSpec(fit.devices, fit.tensor_split, fit.n_gpu_layers, overrides, workload)
-    devices = spec_layer_devices(spec, layers_of(inventory).n_all)
-    whole, cut = _on_host(inventory, spec, devices)
+    devices = spec_layer_devices(spec, structure.layers.n_all)
+    whole, cut = _on_host(structure, spec, devices)
     setting = _setting(fit)
     if not cut:
-        return (Given(setting, devices, dict.fromkeys(whole, ON_CPU)),)
+        return (Rule(FIT, setting, devices, dict.fromkeys(whole, ON_CPU)),)
     layers = ", ".join(name.rpartition(".")[0] for name in cut)
     return tuple(
-        Given(f"{setting}, {layers} cut: counted on the {place}", devices, dict.fromkeys(moved, ON_CPU))
-        for place, moved in (("GPU", whole), ("CPU", (*whole, *cut)))
+        Rule(FIT, f"{setting}, {layers} cut: counted on the {place}", devices, dict.fromkeys(moved, ON_CPU))
+        for place, moved in (("GPU", whole), (CPU, (*whole, *cut)))
     )
 
 
 def _on_host(
-    inventory: Inventory, spec: LoadSpec, devices: tuple[str, ...]
+    structure: Structure, spec: LoadSpec, devices: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Units of GPU layers that are moved to the CPU, and those that are cut or on another GPU."""
-    where, sizes = expected_devices(inventory, spec), by_name(inventory)
+    where, sizes = expected_devices(structure, spec), structure.tensors
     whole: list[str] = []
     cut: list[str] = []
-    for unit in units_of(inventory).units:
+    for unit in structure.units:
         if unit.kind not in (Kind.FFN, Kind.EXPERTS) or unit.layer is None or devices[unit.layer] == CPU:
             continue
         heavy = [n for n in unit.tensors if len(sizes[n].shape) > 1]  # biases may stay behind

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 
-from planner.cost.build_problem import Priced, model_of, price
-from planner.machine.profile import Profile
-from planner.memory.kv_cache import CELL_STEP
-from planner.model.inventory import Inventory
+from planner.constants import CELL_STEP
+from planner.cost.build_problem import Priced, analyse, build_problem
+from planner.passes.case import Case
 from planner.passes.refusal import Infeasible, OutOfTime, forced, refuse
-from planner.plan.request import SolveOptions
+from planner.plan.engine_settings import EngineSettings
 from planner.solver.problem import Decision, Edge, Option, Problem
 from planner.solver.solve import Limits, solve
 from planner.workload import Workload
@@ -26,48 +25,34 @@ class Keep(Enum):
     ANY = "any placement"
 
 
-def largest_context(
-    inventory: Inventory,
-    profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
-    lowest: int,
-) -> tuple[int, Keep]:
-    """The largest context from `lowest` to the workload's under the best rule that `lowest` keeps.
+def largest_context(case: Case, settings: EngineSettings) -> tuple[int, Keep]:
+    """The largest context from the lowest to the workload's, under the best rule that the lowest keeps.
 
     Contexts are multiples of 256, the engine's own step. With `no_cpu` only the first rule counts.
-    Raises Infeasible, which names the floor, when even `lowest` does not fit.
+    Raises Infeasible, which names the floor, when even the lowest does not fit.
     """
+    request, lowest = case.request, case.request.lowest_ctx
 
     def kept(n_ctx: int, keep: Keep) -> bool:
-        return fits(inventory, profile, budgets, workload, options, n_ctx, keep)
+        return fits(case, settings, with_context(request.workload, n_ctx), keep)
 
-    for keep in (Keep.ALL,) if options.no_cpu else Keep:
+    for keep in (Keep.ALL,) if request.no_cpu else Keep:
         if kept(lowest, keep):
-            return bisect(partial(kept, keep=keep), lowest, workload.n_ctx), keep
-    if options.deadline.over():
+            return bisect(partial(kept, keep=keep), lowest, request.workload.n_ctx), keep
+    if case.clock.deadline.over():
         raise OutOfTime
-    floor = _priced(inventory, profile, budgets, _with(workload, lowest), options, Keep.ANY)
-    refusal = forced(floor, budgets, options) or refuse(floor, budgets, options)
+    floor = _priced(case, settings, with_context(request.workload, lowest), Keep.ANY)
+    refusal = forced(floor, request) or refuse(floor, request)
     raise Infeasible(refusal.needs, refusal.hints, f"not even a context of {lowest} cells fits")
 
 
-def fits(
-    inventory: Inventory,
-    profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
-    n_ctx: int,
-    keep: Keep = Keep.ANY,
-) -> bool:
-    """Whether some placement at this context fits, prompts' host weights copied to a GPU or not."""
-    if options.deadline.over():
+def fits(case: Case, settings: EngineSettings, workload: Workload, keep: Keep = Keep.ANY) -> bool:
+    """Whether some placement for this workload fits, prompts' host weights copied to a GPU or not."""
+    if case.clock.deadline.over():
         return False
-    work = _with(workload, n_ctx)
-    ways = (options,) if keep is Keep.ALL or options.no_cpu else (options, replace(options, op_offload=False))
-    return any(_fits(_priced(inventory, profile, budgets, work, way, keep), budgets, way) for way in ways)
+    whole = keep is Keep.ALL or case.request.no_cpu
+    ways = (settings,) if whole else (settings, replace(settings, op_offload=False))
+    return any(_fits(_priced(case, way, workload, keep), case) for way in ways)
 
 
 def bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
@@ -81,20 +66,15 @@ def bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
     return max(good * CELL_STEP, low)
 
 
-def _with(workload: Workload, n_ctx: int) -> Workload:
+def with_context(workload: Workload, n_ctx: int) -> Workload:
+    """The use with another context, and no deeper than it."""
     return workload.model_copy(update={"n_ctx": n_ctx, "depth": min(workload.depth, n_ctx)})
 
 
-def _priced(
-    inventory: Inventory,
-    profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
-    keep: Keep,
-) -> Priced:
-    strict = replace(options, no_cpu=options.no_cpu or keep is Keep.ALL)
-    priced = price(model_of(inventory, workload), profile, budgets, workload, strict)
+def _priced(case: Case, settings: EngineSettings, workload: Workload, keep: Keep) -> Priced:
+    request = replace(case.request, no_cpu=case.request.no_cpu or keep is Keep.ALL)
+    model = analyse(case.structure, workload)
+    priced = build_problem(model, case.profile, request, settings, case.known)
     if keep is not Keep.CACHE:
         return priced
     hosts = {i for i, d in enumerate(priced.problem.devices) if d.host}
@@ -110,10 +90,10 @@ def _priced(
     )
 
 
-def _fits(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> bool:
-    if forced(priced, budgets, options) is not None:
+def _fits(priced: Priced, case: Case) -> bool:
+    if forced(priced, case.request) is not None:
         return False
-    limits = Limits(2.0, deadline=options.deadline)
+    limits = Limits(2.0, deadline=case.clock.deadline)
     return solve(free_of_charge(priced.problem), None, limits).solution is not None
 
 

@@ -1,26 +1,32 @@
-"""What a plan says beside its values: assumptions, what was not recognised, what is tight."""
+"""What a plan says beside its values: why a unit is where it is, assumptions, what is tight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.constants import CPU
 from planner.cost.build_problem import UNFUSED, Model, Priced, unfused_ns
 from planner.cost.expert_cache import told
 from planner.machine.attention_kernels import kv_note
 from planner.machine.budgets import tight
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
+from planner.memory.kv_cache import unstated_heads
 from planner.memory.memory_limits import room_of
-from planner.model.units import foreign_note
-from planner.passes.engine_fit import NAME as FIT
+from planner.memory.reserves import estimates
+from planner.model.layers import CACHELESS
+from planner.model.units import BOUND, Kind, Unit, foreign_note
 from planner.passes.prompt_pipeline import Pipeline
 from planner.passes.stock_rules import Candidate
+from planner.plan.known import Known
 from planner.plan.plan import DeviceUse, Placement
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
+from planner.plan.stock_rule import FIT
 from planner.quoting import short
-from planner.site import SiteKind
+from planner.site import ON_CPU, SiteKind, sites
 from planner.solver.evaluate import Evaluation
+from planner.solver.problem import Decision, Option, Problem
 from planner.workload import Workload
 
 _SHOWN = 5  # names in a note
@@ -39,31 +45,34 @@ class Subject:
     pipeline: Pipeline
 
 
-def notes_of(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> tuple[str, ...]:
+def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...]:
     """All notes of a plan, in their order."""
-    profile = subject.priced.prices.profile
+    profile, settings = subject.priced.prices.profile, subject.priced.settings
     found = []
     if not profile.measured:
         found.append(f"assumed, not measured: {profile.name}")
     if subject.rule:
         found.append(f"same as the stock rule {subject.rule}, or not told apart from it")
-    if not any(r.name.startswith("projector") for r in options.reserves):
+    if not any(r.name.startswith("projector") for r in settings.reserves):
         found.append("no memory reserved for a vision projector (--mmproj)")
-    if options.projector is not None and options.projector.device == "CPU":
-        found.append(f"the vision projector {options.projector.name} computes on the CPU: images take longer")
+    if settings.projector is not None and settings.projector.device == CPU:
+        found.append(
+            f"the vision projector {settings.projector.name} computes on the CPU: images take longer"
+        )
     found += _unrecognised(subject.priced.model, profile)
+    found += estimates(request.beside.extras) if request.beside else []
     if text := kv_note(_devices(subject.priced), subject.priced.prices.workload, profile.timings):
         found.append(text)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
     found += _ceilings(subject.priced)
-    found += _buffers(subject, budgets)
+    found += _buffers(subject, request.budgets)
     found += _piped(subject)
-    found += _routing(subject, options)
-    found += _paged(subject, budgets, options)
+    found += _routing(subject, request, known)
+    found += _paged(subject, request)
     found += _assumed(subject.priced)
     found += [f"profile: {warning}" for warning in profile.warnings]
     found += filter(None, map(_overfull, subject.stock))
-    return (*found, *told(subject.placements, options.cache))
+    return (*found, *told(subject.placements, known.cache))
 
 
 def _assumed(priced: Priced) -> list[str]:
@@ -94,12 +103,15 @@ def _devices(priced: Priced) -> list[Device]:
 
 def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
     """What this program does not know of the model, and what it did about it."""
-    if model.table.unknown:
-        names = [short(name) for name in model.table.unknown]
+    cached = model.inventory.architecture not in CACHELESS
+    if model.structure.table.unknown:
+        names = [short(name) for name in model.structure.table.unknown]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
-    if any(model.layers.attention) and not any(model.kv.values()):
+    if any(model.layers.attention) and not any(model.kv.values()) and cached:
         yield "the file does not say how wide its attention is: the KV cache is not counted"
+    if heads := unstated_heads(model.inventory):
+        yield heads
     if foreign := foreign_note(model.units):
         yield foreign
     products = {(product_of(tensor), tensor.type) for tensor in model.inventory.tensors}
@@ -150,7 +162,7 @@ def _buffers(subject: Subject, budgets: Mapping[str, int]) -> Iterator[str]:
         )
 
 
-def _routing(subject: Subject, options: SolveOptions) -> Iterator[str]:
+def _routing(subject: Subject, request: Request, known: Known) -> Iterator[str]:
     """What became of the routing that was given: single experts on a GPU need more than stock llama.cpp."""
     striped = sum(p.site.kind is SiteKind.STRIPE for p in subject.placements)
     if slotted := sum(p.site.kind is SiteKind.HYBRID for p in subject.placements):
@@ -165,7 +177,7 @@ def _routing(subject: Subject, options: SolveOptions) -> Iterator[str]:
             f"experts striped in {layers}: loaded by atsplan run, bench and serve; stock llama.cpp cannot "
             "place single experts"
         )
-    elif options.heat_digest and options.stripes:
+    elif known.heat_digest and request.stripes:
         yield "with this routing (--heat) hot experts on a GPU gain nothing over whole layers"
 
 
@@ -173,9 +185,62 @@ def _batch(workload: Workload, n_ubatch: int) -> Workload:
     return workload.model_copy(update={"n_ubatch": n_ubatch})
 
 
-def _paged(subject: Subject, budgets: Mapping[str, int], options: SolveOptions) -> Iterator[str]:
+def _paged(subject: Subject, request: Request) -> Iterator[str]:
     """A warning in numbers where host weights exceed memory on request."""
     for device, used in zip(subject.priced.problem.devices, subject.evaluation.memory, strict=True):
-        over = used - budgets[device.device]
-        if options.page and device.host and over > 0:
+        over = used - request.budgets[device.device]
+        if request.page and device.host and over > 0:
             yield f"will page from disk: {over >> 20} MiB more than host memory; slower than predicted"
+
+
+def reason(problem: Problem, decision: Decision, option: Option, index: int, unit: Unit) -> str:
+    """A short reason for the site of `unit`, the `index`-th of its decision."""
+    if not decision.layer:
+        return "looked up on the host, one row a token"
+    home = problem.devices[option.entry].device
+    site = sites(option.sites)[index]
+    apart = site == ON_CPU and not problem.devices[option.entry].host
+    if unit.kind in BOUND or unit.kind is Kind.NEXTN or (unit.kind is Kind.OUTPUT and not apart):
+        return _home_reason(problem, decision, option, unit, home)
+    if site.kind is SiteKind.STRIPE:
+        return f"{site.amount} hottest of {unit.experts} experts on {home}, the others across the bus"
+    if site.kind is SiteKind.HYBRID:
+        return (
+            f"{site.amount} of {unit.experts} experts in slots of {home}, the others by CPU and bus beside it"
+        )
+    if site.kind is SiteKind.CACHE:
+        return f"read through the engine's expert cache on {home}"
+    if site == ON_CPU and problem.devices[option.entry].host:
+        return "its layer is on the CPU"
+    other = _elsewhere(decision, option, index)
+    if other is None:
+        return "no other place"
+    delta = (other.decode_ns - option.decode_ns) / 1000
+    if site == ON_CPU:
+        return f"frees {unit.size_bytes >> 20} MiB of {home} for {-delta:.0f} us a token"
+    return f"saves {delta:.0f} us a token against the CPU" if delta >= 0 else "keeps the graph whole"
+
+
+def _home_reason(problem: Problem, decision: Decision, option: Option, unit: Unit, home: str) -> str:
+    kept = {Kind.ATTENTION: "owns the layer's KV cache", Kind.RECURRENT: "owns the layer's state"}
+    if problem.devices[option.entry].host:
+        others = [o.decode_ns for o in decision.options if not problem.devices[o.entry].host]
+        if not others:
+            return "no other place"
+        saved = (option.decode_ns - min(others)) / 1000
+        if saved <= 0:
+            return "as fast here as on a GPU"
+        return f"a GPU would save {saved:.0f} us a token here"
+    return kept.get(unit.kind, f"layer device {home}")
+
+
+def _elsewhere(decision: Decision, option: Option, index: int) -> Option | None:
+    """The option that differs only in the site of one unit."""
+    for other in decision.options:
+        rest = [i for i in range(len(option.sites)) if i != index]
+        there = sites(other.sites)[index]
+        alike = (other.entry, other.away) == (option.entry, option.away)
+        same = alike and all(other.sites[i] == option.sites[i] for i in rest)
+        if same and there != option.sites[index] and not there.divided:
+            return other
+    return None

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.cost.build_problem import Priced, model_of, price
+from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.errors import InputError
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
+from planner.passes.margin import error_ppm
 from planner.passes.stock_rules import realise
-from planner.plan.request import SolveOptions
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
+from planner.plan.request import Request
 from planner.site import Site
 from planner.site import sites as sites_of
 from planner.solver.evaluate import Evaluation, evaluate
@@ -55,7 +59,10 @@ def predict(
     units that do not live there. Raises NoSuchPlacement.
     """
     budgets = {d.name: _NO_LIMIT for d in profile.devices if d.kind == "cpu" or d.name in layer_devices}
-    priced = price(model_of(inventory, workload), profile, budgets, workload, SolveOptions(page=True))
+    request = Request(budgets, workload, page=True)
+    priced = build_problem(
+        analyse(structure_of(inventory), workload), profile, request, EngineSettings(), Known()
+    )
     solution = realise(priced, layer_devices, sites)
     if solution is None:
         raise NoSuchPlacement
@@ -64,13 +71,12 @@ def predict(
 
 def breakdown(priced: Priced, solution: Solution, found: Evaluation) -> Breakdown:
     """The parts of an evaluated placement."""
-    problem, calibration = priced.problem, priced.prices.calibration
+    problem = priced.problem
     units = {
         unit: ns
         for decision, option in zip(problem.decisions, solution.chosen(problem), strict=True)
         for unit, ns in zip(decision.units, option.parts, strict=False)
     }
-    measured = priced.prices.profile.measured
     return Breakdown(
         tpot_ns=found.decode_ns,
         units_ns=units,
@@ -80,7 +86,7 @@ def breakdown(priced: Priced, solution: Solution, found: Evaluation) -> Breakdow
         token_ns=problem.decode_ns,
         prefill_ns=found.prefill_ns,
         measured_ppm=_measured_ppm(priced, solution),
-        error_ppm=calibration.residual_ppm or (150_000 if measured else 300_000),
+        error_ppm=error_ppm(priced.prices),
         memory={d.device: m for d, m in zip(problem.devices, found.memory, strict=True)},
     )
 

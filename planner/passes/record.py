@@ -9,57 +9,40 @@ from importlib.metadata import version
 
 from pydantic import ValidationError
 
-from planner.cost.build_problem import OUTPUT, Model, Priced, decision_of
-from planner.cost.expert_cache import cached, cached_bytes
-from planner.cost.unit_time import Prices
+from planner.constants import CPU, IDLE_THREADS, MIB, PPM
+from planner.cost.build_problem import Model, Priced, decision_of
+from planner.cost.expert_cache import cached
 from planner.errors import InputError
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
-from planner.machine.profile import Calibration, Profile, to_text
+from planner.machine.profile import Profile, to_text
+from planner.memory.memory import NOTHING, Memory
 from planner.model.units import Unit
-from planner.passes.notes import Subject, notes_of
+from planner.passes.chosen import Chosen
+from planner.passes.margin import error_ppm
+from planner.passes.notes import Subject, notes_of, reason
 from planner.passes.prompt_pipeline import Pipeline, pipeline_of, unpiped
-from planner.passes.reasons import reason
 from planner.passes.stock_rules import Candidate
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
+from planner.plan.load_spec import layer_ranges
 from planner.plan.overrides import overrides_of
 from planner.plan.plan import (
     Baseline,
     Constraints,
     DeviceUse,
     ExpertOrder,
-    LayerRange,
     MachineRef,
     ModelRef,
     Placement,
     Plan,
     Prediction,
-    Reserved,
     Search,
 )
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.records import digest
 from planner.site import HOST, ON_CPU, Site, SiteKind, sites
 from planner.solver.deadline import Deadline
-from planner.solver.evaluate import Evaluation
-from planner.solver.problem import Decision, Option, Solution
-from planner.workload import Workload
-
-_PPM = 10**6
-_MIB = 2**20
-_FEW_THREADS = 4
-_ERROR_PPM = {True: 150_000, False: 300_000}  # without calibration: measured operators, assumed machine
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The placement that becomes the plan; `rule` names the stock rule it equals, if any."""
-
-    priced: Priced
-    solution: Solution
-    evaluation: Evaluation
-    bound_ns: int
-    status: str
-    rule: str
 
 
 @dataclass(eq=False)
@@ -78,13 +61,12 @@ def record(
     chosen: Chosen,
     stock: Sequence[Candidate],
     profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
+    request: Request,
+    known: Known,
 ) -> Plan:
     """The plan of a chosen placement. Raises BeyondPlans."""
     try:
-        return _recorded(chosen, stock, profile, budgets, workload, options)
+        return _recorded(chosen, stock, profile, request, known)
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         if first["type"] != "less_than_equal":
@@ -96,43 +78,41 @@ def _recorded(
     chosen: Chosen,
     stock: Sequence[Candidate],
     profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
+    request: Request,
+    known: Known,
 ) -> Plan:
-    priced = chosen.priced
-    devices = layer_devices(chosen)
+    priced, settings = chosen.priced, chosen.priced.settings
+    devices = chosen.layer_devices()
     placed = sites_of(chosen, devices)
     units = priced.model.units
     placements = tuple(_placement(chosen, unit, placed[unit.name]) for unit in units)
     pipeline = pipeline_of(priced, chosen.solution, chosen.evaluation)
-    uses = _uses(chosen, budgets, options, pipeline)
+    uses = _uses(chosen, request, pipeline)
     subject = Subject(priced, chosen.evaluation, chosen.rule, uses, placements, stock, pipeline)
     overrides = overrides_of(priced.model.inventory, units, [placed[u.name] for u in units], devices)
     kept = (unpiped(priced.model.inventory, devices),) if pipeline.refused else ()
     return Plan(
-        command=options.command,
+        command=request.command,
         version=version("atsplan"),
         model=_model_ref(priced),
         machine=machine_ref(profile, _cpu_computes(devices, placements), _used(chosen)),
-        engines=_engines(priced.model, placed, workload),
-        workload=workload,
-        constraints=constraints_of(budgets, options),
+        engines=_engines(priced.model, placed),
+        workload=priced.model.workload,
+        constraints=constraints_of(request, known, settings),
         devices=uses,
-        layers=ranges(devices),
-        op_offload=priced.op_offload,
-        repack=None if priced.repack else False,
-        projector=options.projector,
-        host_memory=priced.prices.host_memory,
-        speculation=options.speculation,
+        layers=layer_ranges(devices),
+        op_offload=settings.op_offload,
+        repack=None if settings.repack else False,
+        projector=settings.projector,
+        host_memory=settings.host_memory,
+        speculation=settings.speculation,
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),
-        fit=options.fit,
-        search=search_of(options.deadline),
-        notes=notes_of(subject, budgets, options),
+        fit=known.fit,
+        notes=notes_of(subject, request, known),
         units=placements,
         overrides=(*overrides, *kept),
-        experts=_orders(placed, units, options),
+        experts=_orders(placed, units, known),
     )
 
 
@@ -143,53 +123,31 @@ def search_of(deadline: Deadline) -> Search | None:
     return Search(ended_by=deadline.ended_by, time_limit_ms=math.ceil(deadline.seconds * 1000))
 
 
-def constraints_of(budgets: Mapping[str, int], options: SolveOptions) -> Constraints:
+def constraints_of(request: Request, known: Known, settings: EngineSettings) -> Constraints:
     """What was asked, in the words of the plan file."""
     return Constraints(
-        budgets=dict(sorted(budgets.items())),
-        pins=tuple(f"{p.pattern}={p.site}" for p in options.pins),
-        contiguous=options.contiguous,
-        no_cpu=options.no_cpu,
-        page=options.page,
-        reserves=tuple(
-            Reserved(name=r.name, device=r.device, size_bytes=r.size_bytes) for r in options.reserves
-        ),
-        heat_digest=options.heat_digest,
-        stripes=options.stripes,
-        hybrid=True if options.hybrid else None,
-        cache=options.cache or None,
+        budgets=dict(sorted(request.budgets.items())),
+        pins=tuple(f"{p.pattern}={p.site}" for p in request.pins),
+        contiguous=request.contiguous,
+        no_cpu=request.no_cpu,
+        page=request.page,
+        reserves=settings.reserves,
+        heat_digest=known.heat_digest,
+        stripes=request.stripes,
+        hybrid=True if request.hybrid else None,
+        cache=known.cache or None,
     )
-
-
-def layer_devices(chosen: Chosen) -> tuple[str, ...]:
-    """The layer device of each layer, speculative blocks included, and of the output head."""
-    priced = chosen.priced
-    names = [d.device for d in priced.problem.devices]
-    by_name = {decision.name: names[option.entry] for decision, option in _pairs(chosen) if decision.layer}
-    head = by_name.get(OUTPUT, "CPU")
-    return (*(by_name.get(f"blk.{n}", head) for n in range(priced.model.layers.n_all)), head)
 
 
 def sites_of(chosen: Chosen, devices: Sequence[str]) -> dict[str, Site]:
     """The site of every unit; those that are not loaded stay with their layer's device."""
     found: dict[str, Site] = {}
-    for decision, option in _pairs(chosen):
+    for decision, option in chosen.pairs():
         found.update(zip(decision.units, sites(option.sites), strict=True))
     for unit in chosen.priced.model.units:
         home = devices[-1] if unit.layer is None else devices[min(unit.layer, len(devices) - 1)]
         found.setdefault(unit.name, Site.on(home))
     return found
-
-
-def ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:
-    """Consecutive layers with one device."""
-    found: list[LayerRange] = []
-    for n, device in enumerate(devices):
-        if found and found[-1].device == device:
-            found[-1] = LayerRange(first=found[-1].first, last=n, device=device)
-        else:
-            found.append(LayerRange(first=n, last=n, device=device))
-    return tuple(found)
 
 
 def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> MachineRef:
@@ -199,7 +157,7 @@ def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> Ma
     Threads of a CPU that computes nothing only wait: 16 of them cost a token on a GPU 8 %, 4 next to nothing.
     """
     best = next((d.threads for d in profile.devices if d.kind == "cpu"), 0)
-    few = min(best or profile.fingerprint.cores or _FEW_THREADS, _FEW_THREADS)
+    few = min(best or profile.fingerprint.cores or IDLE_THREADS, IDLE_THREADS)
     return MachineRef(
         name=profile.name,
         profile_digest=digest(to_text(profile)),
@@ -210,7 +168,7 @@ def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> Ma
     )
 
 
-def _engines(model: Model, placed: Mapping[str, Site], workload: Workload) -> EngineRange | None:
+def _engines(model: Model, placed: Mapping[str, Site]) -> EngineRange | None:
     """The builds that can load these sites, as far as is known."""
     # Cached experts may be computed by the CPU too.
     computed = {
@@ -218,9 +176,9 @@ def _engines(model: Model, placed: Mapping[str, Site], workload: Workload) -> En
         for unit in model.units
         for t in unit.tensors
     }
-    devices = computing_devices(model.inventory, computed)
+    devices = computing_devices(model.units, computed)
     behind = bool(cached(placed.values()))
-    return range_of(model.inventory.architecture, devices, cache=behind, nextn=workload.mtp)
+    return range_of(model.inventory.architecture, devices, cache=behind, nextn=model.workload.mtp)
 
 
 def _used(chosen: Chosen) -> list[str]:
@@ -231,31 +189,16 @@ def _used(chosen: Chosen) -> list[str]:
 
 def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bool:
     """Whether a token needs the CPU for more than looking up its row."""
-    return "CPU" in devices or any(
+    return CPU in devices or any(
         p.time_ns and (p.site == ON_CPU or p.site.kind is SiteKind.HYBRID) for p in placements
     )
-
-
-def error_ppm(prices: Prices) -> int:
-    """Relative half-width of the interval around a predicted time."""
-    return prices.calibration.residual_ppm or _ERROR_PPM[prices.profile.measured]
-
-
-def indistinct_ppm(calibration: Calibration) -> int:
-    """How far two plans for one machine must differ to be told apart.
-
-    The error of a difference is far smaller than that of either time, as both share the machine: a
-    third of the calibration's residual, between 0.5 % and 2 %; 1 % without calibration.
-    """
-    residual = calibration.residual_ppm
-    return min(max(residual // 3, 5_000), 20_000) if residual else 10_000
 
 
 def prediction(chosen: Chosen) -> Prediction:
     """Predicted times, their error bar, and how close to the optimum they are proven to be."""
     found = chosen.evaluation
     bound = min(chosen.bound_ns, found.objective_ns)
-    gap = (found.objective_ns - bound) * _PPM // max(found.objective_ns, 1)
+    gap = (found.objective_ns - bound) * PPM // max(found.objective_ns, 1)
     return Prediction(
         tpot_ns=found.decode_ns,
         prefill_ns=found.prefill_ns,
@@ -266,11 +209,6 @@ def prediction(chosen: Chosen) -> Prediction:
         gap_ppm=gap,
         status=chosen.status,
     )
-
-
-def _pairs(chosen: Chosen) -> list[tuple[Decision, Option]]:
-    problem = chosen.priced.problem
-    return list(zip(problem.decisions, chosen.solution.chosen(problem), strict=True))
 
 
 def _model_ref(priced: Priced) -> ModelRef:
@@ -285,46 +223,34 @@ def _model_ref(priced: Priced) -> ModelRef:
     )
 
 
-def _uses(
-    chosen: Chosen, budgets: Mapping[str, int], options: SolveOptions, pipeline: Pipeline
-) -> tuple[DeviceUse, ...]:
+def host_weights_bytes(chosen: Chosen, request: Request) -> int:
+    """Weights that a placement keeps in host memory."""
+    pipeline = pipeline_of(chosen.priced, chosen.solution, chosen.evaluation)
+    return sum(use.weights_bytes for use in _uses(chosen, request, pipeline) if use.kind == "cpu")
+
+
+def _uses(chosen: Chosen, request: Request, pipeline: Pipeline) -> tuple[DeviceUse, ...]:
     devices = range(len(chosen.priced.problem.devices))
-    found = (_use(chosen, d, budgets, options, pipeline.on(d)) for d in devices)
+    found = (_use(chosen, d, request, pipeline.on(d)) for d in devices)
     return tuple(use for use in found if use is not None)
 
 
-def _use(
-    chosen: Chosen, d: int, budgets: Mapping[str, int], options: SolveOptions, copies: int
-) -> DeviceUse | None:
+def _use(chosen: Chosen, d: int, request: Request, copies: int) -> DeviceUse | None:
     """What fills one device, a pipeline's copies included; None when nothing does."""
-    problem, model = chosen.priced.problem, chosen.priced.model
-    device, total = problem.devices[d], chosen.evaluation.memory[d]
-    kept = [decision.name for decision, option in _pairs(chosen) if option.entry == d]
-    opened = any(r.opens and r.device == device.device for r in options.reserves)
-    if not total and not kept and not opened:
+    priced = chosen.priced
+    device, held = priced.problem.devices[d], priced.ledger.held(priced.problem, chosen.solution)[d]
+    opened = any(r.opens and r.device == device.device for r in priced.settings.reserves)
+    if held == NOTHING and not opened and all(option.entry != d for _, option in chosen.pairs()):
         return None
-    kv, state = sum(model.kv.get(n, 0) for n in kept), sum(model.state.get(n, 0) for n in kept)
-    asked = {s for _, option in _pairs(chosen) for s in option.shares}
-    mine = [s for i, s in enumerate(problem.shares) if i in asked and s.device == d]
-    away = [d.name for d, option in _pairs(chosen) if option.away and d.name in kept]
-    once = sum(s.size_bytes for s in mine) + sum(model.kv[model.owners[name]] for name in away)
-    context = chosen.priced.prices.profile.device(device.device).context_bytes if once or opened else 0
-    placed = {u: site for d, o in _pairs(chosen) for u, site in zip(d.units, sites(o.sites), strict=True)}
-    sizes = {u.name: chosen.priced.prices.moved_bytes(u) for u in model.units if u.name in placed}
-    slots = cached_bytes(placed, sizes, device.device)
+    context = priced.prices.profile.device(device.device).context_bytes if opened and held == NOTHING else 0
     # In whole MiB, as the stock tools' option says it; what is left over lies with the compute buffer.
-    cache = (slots + sum(s.size_bytes for s in mine if " cache of " in s.name)) // _MIB * _MIB
-    reserved = options.reserved_bytes(device.device)
-    return DeviceUse(
-        name=device.device,
-        kind=device.kind,
-        budget_bytes=budgets[device.device],
-        weights_bytes=total - kv - state - once - slots,
-        kv_bytes=kv,
-        state_bytes=state,
-        compute_bytes=max(once + slots - cache - context, 0) + copies,
-        cache_bytes=cache,
-        reserve_bytes=context + reserved,
+    left = held.cache % MIB
+    beside = priced.settings.reserved_bytes(device.device)
+    return DeviceUse.of(
+        device.device,
+        device.kind,
+        request.budgets[device.device],
+        held + Memory(compute=copies + left, cache=-left, reserve=context + beside),
     )
 
 
@@ -343,7 +269,7 @@ def _baseline(candidate: Candidate) -> Baseline:
 def _placement(chosen: Chosen, unit: Unit, site: Site) -> Placement:
     problem = chosen.priced.problem
     name = decision_of(unit)
-    for decision, option in _pairs(chosen):
+    for decision, option in chosen.pairs():
         if decision.name == name and unit.name in decision.units:
             index = decision.units.index(unit.name)
             return Placement(
@@ -356,16 +282,14 @@ def _placement(chosen: Chosen, unit: Unit, site: Site) -> Placement:
     return Placement(unit=unit.name, site=site, size_bytes=unit.size_bytes, time_ns=0, why="not loaded")
 
 
-def _orders(
-    placed: Mapping[str, Site], units: Sequence[Unit], options: SolveOptions
-) -> tuple[ExpertOrder, ...]:
+def _orders(placed: Mapping[str, Site], units: Sequence[Unit], known: Known) -> tuple[ExpertOrder, ...]:
     striped = {u.layer for u in units if placed[u.name].kind in (SiteKind.STRIPE, SiteKind.HYBRID)}
-    known = {order.layer: order for order in options.orders}
+    orders = {order.layer: order for order in known.orders}
     slotted = {u.layer: u.experts for u in units if placed[u.name].kind is SiteKind.HYBRID}
     found = []
     for layer in sorted(layer for layer in striped if layer is not None):
-        if layer in known:
-            found.append(known[layer])
+        if layer in orders:
+            found.append(orders[layer])
         elif layer in slotted:  # of routing that nobody looked at, any experts are as good as others
             found.append(ExpertOrder(layer=layer, order=tuple(range(slotted[layer]))))
     return tuple(found)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner.constants import CPU
 from planner.cost.build_problem import Priced
+from planner.cost.layer_options import PER_DEVICE
 from planner.errors import AnswerIsNo
-from planner.plan.request import SolveOptions
+from planner.memory.memory import Memory, together
+from planner.plan.request import Request
 from planner.solver.problem import Problem
 
 
@@ -17,14 +19,11 @@ class Need:
 
     device: str
     budget_bytes: int
-    weights_bytes: int
-    cache_bytes: int  # KV and recurrent state
-    compute_bytes: int  # buffers and driver context
-    reserve_bytes: int
+    memory: Memory
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.cache_bytes + self.compute_bytes + self.reserve_bytes
+        return self.memory.total
 
 
 @dataclass(eq=False)
@@ -55,10 +54,11 @@ def _sentence(need: Need) -> str:
     parts = [
         f"{name} {mib(size)}"
         for name, size in (
-            ("weights", need.weights_bytes),
-            ("KV and state", need.cache_bytes),
-            ("compute", need.compute_bytes),
-            ("reserve", need.reserve_bytes),
+            ("weights", need.memory.weights),
+            ("KV and state", need.memory.kv + need.memory.state),
+            ("compute", need.memory.compute),
+            ("MoE cache", need.memory.cache),
+            ("reserve", need.memory.reserve),
         )
         if size
     ]
@@ -68,7 +68,7 @@ def _sentence(need: Need) -> str:
     )
 
 
-def forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible | None:
+def forced(priced: Priced, request: Request) -> Infeasible | None:
     """What no search can save: a decision without options, or forced bytes above a limit.
 
     None does not promise that a placement exists.
@@ -77,79 +77,70 @@ def forced(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) ->
     for decision in problem.decisions:
         if not decision.options:
             why = f"{decision.name} has no allowed place under the pins, modes, KV and tensor types given"
-            return Infeasible((), hints(priced, options), why)
-    needs = [_forced(priced, d, budgets, options) for d in range(len(problem.devices))]
+            return Infeasible((), hints(priced, request), why)
+    needs = [_forced(priced, d, request) for d in range(len(problem.devices))]
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
     host = any(d.host and n.total_bytes > n.budget_bytes for d, n in zip(problem.devices, needs, strict=True))
-    return Infeasible(short, hints(priced, options, host)) if short else None
+    return Infeasible(short, hints(priced, request, host)) if short else None
 
 
-def crowded(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible | None:
+def crowded(priced: Priced, request: Request) -> Infeasible | None:
     """Devices that a projector or a draft model overfills by itself, layers or not."""
-    opened = dict.fromkeys(r.device for r in options.reserves if r.opens and r.device in budgets)
+    opened = dict.fromkeys(
+        r.device for r in priced.settings.reserves if r.opens and r.device in request.budgets
+    )
     needs = []
     for name in opened:
-        reserve = options.reserved_bytes(name)
         context = priced.prices.profile.device(name).context_bytes
-        needs.append(Need(name, budgets[name], 0, 0, context, reserve))
+        needs.append(
+            Need(name, request.budgets[name], Memory(reserve=context + priced.settings.reserved_bytes(name)))
+        )
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
-    draft = any(r.name.startswith("draft") for r in options.reserves)
+    draft = any(r.name.startswith("draft") for r in priced.settings.reserves)
     ours = ("no --", "--mmproj") if not draft else ("no --", "--")
-    helpful = tuple(h for h in hints(priced, options) if h.startswith(ours))
+    helpful = tuple(h for h in hints(priced, request) if h.startswith(ours))
     return Infeasible(short, helpful) if short else None
 
 
-def refuse(priced: Priced, budgets: Mapping[str, int], options: SolveOptions) -> Infeasible:
+def refuse(priced: Priced, request: Request) -> Infeasible:
     """The refusal after a search: all devices together against all that must be held."""
     problem = priced.problem
-    sizes = [min(sum(o.memory) for o in d.options) for d in problem.decisions]
-    caches = sum(priced.model.kv.values()) + sum(priced.model.state.values())
-    compute = sum(s.size_bytes for s in problem.shares if s.name.endswith("in use"))
-    total, together = _room(problem, budgets, options)
-    need = Need(
-        together,
-        total,
-        max(sum(sizes) - caches, 0),
-        caches,
-        compute,
-        sum(r.size_bytes for r in options.reserves),
-    )
+    least = [(d, min(d.options, key=lambda o: sum(o.memory))) for d in problem.decisions]
+    used = [priced.ledger.shares[PER_DEVICE * d] for d in range(len(problem.devices))]
+    beside = Memory(reserve=sum(r.size_bytes for r in priced.settings.reserves))
+    held = together((*(together(priced.ledger.of(d, o)) for d, o in least), *used, beside))
+    total, name = _room(priced, request)
+    need = Need(name, total, held)
     if need.total_bytes <= total:
-        return Infeasible((need,), hints(priced, options), "there is room, but not for whole units")
-    return Infeasible((need,), hints(priced, options, any(d.host for d in problem.devices)))
+        return Infeasible((need,), hints(priced, request), "there is room, but not for whole units")
+    return Infeasible((need,), hints(priced, request, any(d.host for d in problem.devices)))
 
 
-def _room(problem: Problem, budgets: Mapping[str, int], options: SolveOptions) -> tuple[int, str]:
+def _room(priced: Priced, request: Request) -> tuple[int, str]:
     """What all devices hold together, memory that several share counted once, and what to call them."""
-    total = 0
+    problem, total = priced.problem, 0
     for index, pool in enumerate((*problem.pools, None)):
         members = [d.device for d in problem.devices if d.pool == (index if pool else -1)]
-        kept = sum(r.size_bytes for r in options.reserves if r.device in members)
-        offered = sum(budgets[name] for name in members)
+        kept = sum(r.size_bytes for r in priced.settings.reserves if r.device in members)
+        offered = sum(request.budgets[name] for name in members)
         total += min(offered, pool.capacity_bytes + kept) if pool else offered
     one = len(problem.pools) == 1 and len(problem.devices) > 1 and all(d.pool == 0 for d in problem.devices)
     names = " and ".join(d.device for d in problem.devices)
     return total, f"the one memory of {names}" if one else "all devices together"
 
 
-def _forced(priced: Priced, device: int, budgets: Mapping[str, int], options: SolveOptions) -> Need:
-    problem = priced.problem
-    name = problem.devices[device].device
-    weights = caches = 0
-    for decision in problem.decisions:
-        least = min(decision.options, key=lambda o: o.memory[device])
-        kept = priced.model.kv.get(decision.name, 0) + priced.model.state.get(decision.name, 0)
-        held = least.memory[device]
-        here = kept if least.entry == device and held >= kept else 0
-        caches += here
-        weights += held - here
-    shares = _always(problem)
-    compute = sum(problem.shares[s].size_bytes for s in shares if problem.shares[s].device == device)
-    reserve = options.reserved_bytes(name)
-    budget = min(budgets[name], problem.devices[device].capacity_bytes + reserve)
-    if problem.devices[device].capacity_bytes > budget:  # host memory that may be paged from disk
-        budget = problem.devices[device].capacity_bytes
-    return Need(name, budget, weights, caches, compute, reserve)
+def _forced(priced: Priced, device: int, request: Request) -> Need:
+    problem, name = priced.problem, priced.problem.devices[device].device
+    reserve = priced.settings.reserved_bytes(name)
+    least = [(d, min(d.options, key=lambda o: o.memory[device])) for d in problem.decisions]
+    shares = [s for s in _always(problem) if problem.shares[s].device == device]
+    held = together(priced.ledger.of(d, o)[device] for d, o in least)
+    held += together(priced.ledger.shares[s] for s in shares) + Memory(reserve=reserve)
+    capacity = problem.devices[device].capacity_bytes
+    budget = min(request.budgets[name], capacity + reserve)
+    if capacity > budget:  # host memory that may be paged from disk
+        budget = capacity
+    return Need(name, budget, held)
 
 
 def _always(problem: Problem) -> set[int]:
@@ -160,7 +151,7 @@ def _always(problem: Problem) -> set[int]:
     return found
 
 
-def hints(priced: Priced, options: SolveOptions, host: bool = False) -> tuple[str, ...]:
+def hints(priced: Priced, request: Request, host: bool = False) -> tuple[str, ...]:
     """What would free memory, most promising first; `host`: it is host memory that is short."""
     workload = priced.prices.workload
     found = []
@@ -170,15 +161,15 @@ def hints(priced: Priced, options: SolveOptions, host: bool = False) -> tuple[st
         found.append("--kv-type q8_0")
     if workload.n_ubatch > 256:
         found.append(f"--ubatch {workload.n_ubatch // 2}")
-    eyes = [r.device for r in options.reserves if r.name.startswith("projector")]
+    eyes = [r.device for r in priced.settings.reserves if r.name.startswith("projector")]
     if eyes:
-        found.append("no --mmproj" if "CPU" in eyes else "--mmproj-device cpu")
-    if any(r.name.startswith("draft") for r in options.reserves):
+        found.append("no --mmproj" if CPU in eyes else "--mmproj-device cpu")
+    if any(r.name.startswith("draft") for r in priced.settings.reserves):
         found.append("no --draft")
-    if options.pins:
+    if request.pins:
         found.append("fewer pins")
-    if options.no_cpu or options.contiguous:
+    if request.no_cpu or request.contiguous:
         found.append("allowing the CPU")
-    elif not options.page:
+    elif not request.page:
         found += [*(["--page"] if host else []), "a smaller quantisation"]
     return tuple(found)

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from planner.machine.profile import Profile
-from planner.model.inventory import Inventory
-from planner.passes.largest_context import bisect, fits
+from planner.errors import AnswerIsNo
+from planner.passes.case import Case
+from planner.passes.largest_context import bisect, fits, with_context
 from planner.passes.refusal import Infeasible
-from planner.plan.request import SolveOptions
+from planner.passes.settings_to_try import projector_places
+from planner.plan.engine_settings import EngineSettings
 from planner.workload import Workload
 
 _SMALLER = "q8_0"
 _UNTRIED = ("--ctx", "--kv-type")
 
 
-def with_remedies(
-    refusal: Infeasible,
-    inventory: Inventory,
-    profile: Profile,
-    budgets: Mapping[str, int],
-    workload: Workload,
-    options: SolveOptions,
-    lowest: int,
-) -> Infeasible:
-    """The refusal with contexts (from `lowest` on) and KV types that fit in place of those only named."""
+def with_remedies(refusal: AnswerIsNo, case: Case, start: EngineSettings) -> AnswerIsNo:
+    """The refusal with contexts and KV types that fit, and hold the use, in place of those only named."""
+    request = case.request
+    moves = request.beside is not None and request.beside.projector_moves
+    if request.lowest_ctx or moves or not isinstance(refusal, Infeasible):
+        return refusal
     others = tuple(h for h in refusal.hints if not h.startswith(_UNTRIED))
     if len(others) == len(refusal.hints):
         return refusal  # what lacks is not the cache's
+    settings = next(projector_places(case, start))
+    lowest = min(request.workload.needed_cells, request.workload.n_ctx)
 
     def tried(work: Workload) -> int:
         """The largest context that fits, 0 for none."""
 
         def at(n_ctx: int) -> bool:
-            return fits(inventory, profile, budgets, work, options, n_ctx)
+            return fits(case, settings, with_context(work, n_ctx))
 
         if not at(lowest):
             return 0
         return bisect(at, lowest, work.n_ctx)
 
-    return replace(refusal, hints=(*_found(workload, tried), *others))
+    return replace(refusal, hints=(*_found(request.workload, tried), *others))
 
 
 def _found(workload: Workload, tried: Callable[[Workload], int]) -> Iterator[str]:

@@ -7,30 +7,21 @@ keeps the experts of the first N layers on the CPU, `--n-cpu-ffn N` the N larges
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Model, Priced
 from planner.model.units import Kind, Unit
-from planner.passes.engine_fit import NAME as FIT
 from planner.passes.engine_fit import readings
 from planner.passes.prompt_pipeline import pipeline_of
+from planner.plan.engine_rules import layers_by_ngl
 from planner.plan.plan import EngineFit
+from planner.plan.stock_rule import ALL_CPU, CPU_MOE, FIT, N_CPU_FFN, N_CPU_MOE, NGL, ONE_GPU, Rule
 from planner.site import ON_CPU, Site
 from planner.solver.evaluate import Evaluation, evaluate
 from planner.solver.problem import Decision, Solution
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One setting of a stock rule: a layer device per layer and the head, and units moved to the CPU."""
-
-    name: str
-    setting: str
-    layer_devices: tuple[str, ...]  # one a layer (speculative blocks included), the output head last
-    sites: Mapping[str, Site]  # unit name to site, where it is not on its layer device
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate,
     A rule without a feasible setting appears once, infeasible. The engine's own `--fit` comes last.
     """
     found: list[Candidate] = []
-    known: Known = {}
+    known: Options = {}
     for name, rules in itertools.groupby(_rules(priced.model, priced), key=lambda rule: rule.name):
         found.append(_best(priced, name, list(rules), known))
     if fit is not None:
@@ -62,13 +53,12 @@ def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate,
     return tuple(found)
 
 
-def _fitted(priced: Priced, fit: EngineFit, known: Known) -> Candidate:
-    read = readings(priced.model.inventory, fit, priced.prices.workload)
-    rules = [Rule(FIT, each.setting, each.layer_devices, each.sites) for each in read]
+def _fitted(priced: Priced, fit: EngineFit, known: Options) -> Candidate:
+    rules = readings(priced.model.structure, fit, priced.prices.workload)
     return _best(priced, FIT, rules, known) if rules else Candidate(FIT, "finds no placement", None, None)
 
 
-def _best(priced: Priced, name: str, rules: Sequence[Rule], known: Known) -> Candidate:
+def _best(priced: Priced, name: str, rules: Sequence[Rule], known: Options) -> Candidate:
     best: Candidate | None = None
     for rule in rules:
         solution = realise(priced, rule.layer_devices, rule.sites, known)
@@ -92,11 +82,11 @@ def _rank(candidate: Candidate) -> tuple[bool, int]:
 
 
 # Which option a decision has for a layer device and sites: the rules ask the same over and over.
-Known = dict[tuple[object, ...], int | None]
+Options = dict[tuple[object, ...], int | None]
 
 
 def realise(
-    priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Site], known: Known | None = None
+    priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Site], known: Options | None = None
 ) -> Solution | None:
     """The solution with these layer devices and sites; None when a decision has no such option.
 
@@ -108,7 +98,7 @@ def realise(
     homes[OUTPUT] = layer_devices[-1]
     choices: list[int] = []
     for number, decision in enumerate(priced.problem.decisions):
-        home = homes.get(decision.name, "CPU")
+        home = homes.get(decision.name, CPU)
         if home not in names and decision.layer:
             return None
         owner = priced.model.owners.get(decision.name)
@@ -131,8 +121,7 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
     for decision, wanted in zip(
         priced.problem.decisions, candidate.solution.chosen(free.problem), strict=True
     ):
-        key = (wanted.entry, wanted.sites, wanted.away)
-        same = [j for j, o in enumerate(decision.options) if (o.entry, o.sites, o.away) == key]
+        same = [j for j, o in enumerate(decision.options) if o.key == wanted.key]
         if not same:
             return None
         choices.append(same[0])
@@ -143,7 +132,7 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
 def _find(decision: Decision, home: str, device: int, sites: Mapping[str, Site], away: bool) -> int | None:
     wanted = tuple(sites.get(unit, Site.on(home)) for unit in decision.units)
     for index, option in enumerate(decision.options):
-        if not decision.layer or ((option.entry, option.sites, option.away) == (device, wanted, away)):
+        if not decision.layer or option.key == (device, wanted, away):
             return index
     return None
 
@@ -152,24 +141,24 @@ def _rules(model: Model, priced: Priced) -> Iterator[Rule]:
     n_all = model.layers.n_all
     gpus = [(d.device, d.capacity_bytes) for d in priced.problem.devices if not d.host]
     if not any(d.host for d in priced.problem.devices):
-        yield Rule("ngl", f"-ngl {n_all + 1}", layer_devices(n_all, n_all + 1, gpus), {})
+        yield Rule(NGL, f"-ngl {n_all + 1}", layers_by_ngl(n_all, n_all + 1, gpus), {})
         return
     if not gpus:
-        yield Rule("all-cpu", "-ngl 0 --device none", layer_devices(n_all, 0, gpus), {})
+        yield Rule(ALL_CPU, "-ngl 0 --device none", layers_by_ngl(n_all, 0, gpus), {})
         return
     for gpu in gpus if len(gpus) > 1 else ():
         for n in range(n_all + 2):
-            yield Rule("one-gpu", f"--device {gpu[0]} -ngl {n}", layer_devices(n_all, n, [gpu]), {})
+            yield Rule(ONE_GPU, f"--device {gpu[0]} -ngl {n}", layers_by_ngl(n_all, n, [gpu]), {})
     for n in range(n_all + 2):
-        yield Rule("ngl", f"-ngl {n}", layer_devices(n_all, n, gpus), {})
-    full = layer_devices(n_all, n_all + 1, gpus)
+        yield Rule(NGL, f"-ngl {n}", layers_by_ngl(n_all, n, gpus), {})
+    full = layers_by_ngl(n_all, n_all + 1, gpus)
     experts = [u for u in model.units if u.kind is Kind.EXPERTS]
     dense = [u for u in model.units if u.kind is Kind.FFN]
     if experts:
         yield from _first_experts(n_all, full, experts)
         on_host = {u.name: ON_CPU for u in experts}
         for n in range(n_all + 1):
-            yield Rule("cpu-moe", f"-ngl {n} --cpu-moe", layer_devices(n_all, n, gpus), on_host)
+            yield Rule(CPU_MOE, f"-ngl {n} --cpu-moe", layers_by_ngl(n_all, n, gpus), on_host)
     if dense and not experts:
         yield from _largest_dense(full, dense)
 
@@ -177,32 +166,11 @@ def _rules(model: Model, priced: Priced) -> Iterator[Rule]:
 def _first_experts(n_all: int, full: tuple[str, ...], experts: Sequence[Unit]) -> Iterator[Rule]:
     for n in range(1, n_all + 1):
         moved = {u.name: ON_CPU for u in experts if u.layer is not None and u.layer < n}
-        yield Rule("n-cpu-moe", f"-ngl {n_all + 1} --n-cpu-moe {n}", full, moved)
+        yield Rule(N_CPU_MOE, f"-ngl {n_all + 1} --n-cpu-moe {n}", full, moved)
 
 
 def _largest_dense(full: tuple[str, ...], dense: Sequence[Unit]) -> Iterator[Rule]:
     largest = sorted(dense, key=lambda u: (-u.size_bytes, u.layer))
     for n in range(1, len(largest) + 1):
         moved = {u.name: ON_CPU for u in largest[:n]}
-        yield Rule("n-cpu-ffn", f"-ngl {len(full)} --n-cpu-ffn {n}", full, moved)
-
-
-def layer_devices(n_all: int, ngl: int, gpus: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """The layer device of each of `n_all` layers and of the output head under `-ngl` (llama-model.cpp).
-
-    Layers before `n_all + 1 - ngl` stay on the CPU; the others are dealt to the GPUs by cumulative
-    share of their free memory.
-    """
-    first = max(n_all + 1 - ngl, 0)
-    active = min(ngl, n_all + 1)
-    sums = list(itertools.accumulate(size for _, size in gpus))
-    shares = [size / sums[-1] for size in sums] if gpus and sums[-1] else []
-    found = []
-    for layer in range(n_all + 1):
-        if layer < first or not shares:
-            found.append("CPU")
-            continue
-        at = (layer - first) / active
-        index = bisect.bisect_right(shares, at)
-        found.append(gpus[min(index, len(gpus) - 1)][0])
-    return tuple(found)
+        yield Rule(N_CPU_FFN, f"-ngl {len(full)} --n-cpu-ffn {n}", full, moved)

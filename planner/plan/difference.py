@@ -42,7 +42,7 @@ def difference(before: Plan, after: Plan) -> Difference:
     return Difference(_moves(before, after), tuple(_changes(before, after)))
 
 
-def layer_devices(layers: tuple[LayerRange, ...]) -> dict[int, str]:
+def _by_layer(layers: tuple[LayerRange, ...]) -> dict[int, str]:
     """The layer device by layer number."""
     return {n: entry.device for entry in layers for n in range(entry.first, entry.last + 1)}
 
@@ -64,7 +64,7 @@ def _moves(before: Plan, after: Plan) -> tuple[Move, ...]:
 def _changes(before: Plan, after: Plan) -> list[Change]:
     def view(plan: Plan) -> dict[str, object]:
         data = plan.model_dump(mode="json", by_alias=True)
-        data["layers"] = {str(n): d for n, d in layer_devices(plan.layers).items()}
+        data["layers"] = {str(n): d for n, d in _by_layer(plan.layers).items()}
         data["units"] = {p["unit"]: {k: v for k, v in p.items() if k != "site"} for p in data["units"]}
         data["devices"] = {d["name"]: d for d in data["devices"]}
         data["baselines"] = {b["name"]: b for b in data["baselines"]}

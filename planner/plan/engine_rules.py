@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
-from planner.model.units import Kind, units_of
-from planner.plan.load_spec import CPU, LoadSpec
+from collections.abc import Sequence
+
+from planner.constants import CPU
+from planner.model.structure import Structure
+from planner.model.units import Kind
+from planner.plan.load_spec import LoadSpec
 from planner.plan.override_match import placed
 from planner.plan.overrides import home
 from planner.site import Site
 
 
-def spec_layer_devices(spec: LoadSpec, n_blocks: int) -> tuple[str, ...]:
-    """The device of each of `n_blocks` layers (NextN included) and of the output head, by the engine's rule.
+def layers_by_ngl(n_blocks: int, ngl: int, shares: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """The device of each of `n_blocks` layers (NextN included) and of the output head (llama-model.cpp).
 
-    The last `n_gpu_layers` of the layers, the head counted as the last, go to the listed devices in
-    proportion to `tensor_split`; the others stay on the CPU.
+    Layers before `n_blocks + 1 - ngl` stay on the CPU, the head counted as the last; the others are dealt to
+    the devices of `shares` by cumulative share.
     """
-    offloaded = min(spec.n_gpu_layers, n_blocks + 1) if spec.devices else 0
-    total = sum(spec.tensor_split)
+    total = sum(share for _, share in shares)
+    offloaded = min(ngl, n_blocks + 1) if total else 0
     found = [CPU] * (n_blocks + 1 - offloaded)
     for index in range(offloaded):
-        share, upto = index * total, 0
-        for device, count in zip(spec.devices, spec.tensor_split, strict=True):
-            upto += count
-            if share < upto * offloaded:
+        place, upto = index * total, 0
+        for device, share in shares:
+            upto += share
+            if place < upto * offloaded:
                 found.append(device)
                 break
     return tuple(found)
 
 
-def expected_devices(inventory: Inventory, spec: LoadSpec) -> dict[str, str]:
+def spec_layer_devices(spec: LoadSpec, n_blocks: int) -> tuple[str, ...]:
+    """The same for a load: shares are those of `tensor_split`."""
+    return layers_by_ngl(n_blocks, spec.n_gpu_layers, list(zip(spec.devices, spec.tensor_split, strict=True)))
+
+
+def expected_devices(structure: Structure, spec: LoadSpec) -> dict[str, str]:
     """Tensor to device for every tensor the engine loads; a striped tensor belongs to its device."""
-    layers = spec_layer_devices(spec, layers_of(inventory).n_all)
+    layers = spec_layer_devices(spec, structure.layers.n_all)
     found: dict[str, str] = {}
-    for unit in units_of(inventory).units:
+    for unit in structure.units:
         if unit.kind is not Kind.FOREIGN:
             found.update(dict.fromkeys(unit.tensors, home(unit, layers)))
-    for name, buffer in placed(inventory, spec.overrides).items():
+    for name, buffer in placed(structure.inventory, spec.overrides).items():
         found[name] = Site.of_buffer(buffer).device
     return found

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from planner.constants import MIB
 from planner.model.inventory import Inventory
 from planner.plan.override_match import Match, matches
 from planner.plan.plan import DeviceUse, Plan
-
-_MIB = 2**20
 
 
 def device_lines(plan: Plan) -> Iterator[str]:
@@ -48,4 +47,4 @@ def _layers(match: Match) -> str:
 
 
 def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / _MIB:.0f}" if size_bytes >= 10 * _MIB else f"{size_bytes / _MIB:.1f}"
+    return f"{size_bytes / MIB:.0f}" if size_bytes >= 10 * MIB else f"{size_bytes / MIB:.1f}"

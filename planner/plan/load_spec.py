@@ -5,11 +5,12 @@ The engine counts the output head as one more layer after the last, and NextN bl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from planner.block_names import block_of
+from planner.constants import CPU, MAX_ENGINE_DEVICES
 from planner.errors import InputError
 from planner.machine.attention_kernels import kv_problem
 from planner.machine.host_memory import HostMemory
@@ -17,9 +18,7 @@ from planner.plan.plan import LayerRange, Plan
 from planner.site import NoSite, Site, SiteKind
 from planner.workload import Workload
 
-CPU = "CPU"
 HYBRID_GUESTS = 2  # slots of a layer for experts that the bus brings for one step
-MAX_DEVICES = 16  # llama_max_devices() of every build seen
 
 
 # Layer, its number of experts, and those that have slots, hot first.
@@ -82,7 +81,7 @@ def load_spec(plan: Plan) -> LoadSpec:
     if problem := kv_problem(plan.workload):
         raise Unloadable("workload", problem)
     devices = plan_layer_devices(plan)
-    runs, notes = _at_most(MAX_DEVICES, _runs(devices))
+    runs, notes = _at_most(MAX_ENGINE_DEVICES, _runs(devices))
     overrides = tuple((o.pattern, _legal(o.buffer)) for o in plan.overrides)
     cache_bytes = sum(use.cache_bytes for use in plan.devices)
     used = [use.name for use in plan.devices if use.compute_bytes or use.weights_bytes]
@@ -147,7 +146,7 @@ def _listed(spec: LoadSpec, runs: Sequence[tuple[str, int]], others: Iterable[st
 
 def plan_layer_devices(plan: Plan) -> tuple[str, ...]:
     """The device of every layer the engine counts, NextN blocks included, the output head last."""
-    blocks = [int(m[1]) + 1 for p in plan.units if (m := re.match(r"blk\.([0-9]{1,4})\.", p.unit))]
+    blocks = [n + 1 for p in plan.units if (n := block_of(p.unit)) is not None]
     return layer_devices(plan.layers, max(blocks, default=0))
 
 
@@ -165,6 +164,17 @@ def layer_devices(ranges: Iterable[LayerRange], n_blocks: int = 0) -> tuple[str,
     if not found:
         raise LayerGap(0, "has no device")
     return (*found, *[found[-1]] * (n_blocks + 1 - len(found)))
+
+
+def layer_ranges(devices: Sequence[str]) -> tuple[LayerRange, ...]:
+    """Consecutive layers with one device."""
+    found: list[LayerRange] = []
+    for n, device in enumerate(devices):
+        if found and found[-1].device == device:
+            found[-1] = LayerRange(first=found[-1].first, last=n, device=device)
+        else:
+            found.append(LayerRange(first=n, last=n, device=device))
+    return tuple(found)
 
 
 def map_devices(spec: LoadSpec, names: Mapping[str, str]) -> LoadSpec:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from planner.block_names import block_of
 from planner.model.inventory import Inventory, Tensor
 from planner.plan.patterns import hits, listed, searcher
 from planner.plan.plan import Override
 
-_LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
 # What Python's re and ECMAScript read alike; backslash only before punctuation.
 _COMMON = re.compile(r"(?:[\w.^$|()\[\]*+?:=!-]|\\[^\w\s])*")
 _OPTIONAL_TAIL = re.compile(r"[*?]$|\*\)$|\{0,")
@@ -79,7 +79,7 @@ def disagreements(
 
 
 def _match(pattern: str, buffer: str, mine: Sequence[Tensor], lost: tuple[str, ...]) -> Match:
-    layers = sorted({int(m[1]) for t in mine if (m := _LAYER.match(t.name))})
+    layers = sorted({n for t in mine if (n := block_of(t.name)) is not None})
     return Match(
         pattern=pattern,
         buffer=buffer,
@@ -116,7 +116,7 @@ def _loose(pattern: str, mine: Sequence[Tensor]) -> str:
     if _OPTIONAL_TAIL.search(pattern):
         return "its tail may match nothing: it reaches further than it reads"
     named = {int(n) for n in re.findall(r"blk(?:\\\.|\.)([0-9]{1,9})(?![\d\]*+?|-])", pattern)}
-    reached = {int(m[1]) for t in mine if (m := _LAYER.match(t.name))}
+    reached = {n for t in mine if (n := block_of(t.name)) is not None}
     beyond = sorted(n for n in reached - named if any(str(n).startswith(str(k)) for k in named))
     if named and beyond:
         return f"not anchored: also reaches layers {', '.join(map(str, beyond))}"

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.constants import CPU
 from planner.errors import InputError
 from planner.model.inventory import Inventory
 from planner.model.units import Kind, Unit, movable
-from planner.plan.load_spec import CPU
 from planner.plan.plan import Override
 from planner.site import Site, SiteKind
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from planner.machine.engine_builds import EngineRange
 from planner.machine.host_memory import HostMemory
+from planner.memory.memory import Memory, Reserve
 from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Record, dump, load
 from planner.site import BufferField, SiteField
 from planner.workload import Workload
@@ -58,16 +60,27 @@ class DeviceUse(Record):
     reserve_bytes: Bytes = 0  # driver context, projector, draft, other users
     memory_from: str = "formula"  # or "engine": the dry load of llama.cpp
 
+    @staticmethod
+    def of(name: str, kind: str, budget_bytes: int, held: Memory) -> DeviceUse:
+        """A device and what fills it."""
+        sizes = {f"{part}_bytes": size for part, size in asdict(held).items()}
+        return DeviceUse(name=name, kind=kind, budget_bytes=budget_bytes, **sizes)
+
+    @property
+    def memory(self) -> Memory:
+        """What fills it, by part."""
+        return Memory(
+            self.weights_bytes,
+            self.kv_bytes,
+            self.state_bytes,
+            self.compute_bytes,
+            self.cache_bytes,
+            self.reserve_bytes,
+        )
+
     @property
     def used_bytes(self) -> int:
-        return (
-            self.weights_bytes
-            + self.kv_bytes
-            + self.state_bytes
-            + self.compute_bytes
-            + self.cache_bytes
-            + self.reserve_bytes
-        )
+        return self.memory.total
 
 
 class LayerRange(Record):
@@ -193,14 +206,6 @@ class ExpertOrder(Record):
     order: Many[Annotated[int, Field(ge=0, lt=MAX_EXPERTS)]] = Field(max_length=MAX_EXPERTS)
 
 
-class Reserved(Record):
-    """Memory on a device that the plan leaves to something else."""
-
-    name: str
-    device: str
-    size_bytes: Bytes
-
-
 class CachePoint(Record):
     """One size of the engine's MoE cache: experts are kept for all cached layers together, last used last."""
 
@@ -216,7 +221,7 @@ class Constraints(Record):
     contiguous: bool = False
     no_cpu: bool = False
     page: bool = False  # host weights may exceed memory and are paged from disk
-    reserves: Many[Reserved] = Field((), max_length=MAX_NOTES)
+    reserves: Many[Reserve] = Field((), max_length=MAX_NOTES)
     heat_digest: str = ""  # of the heat file that expert coverage comes from
     stripes: bool = True  # hot experts may live on the GPU, given heat
     hybrid: bool | None = None  # experts may live in slots, the others with CPU and bus; absent: not asked

@@ -1,15 +1,13 @@
-"""What a person may ask of the solver beside budget and workload."""
+"""What a person asks for: the memory and the use of a model, and limits on where its parts may live."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.machine.host_memory import HostMemory
-from planner.plan.plan import CachePoint, EngineFit, ExpertOrder, Projector, Speculation
-from planner.solver.deadline import Deadline
-
-MAX_ENGINE_DEVICES = 16  # llama_max_devices: entries of the device list, repeats included
+from planner.memory.reserves import Extras
+from planner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,48 +19,33 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
-    """Memory on a device that the plan leaves to something else."""
+class Beside:
+    """What is loaded beside the model, and what of it the planner is to decide."""
 
-    name: str  # projector, draft model, other users
-    device: str
-    size_bytes: int
-
-    @property
-    def opens(self) -> bool:
-        """Whether its device is in use on its account, even where no layer of the model is."""
-        return self.name.startswith(("projector", "draft"))
+    extras: Extras
+    gpu: str  # the device of what names none
+    accept_ppm: int | None = None  # share of drafted tokens that are right: choose the draft length by it
+    projector_moves: bool = False  # the projector goes to the CPU where the GPU has no room
 
 
 @dataclass(frozen=True, slots=True)
-class SolveOptions:
-    """Constraints and extras of one planning run."""
+class Request:
+    """What was asked, and only that: nothing that the planner tries, knows or measures."""
 
+    budgets: Mapping[str, int]  # bytes of every device that may be used, the CPU included
+    workload: Workload = field(default_factory=Workload)
+    lowest_ctx: int = 0  # the context may shrink to this to fit; 0: it is fixed
     pins: tuple[Pin, ...] = ()
     contiguous: bool = False  # whole layers only, one run per device
     no_cpu: bool = False  # every layer and the output head whole on a GPU
-    op_offload: bool = True  # the engine's default; make_plan looks at both
-    repack: bool = True  # the same for weights of a CPU without GPU: in a layout of its kernels
     page: bool = False  # host weights may exceed memory and are paged from disk
-    host_memory: HostMemory | None = None  # of weights that the CPU computes; None: make_plan looks at both
+    host_memory: HostMemory | None = None  # of weights that the CPU computes; None: the planner chooses
     pinned_limit_bytes: int = 0  # where it does; 0: half of the host's memory
-    stripes: bool = True
+    stripes: bool = True  # single experts may live on a GPU
     hybrid: bool = False  # experts in slots, the others by CPU and bus at the same time
-    stripe_steps: int = 16  # widths tried per layer
-    curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # coverage by layer
-    orders: tuple[ExpertOrder, ...] = ()  # hot first, for the rewriter
-    distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
-    cache: tuple[CachePoint, ...] = ()  # the engine has a MoE cache; concave hit curve
-    reserves: tuple[Reserve, ...] = ()
-    fit: EngineFit | None = None  # what the engine's own --fit chose: one more stock rule
-    projector: Projector | None = None
-    speculation: Speculation | None = None
-    max_runs: int = MAX_ENGINE_DEVICES
-    work_s: float = 20.0  # deterministic seconds for each problem to solve: the same on every machine
-    deadline: Deadline = field(default_factory=Deadline, compare=False)  # by the clock, for all of them
-    heat_digest: str = ""  # of the heat file behind curves and orders
+    beside: Beside | None = None  # None: the settings that are given say it
     command: str = ""
 
-    def reserved_bytes(self, device: str) -> int:
-        """Memory of a device that the plan leaves to everything else."""
-        return sum(line.size_bytes for line in self.reserves if line.device == device)
+    def unconstrained(self) -> Request:
+        """The same without limits but memory, as stock rules see it."""
+        return replace(self, pins=(), contiguous=False, no_cpu=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.constants import PPM
 from planner.errors import AnswerIsNo, InputError
 from planner.plan.plan import CachePoint
 from planner.routing.cache_simulation import Demand, Replay
@@ -16,7 +17,6 @@ from planner.routing.found import StepCost
 Ints = NDArray[np.int64]
 
 SHARES_PPM = tuple(62_500 * n for n in range(1, 13))  # of the experts: a sixteenth to three quarters
-_PPM = 10**6
 ENOUGH = 0.98  # of the hit rate that the whole budget gives: what is beyond it buys little
 
 
@@ -163,8 +163,8 @@ def hit_curve(demand: Demand, n_used: int, after: int = 0) -> tuple[CachePoint, 
     depths = lru_depths(demand, after)
     found = []
     for share in SHARES_PPM:
-        slots = demand.n_items * share // _PPM
-        hits = int((depths < slots).sum()) * _PPM // max(1, len(depths))
+        slots = demand.n_items * share // PPM
+        hits = int((depths < slots).sum()) * PPM // max(1, len(depths))
         if slots >= n_used and hits:
             found.append(CachePoint(share_ppm=share, hit_ppm=hits))
     return _concave(found)

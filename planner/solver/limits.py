@@ -51,14 +51,21 @@ def grain_of(problem: Problem) -> int:
     return max(grain, 1)
 
 
+def free_shares(problem: Problem, memories: list[Memory]) -> frozenset[int]:
+    """Shares that limit nothing: of no bytes, or on a device with plenty, and compatible with all others."""
+    scarce = {d for m in memories for d in m.devices}
+    choices = {i for group in problem.exclusive for i in group}
+    return frozenset(
+        i
+        for i, share in enumerate(problem.shares)
+        if i not in choices and not (share.size_bytes and share.device in scarce)
+    )
+
+
 def share_sets(problem: Problem, memories: list[Memory]) -> list[frozenset[int]]:
     """Every set of shares worth paying: unions of what options ask for, free ones always in."""
-    scarce = {d for m in memories for d in m.devices}
-    costly = {i for i, s in enumerate(problem.shares) if s.size_bytes and s.device in scarce} | {
-        i for group in problem.exclusive for i in group
-    }
-    free = frozenset(range(len(problem.shares))) - costly
-    asked = {frozenset(o.shares) & costly for _, _, o in problem.each_option()}
+    free = free_shares(problem, memories)
+    asked = {frozenset(o.shares) - free for _, _, o in problem.each_option()}
     unions: set[frozenset[int]] = {frozenset()}
     groups = [frozenset(group) for group in problem.exclusive]
     for each in sorted(asked, key=sorted):

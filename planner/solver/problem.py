@@ -60,6 +60,11 @@ class Option:
     parts: tuple[int, ...] = ()  # of decode_ns, by unit; the rest are changes of device
 
     @property
+    def key(self) -> tuple[int, tuple[Hashable, ...], bool]:
+        """What tells it from the other options of its decision, whatever its price."""
+        return self.entry, self.sites, self.away
+
+    @property
     def whole(self) -> bool:
         """Whether the whole layer sits on its layer device."""
         return self.entry == self.exit and self.splits == 0

@@ -15,6 +15,7 @@ from typing import Any
 from planner.solver import counts, frontier
 from planner.solver.cp_sat import ExactModel
 from planner.solver.deadline import Deadline
+from planner.solver.limits import binding, free_shares
 from planner.solver.prefixes import Part, parts
 from planner.solver.problem import Problem, Solution
 
@@ -202,11 +203,9 @@ def _closed(
 
 def _focus(relaxed: counts.CountModel, solver: Any) -> frontier.Focus:
     """Where the relaxation's optimum lies: the shares it pays, the mixed costs it pays or avoids."""
-    paid = frozenset(
-        i
-        for i, (share, var) in enumerate(zip(relaxed.problem.shares, relaxed.used, strict=True))
-        if not share.size_bytes or solver.boolean_value(var)
-    )
+    paid = free_shares(relaxed.problem, binding(relaxed.problem)) | {
+        i for i, var in enumerate(relaxed.used) if solver.boolean_value(var)
+    }
     sides = [tuple(solver.boolean_value(v) for v in pair) for pair in relaxed.sides]
     return frontier.Focus(paid, tuple(2 if host and other else 1 if host else 0 for host, other in sides))
 

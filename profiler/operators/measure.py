@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
+from planner.constants import CPU
 from planner.errors import AtsplanError, MachineError
 from planner.machine.op_time import Case
 from profiler import host
@@ -64,7 +65,7 @@ def places(ggml: Ggml, devices: Iterable[Device]) -> tuple[Place, ...]:
             if index == 0:
                 own.append(Place(device.name, name, "own"))
             elif name.endswith("_Host"):
-                other.append(Place("CPU", name, "host"))
+                other.append(Place(CPU, name, "host"))
                 if device.name.startswith("CUDA"):  # kernels of other back ends cannot follow a host pointer
                     other.append(Place(device.name, name, "zero-copy"))
             elif "REPACK" in name:
@@ -140,12 +141,12 @@ def _links(ggml: Ggml, devices: list[Device]) -> Iterator[Line]:
         memory = pinned or ggml.lib.ggml_backend_cpu_buffer_type()
         with ggml.backend(device) as backend:
             for source, target, ends in (
-                (memory, own, ("CPU", device.name)),
-                (own, memory, (device.name, "CPU")),
+                (memory, own, (CPU, device.name)),
+                (own, memory, (device.name, CPU)),
             ):
                 made = links.copies(ggml, source, target, backend)
                 line = {"kind": "link", "source": ends[0], "target": ends[1], **asdict(made)}
-                if pinned and ends[0] == "CPU":
+                if pinned and ends[0] == CPU:
                     pages = ggml.lib.ggml_backend_cpu_buffer_type()
                     rate = links.copies(ggml, pages, own, backend).bandwidth_bytes_per_s
                     line["mapped_bytes_per_s"] = min(rate, made.bandwidth_bytes_per_s)

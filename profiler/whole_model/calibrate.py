@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from planner.constants import CPU, PPM
 from planner.machine.profile import Calibration, Device, Profile
 from planner.model.inventory import Inventory
 from planner.workload import Workload
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-_PPM = 10**6
 _US = 1000
 # Expected value, and how far from it is no surprise.
 SCALE = "scale"
@@ -88,7 +88,7 @@ def _with_small(device: Device, found: Mapping[str, float], made: Calibration) -
     """A small operator's own time: what was fitted includes the scale of its device."""
     if SMALL + device.name not in found:
         return device
-    scale = max(made.scale_ppm[device.name], 1) / _PPM
+    scale = max(made.scale_ppm[device.name], 1) / PPM
     return device.model_copy(update={"op_overhead_ns": round(found[SMALL + device.name] / scale)})
 
 
@@ -100,8 +100,8 @@ def _calibration(
         split_ns=round(found.get("split", 0)),
         mixed_ns=round(found.get("mixed", 0)),
         token_ns=round(found["token"]),
-        scale_ppm={d.name: round(found[d.name] * _PPM) for d in profile.devices if d.name in found},
-        residual_ppm=round(worst * _PPM),
+        scale_ppm={d.name: round(found[d.name] * PPM) for d in profile.devices if d.name in found},
+        residual_ppm=round(worst * PPM),
         runs=runs,
     )
 
@@ -110,7 +110,7 @@ def _expected(known: Calibration) -> dict[str, tuple[float, float]]:
     """A machine's calibration as the prior of a model's: half as uncertain as no knowledge."""
     values = {"split": known.split_ns, "mixed": known.mixed_ns, "token": known.token_ns}
     prior = {name: (float(values[name]), _PRIOR[name][1] / 2) for name in values}
-    return prior | {name: (ppm / _PPM, _PRIOR[SCALE][1] / 2) for name, ppm in known.scale_ppm.items()}
+    return prior | {name: (ppm / PPM, _PRIOR[SCALE][1] / 2) for name, ppm in known.scale_ppm.items()}
 
 
 def _parameters(
@@ -118,7 +118,7 @@ def _parameters(
 ) -> tuple[Parameter, ...]:
     """What the runs can tell: the devices they use, and changes of device when there are any."""
     used = {d for run in runs for d in run.placement.layer_devices}
-    used |= {"CPU"} if any(run.placement.moved for run in runs) else set()
+    used |= {CPU} if any(run.placement.moved for run in runs) else set()
     devices = [d for d in profile.devices if d.name in used]
     found = [Parameter(d.name, *prior.get(d.name, prior.get(SCALE, _PRIOR[SCALE]))) for d in devices]
     if small:
@@ -187,7 +187,7 @@ def _changed(profile: Profile, changed: str, step: float, apart: bool) -> dict[s
         split_ns=round(step) if changed == "split" else 0,
         mixed_ns=round(step) if changed == "mixed" else 0,
         token_ns=round(step) if changed == "token" else 0,
-        scale_ppm={d.name: _PPM if d.name == device else 0 for d in profile.devices},
+        scale_ppm={d.name: PPM if d.name == device else 0 for d in profile.devices},
     )
     if not apart:
         return {"calibrations": (calibration,)}

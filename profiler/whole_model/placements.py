@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import groupby
 
-from planner.cost.build_problem import model_of, price
+from planner.constants import CPU
+from planner.cost.build_problem import analyse, build_problem
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
+from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, units_of
 from planner.passes.stock_rules import realise
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
+from planner.plan.load_spec import LoadSpec
 from planner.plan.overrides import overrides_of
-from planner.plan.request import SolveOptions
+from planner.plan.request import Request
 from planner.site import ON_CPU, Site
 from planner.solver.evaluate import Evaluation, evaluate
 from planner.workload import Workload
@@ -58,10 +62,9 @@ class Predictor:
 
     inventory: Inventory
     workload: Workload
-    options: SolveOptions = field(default_factory=lambda: SolveOptions(stripes=False))
 
     def __post_init__(self) -> None:
-        self._model = model_of(self.inventory, self.workload)
+        self._model = analyse(structure_of(self.inventory), self.workload)
 
     def evaluate(self, profile: Profile, placement: Placement) -> Evaluation:
         """What the planner thinks of a placement. Raises ValueError when it knows no such option."""
@@ -70,13 +73,14 @@ class Predictor:
     def evaluate_all(self, profile: Profile, placements: list[Placement]) -> list[Evaluation]:
         """The same for many placements: the model is priced once, or twice where some are not streamed."""
         budgets = {device.name: ROOMY for device in profile.devices}
+        request = Request(budgets, self.workload, stripes=False)
         found: dict[int, Evaluation] = {}
         for streamed in (True, False):
             kept = [(i, p) for i, p in enumerate(placements) if p.streamed is streamed]
             if not kept:
                 continue
-            options = replace(self.options, op_offload=streamed)
-            priced = price(self._model, profile, budgets, self.workload, options)
+            settings = EngineSettings(op_offload=streamed)
+            priced = build_problem(self._model, profile, request, settings, Known())
             for index, placement in kept:
                 solution = realise(priced, placement.layer_devices, placement.sites)
                 if solution is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner.constants import CPU
 from planner.machine.op_time import Case
 from planner.machine.profile import Device, Profile
 from planner.model.inventory import Inventory
@@ -98,7 +99,7 @@ def _filling(devices: Sequence[Device], inventory: Inventory, gpu: str) -> Itera
         yield from (moved(c) for c in dict.fromkeys((least, len(weights), (least + len(weights)) // 2)))
         return
     for count in range(1, n + 1):
-        placement = Placement(f"-ngl {n + 1 - count}", ("CPU",) * count + (gpu,) * (n + 1 - count))
+        placement = Placement(f"-ngl {n + 1 - count}", (CPU,) * count + (gpu,) * (n + 1 - count))
         if _on_gpu_fits(devices, units, placement):
             yield placement
             return
@@ -166,7 +167,7 @@ def workload() -> Workload:
 
 def _touches_gpu(placement: Placement) -> bool:
     # Without any layer on a GPU the engine repacks host weights: other kernels, which would mislead the fit.
-    return set(placement.layer_devices) != {"CPU"}
+    return set(placement.layer_devices) != {CPU}
 
 
 def _fits(devices: Sequence[Device], units: Sequence[Unit], placement: Placement) -> bool:
@@ -186,7 +187,7 @@ def _bytes(units: Sequence[Unit], placement: Placement) -> tuple[int, int]:
     for unit in units:
         last = len(placement.layer_devices) - 1
         device = placement.layer_devices[last if unit.layer is None else min(unit.layer, last)]
-        away = unit.kind in (Kind.EMBEDDING, Kind.LOOKUP) or unit.name in placement.moved or device == "CPU"
+        away = unit.kind in (Kind.EMBEDDING, Kind.LOOKUP) or unit.name in placement.moved or device == CPU
         on_host += unit.size_bytes if away else 0
         on_device += 0 if away else unit.size_bytes + unit.tied_bytes
     return on_device, on_host

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.constants import CPU
+from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 from runtime.child.ask import ask
 from runtime.child.serve import serve

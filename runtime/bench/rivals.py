@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from planner.constants import CPU
 from planner.errors import EngineProblem
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
+from planner.model.structure import structure_of
 from planner.model.units import Kind, units_of
 from planner.passes.engine_fit import dealt
 from planner.plan.engine_rules import expected_devices, spec_layer_devices
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.plan.overrides import collate
+from planner.plan.stock_rule import ALL_CPU, FIT, N_CPU_MOE, NGL
 from runtime.engine.locate import Place
 from runtime.load import dry_run, engine_fit
 from runtime.load.dry_run import Breakdown
@@ -90,7 +93,7 @@ def rivals(field: Field, base: LoadSpec, names: tuple[str, ...]) -> tuple[list[A
 def all_cpu(field: Field, base: LoadSpec) -> Arm:
     """No device but the CPU."""
     spec = replace(base, devices=(), tensor_split=(), n_gpu_layers=0, overrides=(), cache_bytes=0)
-    return Arm("cpu", spec, "-ngl 0 --device none", {})
+    return Arm(ALL_CPU, spec, "-ngl 0 --device none", {})
 
 
 def best_ngl(field: Field, base: LoadSpec) -> Arm:
@@ -101,10 +104,10 @@ def best_ngl(field: Field, base: LoadSpec) -> Arm:
         return _stock(field, base, count, ())
 
     count = _most(total, lambda n: _fits(field, at(n)))
-    return _arm(field, "ngl", at(count), f"-ngl {count}")
+    return _arm(field, NGL, at(count), f"-ngl {count}")
 
 
-def best_ncmoe(field: Field, base: LoadSpec) -> Arm:
+def best_n_cpu_moe(field: Field, base: LoadSpec) -> Arm:
     """All layers offloaded, the experts of the fewest first layers on the CPU. Dense models: their FFN."""
     units = [u for u in units_of(field.inventory).units if u.kind in (Kind.EXPERTS, Kind.FFN)]
     experts = [u for u in units if u.kind is Kind.EXPERTS] or units
@@ -118,7 +121,7 @@ def best_ncmoe(field: Field, base: LoadSpec) -> Arm:
 
     count = _most(len(layers), lambda n: _fits(field, at(n)))
     flag = "--n-cpu-moe" if experts[0].kind is Kind.EXPERTS else "--n-cpu-ffn"
-    return _arm(field, "ncmoe", at(count), f"-ngl {total} {flag} {len(layers) - count}")
+    return _arm(field, N_CPU_MOE, at(count), f"-ngl {total} {flag} {len(layers) - count}")
 
 
 def best_fit(field: Field, base: LoadSpec) -> Arm:
@@ -128,14 +131,14 @@ def best_fit(field: Field, base: LoadSpec) -> Arm:
     engine = field.engine
     found = engine_fit.fit(str(engine.path), field.model, bare, field.budgets, engine.llama_h)
     spec = dealt(field.inventory, found)
-    return _arm(field, "fit", spec, f"--fit on ({spec.n_gpu_layers} layers, {len(spec.overrides)} overrides)")
+    return _arm(field, FIT, spec, f"--fit on ({spec.n_gpu_layers} layers, {len(spec.overrides)} overrides)")
 
 
 RULES: Mapping[str, Callable[[Field, LoadSpec], Arm]] = {
-    "cpu": all_cpu,
-    "ngl": best_ngl,
-    "ncmoe": best_ncmoe,
-    "fit": best_fit,
+    ALL_CPU: all_cpu,
+    NGL: best_ngl,
+    N_CPU_MOE: best_n_cpu_moe,
+    FIT: best_fit,
 }
 
 
@@ -156,7 +159,7 @@ def _effect(inventory: Inventory, spec: LoadSpec) -> tuple[object, ...]:
         threads=spec.threads or usable_cores(),
     )
     layers = spec_layer_devices(spec, layers_of(inventory).n_all)
-    return plain, layers, expected_devices(inventory, spec), stripe_widths(inventory, spec)
+    return plain, layers, expected_devices(structure_of(inventory), spec), stripe_widths(inventory, spec)
 
 
 def _all_layers(field: Field) -> int:

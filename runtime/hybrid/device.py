@@ -53,8 +53,10 @@ class Block:
     uploads: int
     upload_bytes: int
     staged: int
-    wait_ns: int
+    wait_ns: int  # for the router's choices
     cpu_ns: int
+    launch_ns: int  # the host queueing work while the CPU lane runs
+    lane_ns: int  # then waiting for the lane, or helping it
     chosen: tuple[int, ...]  # by expert
 
 
@@ -71,6 +73,9 @@ class Report:
     streams: int
     cpu_bytes_us: int  # measured or given, 0: not known yet
     bus_bytes_us: int
+    cpu_start_ns: int  # what a step costs besides, as soon as the lane is used
+    bus_start_ns: int
+    device_ns: int  # a layer's resident experts on the device
     blocks: tuple[Block, ...]
     freed: tuple[Block, ...]
 

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.constants import CPU
 from planner.errors import EngineProblem
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.site import Site
 from planner.workload import Workload
 from runtime.child.ask import ask

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from planner.constants import CPU
 from planner.errors import EngineProblem, InputError
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.site import Site
 from planner.workload import Workload
 from runtime.engine.ggml import TYPE_NUMBERS, Handle

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner.constants import CPU, EXPERTS_KEY
 from planner.errors import MachineError
 from planner.model.gguf_file import read_model
-from planner.plan.load_spec import CPU, LoadSpec, Residents
+from planner.plan.load_spec import LoadSpec, Residents
 from planner.site import Site, SiteKind
 from runtime.hybrid.config import Config, Resident
 from runtime.hybrid.device import HybridDevice, Report
 from runtime.load.dry_run import Breakdown
 from runtime.session.session import Session
 from runtime.verify.loaded_placement import Weight
-
-_ORDER = "atsplan.experts."  # + layer: original expert ids by position, in a rewritten file
 
 
 @dataclass(eq=False)
@@ -105,7 +104,7 @@ def positions(path: Path, residents: Residents) -> Residents:
     header = read_model(path).headers[0].header
     found = []
     for layer, n, experts in residents:
-        order = next((kv.value for kv in header.kvs if kv.key == f"{_ORDER}{layer}"), None)
+        order = next((kv.value for kv in header.kvs if kv.key == f"{EXPERTS_KEY}{layer}"), None)
         at = {e: i for i, e in enumerate(order)} if isinstance(order, tuple) else {}
         found.append((layer, n, tuple(at.get(e, e) for e in experts)))
     return tuple(found)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.constants import CPU
 from planner.errors import MachineError
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.site import Site, SiteKind
 from runtime.engine.libllama import Engine
 from runtime.load.dry_run import Breakdown

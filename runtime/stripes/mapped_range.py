@@ -6,11 +6,12 @@ import ctypes as c
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
+from planner.constants import STRIPE_GRANULE
 from planner.errors import MachineError
 from runtime.engine.host_memory_left import host_room
 from runtime.stripes.cuda_driver import Address, CudaCallFailed, Driver, Place
 
-GRANULE = 2 * 2**20  # of device memory; host memory is cut the same way
+GRANULE = STRIPE_GRANULE
 COPY_BYTES = 8 * 2**20  # one piece of a parallel copy
 MARGIN_BYTES = 2**30  # host memory left to the rest of the system
 

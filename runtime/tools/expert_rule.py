@@ -10,9 +10,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from planner.constants import CPU
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.plan.engine_rules import expected_devices, spec_layer_devices
-from planner.plan.load_spec import CPU, LoadSpec
+from planner.plan.load_spec import LoadSpec
 from planner.plan.override_match import matches
 from planner.plan.patterns import listed
 from planner.plan.plan import Placement, Plan
@@ -54,7 +56,7 @@ def expert_rule(spec: LoadSpec, n_blocks: int, inventory: Inventory | None, plan
 
 
 def _proved(spec: LoadSpec, n_blocks: int, inventory: Inventory) -> ExpertRule | None:
-    where = expected_devices(inventory, spec)
+    where = expected_devices(structure_of(inventory), spec)
     homes = {name: _layer(name) for name in where if re.search(_EXPERTS, name)}
     held = {layer for name, layer in homes.items() if where[name] == CPU}
     found = matches(inventory, spec.overrides)
@@ -68,7 +70,7 @@ def _proved(spec: LoadSpec, n_blocks: int, inventory: Inventory) -> ExpertRule |
     # Disjoint, so that it does not matter which of the two options a tool reads first.
     if any(set(m.tensors) & homes.keys() for m in found if m not in meant):
         return None
-    told = expected_devices(inventory, _told(spec, rule))
+    told = expected_devices(structure_of(inventory), _told(spec, rule))
     return rule if told == where else None
 
 

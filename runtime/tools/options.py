@@ -10,16 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 
+from planner.constants import CPU
 from planner.errors import InputError
-from planner.plan.engine_rules import spec_layer_devices
-from planner.plan.load_spec import CPU, LoadSpec
-from planner.plan.overrides import numbers
-from planner.site import Site
+from planner.plan.load_spec import LoadSpec
+from planner.plan.stock import nearest_spec
 from runtime.tools.expert_rule import ExpertRule
 
-MAX_SPLIT = 15  # the option parser refuses llama_max_devices() entries
 LOAD_MODE = 10434  # the first build seen with --load-mode; b10068 has --no-mmap alone
 _RPC = re.compile(r"(RPC\d*)\[(.+)\]")
 
@@ -67,14 +64,13 @@ class Stock:
 
 def stock(spec: LoadSpec, n_blocks: int) -> Stock:
     """The nearest placement the tools can be told; `n_blocks` counts NextN blocks. Raises Inexpressible."""
-    notes = list(spec.notes)
     for pattern, _ in spec.overrides:
         if cut_by_parsers(pattern):
             raise Inexpressible(pattern)
-    legal = _without_stripes(spec, notes)
-    legal = _with_gpu_layers(legal, n_blocks, notes)
+    legal = nearest_spec(spec, n_blocks)
+    notes = legal.notes
     rpc = dict.fromkeys(m[2] for device in legal.devices if (m := _RPC.fullmatch(device)))
-    return Stock(legal, tuple(rpc), tuple(notes), len(notes) == 0)
+    return Stock(replace(legal, notes=spec.notes), tuple(rpc), notes, len(notes) == 0)
 
 
 def cut_by_parsers(pattern: str) -> bool:
@@ -188,63 +184,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "--no-repack": "LLAMA_ARG_NO_REPACK",
     "--swa-full": "LLAMA_ARG_SWA_FULL",
 }
-
-
-def _without_stripes(spec: LoadSpec, notes: list[str]) -> LoadSpec:
-    striped = sum(Site.of_buffer(buffer).divided for _, buffer in spec.overrides)
-    if striped:
-        notes.append(f"the tools know no stripes: {striped} striped tensors stay on the CPU whole")
-    overrides = tuple((p, CPU if Site.of_buffer(b).divided else b) for p, b in spec.overrides)
-    return replace(spec, overrides=overrides)
-
-
-def _with_gpu_layers(spec: LoadSpec, n_blocks: int, notes: list[str]) -> LoadSpec:
-    """CPU layers behind the first device layer become device layers with their weights kept on the CPU."""
-    layers = list(spec_layer_devices(spec, n_blocks))
-    if CPU not in spec.devices and len(spec.devices) <= MAX_SPLIT:
-        return spec
-    first = next((n for n, device in enumerate(layers) if device != CPU), len(layers))
-    moved = [n for n in range(first, len(layers)) if layers[n] == CPU]
-    for n in moved:
-        layers[n] = layers[n - 1]
-    runs = [(device, len(list(group))) for device, group in groupby(layers[first:])]
-    if len(runs) > MAX_SPLIT:
-        runs, dropped = runs[-MAX_SPLIT:], sum(count for _, count in runs[:-MAX_SPLIT])
-        runs[0] = (runs[0][0], runs[0][1] + dropped)
-        notes.append(f"the tools split over {MAX_SPLIT} entries: {dropped} layers follow later ones")
-    if moved:
-        notes.append(_why_moved(moved, n_blocks))
-    return replace(
-        spec,
-        devices=tuple(device for device, _ in runs),
-        tensor_split=tuple(count for _, count in runs),
-        n_gpu_layers=len(layers) - first,
-        # Behind the plan's own patterns: the first match wins.
-        overrides=(*spec.overrides, *_kept_on_cpu(moved, n_blocks)),
-    )
-
-
-def _kept_on_cpu(layers: list[int], n_blocks: int) -> list[tuple[str, str]]:
-    blocks = [n for n in layers if n < n_blocks]
-    found = [(rf"^blk\.(?:{numbers(blocks)})\..*$", CPU)] if blocks else []
-    if n_blocks in layers:
-        # A head without a tensor of its own is token_embd, which the device would get a copy of.
-        found.append((r"^(?:output|output_norm|token_embd)\.weight$", CPU))
-    return found
-
-
-def _why_moved(layers: list[int], n_blocks: int) -> str:
-    why = "the tools list no CPU among devices: "
-    blocks = [n for n in layers if n < n_blocks]
-    if not blocks:
-        return (
-            why + "the output head counts as a layer of the neighbouring device, its weights stay on the CPU"
-        )
-    named = ", ".join(map(str, blocks))
-    return (
-        f"{why}KV cache and state of layer{'s' * (len(blocks) > 1)} {named} move to the neighbouring "
-        "device, the weights stay on the CPU"
-    )
 
 
 def _short(device: str) -> str:

@@ -6,8 +6,8 @@ import ctypes as c
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planner.constants import CPU
 from planner.errors import EngineProblem, MachineError
-from planner.plan.load_spec import CPU
 from runtime.engine.ggml import Handle, Tensor
 from runtime.engine.libllama import Engine
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner.constants import CPU, MIB
 from planner.errors import MachineError
-from planner.plan.load_spec import CPU
 from planner.plan.plan import DeviceUse, Plan
 from planner.site import Site
 from runtime.engine.ggml import Device
@@ -14,10 +14,9 @@ from runtime.engine.host_memory_left import host_room
 from runtime.load.dry_run import Breakdown
 
 _PER_TENSOR = 4096  # bytes of alignment and row padding a device buffer may add to each tensor
-_MIB = 2**20
 _SLACK, _SLACK_SHARE = 2**16, 1000  # rows of a cache are padded by some kernels: 64 KiB and a thousandth
 _PRINTED = 2**16  # the log rounds each buffer to hundredths of a MiB
-_COMPUTE_SLACK, _COMPUTE_SHARE = 4 * _MIB, 20  # the formula's error on a GPU: 4 MiB and a twentieth
+_COMPUTE_SLACK, _COMPUTE_SHARE = 4 * MIB, 20  # the formula's error on a GPU: 4 MiB and a twentieth
 
 
 @dataclass(eq=False)
@@ -163,7 +162,7 @@ def check_loaded(dry: Mapping[str, Breakdown], real: Mapping[str, Breakdown]) ->
     """
     for device, have in real.items():
         promised = dry.get(device, Breakdown(0, 0, 0)).total
-        if device != CPU and have.total > promised + promised // 100 + _MIB:
+        if device != CPU and have.total > promised + promised // 100 + MIB:
             raise MoreThanDry(device, have.total, promised)
 
 
@@ -191,4 +190,4 @@ def planned(use: DeviceUse) -> Breakdown:
 
 
 def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / _MIB:,.1f} MiB".replace(",", " ")
+    return f"{size_bytes / MIB:,.1f} MiB".replace(",", " ")

@@ -1,5 +1,6 @@
 // Tests of the native library on an engine's CPU backend: one name an argument, run under sanitizers by
 // tests/test_hybrid_native.py. Usage: PROGRAM ENGINE_FOLDER [NAME...]
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -336,6 +337,46 @@ void reports_what_was_done() {
     CHECK(bench.wrapper->report().find("\"host_bytes\":0,") != std::string::npos);
 }
 
+// No test: microseconds for one layer and token on a device that computes nothing and whose calls cost the host what
+// they cost on a real one; with experts small enough not to count, and with some that do. Run by name.
+void host_work() {
+    const char * kinds[] = {"slots 128\n", "slots 58\nstage 0\n",
+                            "slots 58\nguests 2\nstage 0\ncpu_bytes_us 1000\nbus_bytes_us 900\n"};
+    for (int number = 0; number < 6; number++) {
+        Shape shape;
+        shape.n_experts = 128;
+        shape.n_in = number < 3 ? 128 : 512;
+        shape.n_hidden = number < 3 ? 16 : 128;
+        Bench bench(kinds[number % 3], true);
+        Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
+        Backend * backend = bench.backend();
+        {
+            Pass pass(Bench::host(), layer, 1, 8, bench.inner_type);
+            std::mt19937 dice(1);
+            std::vector<double> took;
+            for (int turn = 0; turn < 100; turn++) {
+                bench.slow_device.idle = false;
+                pass.set(backend, random_values(dice, static_cast<size_t>(shape.n_in)), random_choices(dice, 1, 8, 128, true));
+                pass.compute(backend);
+                bench.host().ggml_backend_synchronize(backend);
+                bench.slow_device.idle = true;
+                const auto begin = hybrid::nanoseconds();
+                for (int step = 0; step < 20; step++) {
+                    pass.compute(backend);
+                }
+                took.push_back(static_cast<double>(hybrid::nanoseconds() - begin) / 20e3);
+            }
+            bench.slow_device.idle = false;
+            std::sort(took.begin(), took.end());
+            std::string text = kinds[number % 3];
+            std::replace(text.begin(), text.end(), '\n', ' ');
+            std::printf("%s, experts of %d KiB: %.1f us a layer (least %.1f)\n", text.c_str(),
+                        static_cast<int>(3 * shape.n_in * shape.n_hidden * 4 / 1024), took[took.size() / 2], took[0]);
+        }
+        backend->iface.free(backend);
+    }
+}
+
 const std::pair<const char *, void (*)()> kTests[] = {
     {"reads_settings", reads_settings},
     {"knows_names", knows_names},
@@ -346,6 +387,7 @@ const std::pair<const char *, void (*)()> kTests[] = {
     {"threads_and_changes", threads_and_changes},
     {"faults_are_returned", faults_are_returned},
     {"reports_what_was_done", reports_what_was_done},
+    {"host_work", host_work},
 };
 
 }  // namespace
@@ -359,7 +401,7 @@ int main(int n, char ** words) {
     }
     engine(words[1]);
     for (const auto & [name, test] : kTests) {
-        bool wanted = n == 2;
+        bool wanted = n == 2 && test != host_work;
         for (int i = 2; i < n; i++) {
             wanted = wanted || std::strcmp(words[i], name) == 0;
         }

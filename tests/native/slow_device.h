@@ -20,6 +20,9 @@ class SlowDevice {
   public:
     SlowDevice(const Host & host, Device * cpu, bool with_events);
 
+    // From now on nothing is computed and copies are made at once: what is left is the host's own work.
+    std::atomic<bool> idle{false};
+
     Device device{};
     const Host & host;
     Device * const cpu;

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from planner.constants import EXPERTS_KEY
 from planner.errors import FileProblem
 from planner.model.gguf_header import Bytes, parse_header
 from planner.plan import plan as plans
 from planner.routing.formats.binary import mbolt_orders, numbers
 
 Orders = Mapping[int, Sequence[int]]  # layer -> original expert id at each position
-OWN_KEY = "atsplan.experts."  # + layer, in models that this program rewrote
 
 
 def read_orders(data: Bytes, path: str, layout: str = "heat") -> Orders:
@@ -39,9 +39,9 @@ def model_orders(data: Bytes, path: str) -> Orders:
     header = parse_header(data, path)
     orders: dict[int, Sequence[int]] = {}
     for kv in header.kvs:
-        if kv.key.startswith(OWN_KEY):
+        if kv.key.startswith(EXPERTS_KEY):
             order = numbers(data, kv)
-            layer = kv.key[len(OWN_KEY) :]
+            layer = kv.key[len(EXPERTS_KEY) :]
             if order is None or not (layer.isascii() and layer.isdecimal() and len(layer) < 6):
                 raise FileProblem(path, f"damaged record of an earlier rewrite: {kv.key}")
             orders[int(layer)] = [int(e) for e in order]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "host.h"
@@ -49,15 +50,22 @@ struct LaneWork {
 // Whether every matrix can be multiplied here.
 bool lane_supports(const Host & host, int32_t type);
 
-// Memory that is kept between calls.
+class LaneJob;
+
+// Computes on the pool's threads; memory is kept between calls.
 class Lane {
   public:
-    // Compute all pairs; outputs are ready on return.
-    void compute(const Host & host, Pool & pool, const LaneWork & work, size_t n_inputs, int n_threads);
+    Lane();
+    ~Lane();
+
+    // Begin on all pairs. `work` stays as it is until finish(), after which its outputs are ready.
+    void start(const Host & host, Pool & pool, const LaneWork & work, size_t n_inputs, int n_threads);
+    void finish(Pool & pool, const LaneWork & work, int n_threads);
 
     size_t bytes() const { return quantised_.capacity() + values_.capacity() * sizeof(float) + hidden_.capacity(); }
 
   private:
+    std::unique_ptr<LaneJob> job_;
     std::vector<char> quantised_;  // input rows in the form the kernels take
     std::vector<float> values_;    // of the program, one block a pair
     std::vector<char> hidden_;     // its results in the form the last kernel takes

@@ -77,14 +77,29 @@ void Pool::rest() {
     }
 }
 
-void Pool::run(Job & job, int n_threads) {
-    std::lock_guard<std::mutex> alone(running_);
-    const int helpers = std::min(n_threads - 1, n_workers());
-    for (int i = 0; i < helpers; i++) {
+void Pool::start(Job & job, int n_threads) {
+    job.next_.store(0, std::memory_order_relaxed);
+    job.helpers_ = -1;
+    if (running_.try_lock()) {
+        hand_out(job, n_threads);
+    }
+}
+
+void Pool::hand_out(Job & job, int n_threads) {
+    job.helpers_ = std::max(std::min(n_threads - 1, n_workers()), 0);
+    for (int i = 0; i < job.helpers_; i++) {
         workers_[static_cast<size_t>(i)]->box.store(&job, std::memory_order_release);
     }
+}
+
+void Pool::finish(Job & job, int n_threads) {
+    if (job.helpers_ < 0) {
+        running_.lock();
+        hand_out(job, n_threads);
+    }
+    std::lock_guard<std::mutex> alone(running_, std::adopt_lock);
     take_part(job, 0);
-    for (int i = 0; i < helpers; i++) {
+    for (int i = 0; i < job.helpers_; i++) {
         Worker & worker = *workers_[static_cast<size_t>(i)];
         Job * waiting = &job;
         if (worker.box.compare_exchange_strong(waiting, nullptr, std::memory_order_acq_rel)) {

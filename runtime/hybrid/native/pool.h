@@ -23,6 +23,7 @@ class Job {
   private:
     friend class Pool;
     std::atomic<int64_t> next_{0};
+    int helpers_ = -1;  // workers that were given it; -1: none yet
 };
 
 class Pool {
@@ -36,8 +37,16 @@ class Pool {
     void rouse(int n_threads);
     void rest();
 
-    // All chunks of a job, by the caller and up to `n_threads` - 1 others; returns when the last is done.
-    void run(Job & job, int n_threads);
+    // Give a job to up to `n_threads` - 1 workers and return, unless they have another caller's in hand. Every
+    // start() needs its finish(), by the same thread: it takes part, and returns when the last chunk is done.
+    void start(Job & job, int n_threads);
+    void finish(Job & job, int n_threads);
+
+    // Both, for callers with nothing to do in between.
+    void run(Job & job, int n_threads) {
+        start(job, n_threads);
+        finish(job, n_threads);
+    }
 
     int n_workers() const { return n_workers_.load(std::memory_order_relaxed); }
 
@@ -53,6 +62,7 @@ class Pool {
     void grow(int n_workers);
     void work(int index);
     bool wait_for_work(int index);
+    void hand_out(Job & job, int n_threads);
     static void take_part(Job & job, int thread);
 
     std::vector<std::unique_ptr<Worker>> workers_;

@@ -46,6 +46,7 @@ std::string Store::describe(const Group & group, int model) const {
         << ",\"steps\":" << c.steps << ",\"hits\":" << c.hits << ",\"uploaded\":" << c.uploaded << ",\"cpu\":" << c.cpu
         << ",\"all_at_once\":" << c.all_at_once << ",\"uploads\":" << c.uploads << ",\"upload_bytes\":" << c.upload_bytes
         << ",\"staged\":" << c.staged << ",\"wait_ns\":" << c.wait_ns << ",\"cpu_ns\":" << c.cpu_ns
+        << ",\"launch_ns\":" << c.launch_ns << ",\"lane_ns\":" << c.lane_ns
         << ",\"chosen\":" << list(c.chosen) << "}";
     return out.str();
 }
@@ -55,6 +56,7 @@ std::string Store::report() {
     Change change(gate);
     std::ostringstream out;
     out << "\"host_bytes\":" << host_bytes_ << ",\"cpu_bytes_us\":" << cpu_bytes_us << ",\"bus_bytes_us\":" << bus_bytes_us
+        << ",\"cpu_start_ns\":" << cpu_start_ns << ",\"bus_start_ns\":" << bus_start_ns << ",\"device_ns\":" << device_ns
         << ",\"blocks\":[";
     const char * comma = "";
     for (const auto & model : models_) {

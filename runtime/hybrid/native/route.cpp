@@ -4,8 +4,17 @@
 
 namespace hybrid {
 
+void Routing::clear() {
+    bank = Bank::kSlots;
+    device = false;
+    positions.clear();
+    uploads.clear();
+    pairs.clear();
+    n_hits = n_uploaded = n_cpu = 0;
+}
+
 std::string Router::route(const Choices & choices, const Table & table, const Costs & costs, Routing & result) {
-    result = Routing();
+    result.clear();
     std::string fault = count(choices, table);
     if (!fault.empty()) {
         return fault;
@@ -55,7 +64,9 @@ void Router::choose(const Choices & choices, const Table & table, const Costs & 
     int64_t best = never, n_guests = 0;
     int64_t left = rest;
     for (int64_t n = 0; n <= std::min<int64_t>(n_cold, slots_work ? table.n_guests : 0); n++) {
-        const int64_t ends = std::max(left * costs.cpu_pair, n * costs.bus_expert);
+        const int64_t cpu = left ? costs.cpu_start + left * costs.cpu_pair : 0;
+        const int64_t bus = n ? costs.bus_start + n * costs.bus_expert : 0;
+        const int64_t ends = std::max(cpu, bus + costs.device);
         if ((table.cpu || left == 0) && ends < best) {
             best = ends;
             n_guests = n;
@@ -72,6 +83,8 @@ void Router::choose(const Choices & choices, const Table & table, const Costs & 
     if (stage_works && n_cold * costs.bus_expert + costs.stage < best) {
         result.bank = Bank::kStage;
         n_guests = n_cold;
+        // Neighbours in the file are neighbours there, and come in one copy.
+        std::sort(cold_.begin(), cold_.end(), [](const Cold & a, const Cold & b) { return a.expert < b.expert; });
     }
     result.device = slots_work || result.bank == Bank::kStage;
     position_.assign(static_cast<size_t>(table.n_experts), -1);
@@ -122,8 +135,9 @@ void Router::place(const Choices & choices, const Table & table, Routing & resul
     }
     result.device = result.device && any;
     result.n_cpu = static_cast<int64_t>(result.pairs.size());
-    std::stable_sort(result.pairs.begin(), result.pairs.end(),
-                     [](const Pair & a, const Pair & b) { return a.expert < b.expert; });
+    std::sort(result.pairs.begin(), result.pairs.end(), [](const Pair & a, const Pair & b) {
+        return a.expert != b.expert ? a.expert < b.expert : a.token != b.token ? a.token < b.token : a.place < b.place;
+    });
 }
 
 // A position for a choice whose row will be overwritten: one that the token reads anyway, or one of its own.

@@ -26,6 +26,8 @@ struct Costs {
     int64_t cpu_pair = 1;    // one choice by the CPU
     int64_t bus_expert = 1;  // one expert brought to the device
     int64_t stage = 0;       // bringing anything to the stage: what is resident is copied there
+    int64_t cpu_start = 0, bus_start = 0;  // as soon as the lane is used
+    int64_t device = 0;      // the device's products, which wait for uploads
 };
 
 struct Table {
@@ -50,6 +52,8 @@ struct Routing {
     std::vector<Upload> uploads;       // to be made before the device computes
     std::vector<Pair> pairs;           // for the CPU, those of an expert together; `input` is not set
     int64_t n_hits = 0, n_uploaded = 0, n_cpu = 0;  // choices by resident slots, by uploads, by the CPU
+
+    void clear();  // keeps the memory
 };
 
 class Router {

@@ -38,7 +38,8 @@ struct Matrix {
 struct Counters {
     std::atomic<int64_t> steps{0}, hits{0}, uploaded{0}, cpu{0}, all_at_once{0};
     std::atomic<int64_t> uploads{0}, upload_bytes{0}, staged{0};
-    std::atomic<int64_t> wait_ns{0}, cpu_ns{0};
+    // Waiting for choices, the CPU lane from start to end, the host queueing work meanwhile, and then at the lane.
+    std::atomic<int64_t> wait_ns{0}, cpu_ns{0}, launch_ns{0}, lane_ns{0};
     std::vector<std::atomic<int64_t>> chosen;  // by expert
 };
 
@@ -121,7 +122,11 @@ class Store {
     BufferType * type = nullptr;  // of the engine's expert buffers
     Gate gate;
     Voice voice;
-    std::atomic<int64_t> cpu_bytes_us{0}, bus_bytes_us{0};
+    // Costs of the lanes, measured once: bytes of weights in a microsecond, what a step's use costs besides (ns),
+    // and the time of the device for what is resident.
+    std::atomic<int64_t> cpu_bytes_us{0}, bus_bytes_us{0}, cpu_start_ns{0}, bus_start_ns{0}, device_ns{0};
+    std::atomic<bool> bus_measured{false};
+    std::atomic<int> device_samples{64};
 
   private:
     Group * group_of(Model & model, int block, const std::string & kind, int32_t n_experts);

@@ -10,34 +10,13 @@
 #include "plan.h"
 #include "pool.h"
 #include "stage.h"
+#include "transfer.h"
 
 namespace hybrid {
 
 inline int64_t nanoseconds() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-// Page-locked host memory where the device has it, for what is read back and uploaded in a step.
-class Transfer {
-  public:
-    explicit Transfer(Store & store) : store_(store) {}
-    ~Transfer() { release(); }
-    Transfer(const Transfer &) = delete;
-    Transfer & operator=(const Transfer &) = delete;
-
-    // Room for `size` bytes; what was there is lost when it grows. nullptr: no memory.
-    char * room(size_t size);
-    size_t bytes() const { return size_; }
-
-  private:
-    void release();
-
-    Store & store_;
-    Buffer * buffer_ = nullptr;
-    std::vector<char> plain_;
-    char * data_ = nullptr;
-    size_t size_ = 0;
-};
 
 class Stream {
   public:
@@ -77,12 +56,18 @@ class Stream {
     bool upload_positions();
     void renumber();
     Status copy_residents(Region & region, const std::vector<Tensor *> & banks, bool & copied);
-    bool run_lane(Region & region);
-    void write_rows(Region & region, const float * rows);
+    void bring(const Matrix & matrix, Tensor * bank, const Upload & first, size_t n);
+    void describe_work(const Region & region, LaneWork & work) const;
+    bool start_lane(Region & region);
+    void finish_lane(Region & region, int64_t started);
+    void write_rows(Region & region);
     void wait_for(Event * event, Stream * owner);
     void record(Event *& event);
     Costs costs(const Region & region) const;
+    void measure(Region & region, int32_t n_guests);
     void measure_cpu(Region & region);
+    void measure_bus(Region & region, int32_t n_guests);
+    void measure_device(const Region & region);
     void count(Region & region, const Choices & choices);
     int threads() const;
 
@@ -104,7 +89,6 @@ class Stream {
     // Renamed choices on the device: one tensor serves every region, in the order of the queue.
     Context * positions_context_ = nullptr;
     Tensor * positions_ = nullptr;
-    Tensor positions_shape_{};
     std::vector<std::unique_ptr<Tensor>> positions_by_shape_;
     Buffer * positions_memory_ = nullptr;
     size_t positions_bytes_ = 0;

@@ -15,9 +15,9 @@ from planner.files import locked, try_lock
 from planner.model.gguf_shards import output_name
 from planner.model.half_published import JOURNAL, staging_prefix
 from planner.texts import kind_of, named
-from rewriter.journal import belongs
 from rewriter.manifest import MOST_BYTES, Manifest, from_text
-from rewriter.put_in_place import put_in_place, recover
+from rewriter.publishing.journal import belongs
+from rewriter.publishing.put_in_place import put_in_place, recover
 
 _SLACK_BYTES = 16 << 20  # left free on the disk: file system metadata, other programs
 _TAKEN = "exists already: --force replaces it"

@@ -1,0 +1,55 @@
+"""What fills one device, by part: the one record in which memory is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.records import Bytes, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one device; records add up part by part."""
+
+    weights: int = 0
+    kv: int = 0
+    state: int = 0  # of recurrent layers
+    compute: int = 0  # buffers of the graph, what is copied or staged for it included
+    cache: int = 0  # the engine's MoE cache
+    reserve: int = 0  # driver context, projector, draft, other users
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(
+            self.weights + other.weights,
+            self.kv + other.kv,
+            self.state + other.state,
+            self.compute + other.compute,
+            self.cache + other.cache,
+            self.reserve + other.reserve,
+        )
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.state + self.compute + self.cache + self.reserve
+
+
+NOTHING = Memory()
+
+
+def together(parts: Iterable[Memory]) -> Memory:
+    """The sum of some records."""
+    return sum(parts, start=NOTHING)
+
+
+class Reserve(Record):
+    """Memory on a device that a plan leaves to something else."""
+
+    name: str  # projector, draft, other users
+    device: str
+    size_bytes: Bytes
+
+    @property
+    def opens(self) -> bool:
+        """Whether its device is in use on its account, even where no layer of the model is."""
+        return self.name.startswith(("projector", "draft"))

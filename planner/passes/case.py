@@ -1,0 +1,95 @@
+"""What one plan is made from, and what was found for each way to load the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from planner.cost.build_problem import Model, Priced, analyse, build_problem
+from planner.errors import AnswerIsNo
+from planner.machine.engine_builds import Fault, mixing_fault
+from planner.machine.profile import Profile
+from planner.model.inventory import Inventory
+from planner.model.structure import Structure
+from planner.passes.chosen import Chosen
+from planner.passes.clock import Clock
+from planner.passes.margin import simplest_within_error
+from planner.passes.stock_rules import Candidate
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
+from planner.plan.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Model, machine, request and knowledge: what stays while settings of the engine are tried."""
+
+    structure: Structure
+    profile: Profile
+    request: Request
+    known: Known = field(default_factory=Known)
+    clock: Clock = field(default_factory=Clock)
+    tell: Callable[[str], None] = lambda text: None  # what was decided on the way
+
+    @property
+    def inventory(self) -> Inventory:
+        return self.structure.inventory
+
+    def analysed(self, settings: EngineSettings) -> Model:
+        """The model for the requested use with these settings."""
+        return analyse(self.structure, settings.workload(self.request.workload))
+
+
+@dataclass(eq=False)
+class Loading:
+    """One way to load the model (what runs beside it, draft length, host memory), and what came of it."""
+
+    case: Case
+    model: Model
+    settings: EngineSettings  # GPUs open, prompts copied, weights repacked
+    fault: Fault | None  # of the engine: no weights on the CPU beside those of a GPU
+    stock: tuple[Candidate, ...] = ()  # every stock rule at its best, for the record
+    bound_ns: int = 0  # of placements that copy prompts, where one was found; 0: none
+    crowded: bool = False  # what runs beside the model takes all of a device
+    copying: Priced | None = None  # the problem in which prompts of host weights are copied to a GPU
+    found: list[Chosen] = field(default_factory=list)
+
+    @property
+    def limits(self) -> Request:
+        """The request as the engine can keep it."""
+        return replace(self.case.request, no_cpu=True) if self.fault else self.case.request
+
+    def constrained(self, settings: EngineSettings) -> Priced:
+        """The problem of the request."""
+        return build_problem(self.model, self.case.profile, self.limits, settings, self.case.known)
+
+    def free(self, settings: EngineSettings) -> Priced:
+        """The problem of the stock rules, which know no limits but memory."""
+        free = self.case.request.unconstrained()
+        return build_problem(self.model, self.case.profile, free, settings, self.case.known)
+
+    @property
+    def best(self) -> Chosen | None:
+        """The best placement so far."""
+        return simplest_within_error(self.found) if self.found else None
+
+
+def loading_of(case: Case, model: Model, settings: EngineSettings) -> Loading:
+    """A loading of which nothing is known yet."""
+    engine = case.profile.fingerprint.engine
+    return Loading(
+        case, model, settings, mixing_fault(case.inventory.architecture, engine, case.request.budgets)
+    )
+
+
+@dataclass
+class Tried:
+    """Every loading so far, and why there was none where there was none."""
+
+    loadings: list[Loading] = field(default_factory=list)
+    refusals: list[AnswerIsNo] = field(default_factory=list)
+
+    @property
+    def found(self) -> list[Chosen]:
+        """All placements of all loadings."""
+        return [chosen for loading in self.loadings for chosen in loading.found]

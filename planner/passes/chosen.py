@@ -1,0 +1,59 @@
+"""A placement with its price, and how simple it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.constants import CPU
+from planner.cost.build_problem import OUTPUT, Priced
+from planner.solver.evaluate import Evaluation
+from planner.solver.problem import Decision, Option, Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A placement that may become the plan; `rule` names the stock rule it equals, if any."""
+
+    priced: Priced
+    solution: Solution
+    evaluation: Evaluation
+    bound_ns: int
+    status: str
+    rule: str
+    doubt_ns: int = 0  # error of what it does not share with the other placements
+
+    @property
+    def doubted_ns(self) -> int:
+        """Its time at worst, as it is compared with others."""
+        return self.evaluation.objective_ns + self.doubt_ns
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool, bool]:
+        """What it asks of the engine beyond a stock rule; less is simpler."""
+        settings = self.priced.settings
+        drafts = settings.speculation is not None and settings.speculation.tokens > 0
+        return drafts, not settings.repack, not settings.op_offload, not self.rule
+
+    @property
+    def opens_gpus(self) -> bool:
+        """Whether its problem has a GPU at all."""
+        return any(not d.host for d in self.priced.problem.devices)
+
+    @property
+    def on_host_alone(self) -> bool:
+        """Whether it takes nothing of any GPU."""
+        pairs = zip(self.evaluation.memory, self.priced.problem.devices, strict=True)
+        return all(device.host or not size for size, device in pairs)
+
+    def pairs(self) -> list[tuple[Decision, Option]]:
+        """Every decision and the option it has."""
+        return list(
+            zip(self.priced.problem.decisions, self.solution.chosen(self.priced.problem), strict=True)
+        )
+
+    def layer_devices(self) -> tuple[str, ...]:
+        """The layer device of each layer, speculative blocks included, and of the output head."""
+        names = [d.device for d in self.priced.problem.devices]
+        by_name = {decision.name: names[o.entry] for decision, o in self.pairs() if decision.layer}
+        head = by_name.get(OUTPUT, CPU)
+        return (*(by_name.get(f"blk.{n}", head) for n in range(self.priced.model.layers.n_all)), head)

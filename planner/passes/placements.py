@@ -1,0 +1,196 @@
+"""For one way to run the engine: its problem, the placements worth a look, and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.constants import PPM
+from planner.cost.build_problem import Priced
+from planner.machine.engine_builds import Fault, sentence
+from planner.passes import stock_rules
+from planner.passes.case import Case, Loading, Tried
+from planner.passes.chosen import Chosen
+from planner.passes.margin import error_ppm
+from planner.passes.refusal import Infeasible, OutOfTime, crowded, forced, refuse
+from planner.passes.stock_rules import Candidate, translated
+from planner.plan.engine_settings import EngineSettings
+from planner.solver.evaluate import evaluate
+from planner.solver.problem import Option, Solution
+from planner.solver.solve import Solved, solve
+from planner.solver.tie_break import tidied
+
+
+def placements(loading: Loading, settings: EngineSettings, tried: Tried) -> Iterator[Chosen]:
+    """The placements to choose from under these settings; where there is none, `tried` learns why."""
+    if not settings.gpus:
+        yield from _on_the_cpu(loading, settings)
+    elif settings.op_offload:
+        yield from _on_all_devices(loading, settings, tried)
+    else:
+        yield from _without_copies(loading, settings)
+
+
+def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) -> Iterator[Chosen]:
+    """The solver's answer and every stock rule that keeps the request."""
+    case = loading.case
+    free = loading.free(settings)
+    loading.stock = stock_rules.candidates(free, case.known.fit)
+    priced = loading.constrained(settings)
+    if full := crowded(priced, case.request):
+        loading.crowded = True
+        tried.refusals.append(full)
+        return
+    loading.copying = priced if priced.copies and not loading.fault else None
+    usable = [c for c in (translated(priced, each, free) for each in loading.stock) if c and c.feasible]
+    refusal = forced(priced, loading.limits)
+    solved = Solved("infeasible", None, 0, 0) if refusal else _solved(case, priced, usable)
+    if solved.solution is not None:
+        loading.bound_ns = solved.bound_ns
+        yield _chosen(priced, tidied(priced.problem, solved.solution), solved)
+    for stock in usable:
+        yield _baseline(priced, stock, solved.bound_ns)
+    if solved.solution is None and not usable:
+        late = refusal is None and case.clock.deadline.ended_by == "clock"
+        reason = refusal or refuse(priced, loading.limits)
+        tried.refusals.append(OutOfTime() if late else because(loading.fault, reason))
+
+
+def _solved(case: Case, priced: Priced, usable: list[Candidate]) -> Solved:
+    hint = min(usable, key=lambda c: c.evaluation.objective_ns if c.evaluation else 0, default=None)
+    return solve(priced.problem, hint.solution if hint else None, case.clock.limits(0.7))
+
+
+def _chosen(priced: Priced, solution: Solution, solved: Solved, doubt_ns: int = 0) -> Chosen:
+    found = evaluate(priced.problem, solution)
+    assert found.feasible, found.violations
+    return Chosen(priced, solution, found, solved.bound_ns, solved.status, "", doubt_ns)
+
+
+def _baseline(priced: Priced, stock: Candidate, bound_ns: int) -> Chosen:
+    assert stock.solution is not None and stock.evaluation is not None
+    return Chosen(priced, stock.solution, stock.evaluation, bound_ns, "baseline", stock.name)
+
+
+def because(fault: Fault | None, refusal: Infeasible) -> Infeasible:
+    """A refusal that says which fault of the engine left the CPU out, if one did."""
+    if fault is None:
+        return refusal
+    why = "; ".join(filter(None, (f"wholly on the GPUs, since {sentence(fault)}", refusal.why)))
+    hints = (*(h for h in refusal.hints if h != "allowing the CPU"), "another build of the engine")
+    return Infeasible(refusal.needs, hints, why)
+
+
+def cpu_alone(loading: Loading, settings: EngineSettings) -> tuple[Priced, Candidate] | None:
+    """Everything on the CPU, GPUs not even opened: a problem of its own with a single answer.
+
+    There is none where a projector or a draft model opens a GPU anyway.
+    """
+    case = loading.case
+    hosts = {d.name for d in case.profile.devices if d.kind == "cpu"}
+    opened = any(r.opens and r.device not in hosts for r in settings.reserves)
+    if not hosts & set(case.request.budgets) or opened:
+        return None
+    priced = loading.free(settings)
+    return priced, stock_rules.candidates(priced)[0]
+
+
+def rows(alone: tuple[Priced, Candidate] | None, stock: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The baselines as recorded: the CPU alone first, and once."""
+    return (alone[1], *(c for c in stock if c.name != alone[1].name)) if alone else stock
+
+
+def _on_the_cpu(loading: Loading, settings: EngineSettings) -> Iterator[Chosen]:
+    """The CPU alone, where what was asked for allows it: pins and modes speak of GPUs."""
+    case = loading.case
+    alone = cpu_alone(loading, settings)
+    if alone is None:
+        return
+    priced, candidate = alone
+    if settings.repack:
+        loading.stock = rows(alone, loading.stock)
+    best = loading.best
+    unopened = best is not None and best.on_host_alone
+    if not candidate.feasible or ((case.request.no_cpu or case.request.pins) and not unopened):
+        return
+    assert candidate.solution is not None and candidate.evaluation is not None
+    own = candidate.evaluation.objective_ns
+    if not settings.repack:  # weights as they are in the file
+        assert best is not None
+        bound = min(best.bound_ns, own)
+        status = "optimal" if bound == own else "feasible"
+        yield Chosen(priced, candidate.solution, candidate.evaluation, bound, status, "")
+        return
+    if unopened:  # the same placement: a problem without GPUs says what the engine does with it
+        loading.found = [each for each in loading.found if not each.on_host_alone]
+    bound = min(loading.bound_ns, own) if loading.bound_ns else own
+    yield _baseline(priced, candidate, bound)
+
+
+def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chosen]:
+    """The solver's answer where prompts are computed where the weights are (op_offload off).
+
+    Copying is the engine's own way. It needs a link faster than the CPU computes, and on the GPU a buffer for
+    the largest weight on its way.
+    """
+    case = loading.case
+    plain = loading.constrained(settings)
+    streamed = loading.best
+    start = _same(streamed, plain)
+    worth = streamed is None or _roomier(streamed, start, plain) or _faster(loading.copying, plain)
+    if not worth or forced(plain, case.request) is not None:
+        return
+    hint = start.solution if start is not None and start.feasible else None
+    solved = solve(plain.problem, hint, case.clock.limits())
+    if solved.solution is None:
+        return
+    found = _chosen(plain, tidied(plain.problem, solved.solution), solved)
+    if streamed is not None and _copies(streamed, start):
+        # The speed of a link and that of a CPU do not share their errors, as two placements do.
+        doubt = found.evaluation.prefill_ns * error_ppm(plain.prices) // PPM
+        found = replace(found, doubt_ns=doubt)
+    yield found
+
+
+def _same(streamed: Chosen | None, plain: Priced) -> Candidate | None:
+    """The placement itself without copies."""
+    if streamed is None or not streamed.opens_gpus:
+        return None
+    return translated(plain, Candidate("", "", streamed.solution, None), streamed.priced)
+
+
+def _copies(streamed: Chosen, same: Candidate | None) -> bool:
+    """Whether its prompt is computed elsewhere than where the weights are, so that it takes another time."""
+    evaluation = same.evaluation if same is not None else None
+    return evaluation is not None and evaluation.prefill_ns != streamed.evaluation.prefill_ns
+
+
+def _faster(priced: Priced | None, plain: Priced) -> bool:
+    """Whether some placement's prompt takes less time without copies to a GPU."""
+    assert priced is not None
+    for decision, other in zip(priced.problem.decisions, plain.problem.decisions, strict=True):
+        streamed = {o.key: o.prefill_ns for o in decision.options}
+        if any(o.prefill_ns < streamed.get(o.key, 0) for o in other.options):
+            return True
+    return False
+
+
+def _roomier(streamed: Chosen, same: Candidate | None, plain: Priced) -> bool:
+    """Whether the room for copies, given up, would hold one more part on some GPU; or there is no GPU yet."""
+    if same is None or same.evaluation is None or same.solution is None:
+        return True
+    pairs = zip(streamed.evaluation.memory, same.evaluation.memory, strict=True)
+    freed = {d for d, (with_copies, without) in enumerate(pairs) if without < with_copies}
+    devices, memory = plain.problem.devices, same.evaluation.memory
+    chosen = zip(plain.problem.decisions, same.solution.chosen(plain.problem), strict=True)
+    return any(
+        _gains(option, other, d, devices[d].capacity_bytes - memory[d])
+        for decision, option in chosen
+        for other in decision.options
+        for d in freed
+    )
+
+
+def _gains(option: Option, other: Option, device: int, free: int) -> bool:
+    more = other.memory[device] - option.memory[device]
+    return 0 < more <= free and other.decode_ns < option.decode_ns

@@ -1,0 +1,195 @@
+"""The ways to run the engine that a request leaves open, in the order in which they are tried.
+
+A longer draft makes a step's pass over the model dearer (more experts are touched, the CPU computes more)
+and yields more tokens, each less likely. The placement is solved again for each length, since it changes
+what the best one is; without a draft its memory is free for the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from planner.constants import CPU
+from planner.cost.unit_time import calibration_for
+from planner.errors import AnswerIsNo
+from planner.machine.host_memory import HostMemory, can_be_pinned
+from planner.machine.profile import Profile
+from planner.memory.reserves import reserves
+from planner.model.inventory import Inventory
+from planner.model.layers import layers_of
+from planner.passes.case import Case, Loading, Tried, loading_of
+from planner.passes.largest_context import largest_context
+from planner.passes.predict import predict
+from planner.passes.record import host_weights_bytes
+from planner.plan.engine_settings import EngineSettings
+from planner.plan.plan import EngineFit, Projector, Speculation
+from planner.plan.request import Beside
+from planner.workload import Workload
+
+LONGEST_DRAFT = 7  # with the model's own next token, the batches of 2 to 8 that profiles hold
+# DeepSeek-V3's NextN block accepts 3.20 tokens a step of seven drafted (model card of nebius/MTP-DeepSeek-V3-
+# 0324): 0.70 each. Small models drafting for large ones: 0.53 to 0.75 (Leviathan et al. 2023, table 2).
+PUBLISHED_PPM = 700_000
+
+AskEngine = Callable[[Workload, EngineSettings], EngineFit]  # what the engine's own --fit chooses
+
+
+def settings_to_try(
+    asked: Case, start: EngineSettings, tried: Tried, ask_engine: AskEngine | None = None
+) -> Iterator[tuple[Loading, EngineSettings]]:
+    """Projector × context × draft length × host memory, and for each: GPUs or the CPU alone, prompts copied
+    or not, weights repacked or not. What `tried` has of the ones before decides which are worth it.
+    """
+    for moved, beside in enumerate(projector_places(asked, start)):
+        try:
+            case = _sized(asked, beside, ask_engine)
+        except AnswerIsNo as refusal:
+            tried.refusals.append(refusal)
+            continue
+        lengths = draft_lengths(case, beside)
+        work_s = case.clock.work_s / len(lengths)  # work and time are for all lengths together
+        for n, drafts in enumerate(lengths):
+            if n and case.clock.deadline.over():
+                break
+            part = replace(case.clock.part(1 / (len(lengths) - n)), work_s=work_s)
+            for loading in _loadings(replace(case, clock=part), drafts, tried):
+                yield from _placed(loading)
+        if tried.found:
+            if moved:
+                asked.tell("the vision projector goes to the CPU: there is no room for it on the GPU")
+            return
+
+
+def projector_places(case: Case, start: EngineSettings) -> Iterator[EngineSettings]:
+    """`start` with what runs beside the model: as asked, then with a projector that may move on the CPU."""
+    beside = case.request.beside
+    if beside is None:
+        yield start
+        return
+    yield _with_beside(case, start, beside)
+    if beside.projector_moves:
+        yield _with_beside(case, start, _projector_on_cpu(beside))
+
+
+def _projector_on_cpu(beside: Beside) -> Beside:
+    return replace(beside, extras=replace(beside.extras, mmproj_device=CPU))
+
+
+def _with_beside(case: Case, start: EngineSettings, beside: Beside) -> EngineSettings:
+    eyes, gpu = beside.extras.mmproj, beside.gpu
+    projector = None
+    if eyes is not None:
+        projector = Projector(name=eyes.name, device=beside.extras.mmproj_device or gpu)
+    lines = reserves(case.inventory, case.request.workload, beside.extras, gpu=gpu)
+    return replace(start, projector=projector, reserves=lines)
+
+
+def _sized(asked: Case, settings: EngineSettings, ask_engine: AskEngine | None) -> Case:
+    """The case with the largest context that fits, if it may shrink, and the engine's own --fit for it."""
+    case = asked
+    if asked.request.lowest_ctx:
+        half = replace(asked, clock=asked.clock.part(0.5))
+        largest, keep = largest_context(half, settings)
+        case.tell(f"context {largest}: the largest with {keep.value}")
+        workload = asked.request.workload.model_copy(update={"n_ctx": largest})
+        case = replace(case, request=replace(case.request, workload=workload))
+    if ask_engine is not None:
+        fit = ask_engine(case.request.workload, settings)
+        case = replace(case, known=replace(case.known, fit=fit))
+    return case
+
+
+def draft_lengths(case: Case, start: EngineSettings) -> list[EngineSettings]:
+    """`start` for each draft length, none first; `start` alone where that is not to be chosen."""
+    beside = case.request.beside
+    if beside is None or beside.accept_ppm is None:
+        return [start]
+    if start.projector is not None and start.projector.device == CPU:
+        beside = _projector_on_cpu(beside)
+    each = speculation(case.inventory, case.profile, case.request.workload, beside)
+    found = []
+    for tokens in range(LONGEST_DRAFT + 1):
+        drafts = replace(start, speculation=each.model_copy(update={"tokens": tokens}))
+        extras = replace(beside.extras, rollback=tokens)
+        if not tokens:
+            extras = replace(extras, draft=None)
+        work = drafts.workload(case.request.workload)
+        lines = reserves(case.inventory, work, extras, gpu=beside.gpu)
+        found.append(replace(drafts, reserves=lines))
+    return found
+
+
+def speculation(inventory: Inventory, profile: Profile, workload: Workload, beside: Beside) -> Speculation:
+    """Who drafts and how often it is right, without a length."""
+    draft, device = beside.extras.draft, beside.extras.draft_device or beside.gpu
+    accept = beside.accept_ppm or 0
+    if draft is None:
+        own_ns = calibration_for(profile, inventory.table_digest()).token_ns
+        return Speculation(accept_ppm=accept, tokens=0, draft_ns=own_ns)
+    return Speculation(
+        accept_ppm=accept,
+        tokens=0,
+        draft=draft.name,
+        table_digest=draft.table_digest(),
+        device=device,
+        draft_ns=draft_ns(draft, profile, workload, device),
+    )
+
+
+def draft_ns(draft: Inventory, profile: Profile, workload: Workload, device: str) -> int:
+    """One token of a draft model that lies on one device as a whole, sampling included."""
+    alone = workload.model_copy(update={"mtp": False})
+    layers = (device,) * (layers_of(draft).n_all + 1)
+    return predict(draft, profile, alone, layers, {}).tpot_ns
+
+
+def _loadings(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]:
+    """Without slots for experts, then with them where they may be: never slower than without."""
+    yield from _held(case, drafts, tried)
+    if case.request.hybrid:
+        yield from _held(case, replace(drafts, slots=True), tried)
+
+
+def _held(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]:
+    """Host weights pinned where memory may hold those that GPUs cannot, else mapped; or as was asked."""
+    model, asked = case.analysed(drafts), case.request.host_memory
+    kinds = [asked] if asked else [HostMemory.PINNED, HostMemory.MAPPED]
+    limit = pinned_limit(case)
+    hosts = {d.name for d in case.profile.devices if d.kind == "cpu"}
+    on_gpus = sum(size for name, size in case.request.budgets.items() if name not in hosts)
+    if asked is None and case.inventory.size_bytes - on_gpus >= limit:
+        kinds.remove(HostMemory.PINNED)
+    for kind in kinds:
+        # The rest of the time is for mapped weights, should they turn out too many to be pinned.
+        clock = case.clock.part(0.6) if kind is not kinds[-1] else case.clock
+        loading = loading_of(replace(case, clock=clock), model, replace(drafts, host_memory=kind))
+        tried.loadings.append(loading)
+        yield loading
+        best = loading.best
+        # Slots have a copy of all their experts on the host: that is never pinned beyond the limit.
+        kept = asked is not None and not (drafts.slots and kind is HostMemory.PINNED)
+        if kept or best is None or host_weights_bytes(best, case.request) <= limit:
+            return
+        if kind is HostMemory.PINNED:
+            tried.loadings.remove(loading)
+
+
+def pinned_limit(case: Case) -> int:
+    """Bytes of host weights that may be pinned by the planner's own choice."""
+    request = case.request
+    return 0 if request.page else can_be_pinned(case.profile, request.budgets, request.pinned_limit_bytes)
+
+
+def _placed(loading: Loading) -> Iterator[tuple[Loading, EngineSettings]]:
+    """The settings of one loading that differ in who computes what."""
+    yield loading, loading.settings
+    if loading.crowded:
+        return
+    yield loading, replace(loading.settings, gpus=False)
+    if loading.settings.slots:  # the other ways were tried without
+        return
+    if loading.copying:
+        yield loading, replace(loading.settings, op_offload=False)
+    if loading.best and not loading.best.opens_gpus:
+        yield loading, replace(loading.settings, gpus=False, repack=False)

@@ -1,0 +1,365 @@
+// One region of a graph: choices read back, divided, and handed to the lanes.
+#include <algorithm>
+#include <cstring>
+
+#include "stream.h"
+
+namespace hybrid {
+
+namespace {
+
+constexpr size_t kInputAtOnce = 1 << 20;  // bytes of input rows that are read back together with the choices
+
+// Sources of a region's products, put back at the end.
+class Exchange {
+  public:
+    explicit Exchange(Region & region) : region_(region) {
+        for (Product & product : region.products) {
+            kept_.emplace_back(product.node->src[0], product.node->src[2]);
+        }
+    }
+    ~Exchange() {
+        for (size_t i = 0; i < kept_.size(); i++) {
+            region_.products[i].node->src[0] = kept_[i].first;
+            region_.products[i].node->src[2] = kept_[i].second;
+        }
+    }
+    Exchange(const Exchange &) = delete;
+    Exchange & operator=(const Exchange &) = delete;
+
+    void set(size_t product, Tensor * weights, Tensor * choices) {
+        region_.products[product].node->src[0] = weights;
+        if (choices) {
+            region_.products[product].node->src[2] = choices;
+        }
+    }
+
+  private:
+    Region & region_;
+    std::vector<std::pair<Tensor *, Tensor *>> kept_;
+};
+
+}  // namespace
+
+Status Stream::compute_region(Graph * graph, Region & region, std::string & fault) {
+    Group & group = *region.group;
+    if (group.whole()) {
+        return run_whole(graph, region);
+    }
+    const auto & input = *region.input;
+    const bool small = region.cpu && region.n_tokens() <= store_.config.cpu_tokens && span(&input, sizeof(float)) <= kInputAtOnce;
+    Choices choices;
+    if (!read_choices(region, choices, small)) {
+        fault = "no host memory for the choices of the router";
+        return kAllocFailed;
+    }
+    Table table;
+    table.slot_of = &group.slot_of;
+    table.n_experts = group.n_experts;
+    table.n_slots = group.n_slots;
+    const bool events = !inner_->iface.synchronize || (inner_->iface.event_wait && store_.inner->iface.event_new);
+    std::unique_lock<std::mutex> guests(group.guests, std::defer_lock);
+    if (group.n_guests) {
+        guests.lock();
+        table.n_guests = group.n_guests;
+        if (!events && group.guest_owner && group.guest_owner != this) {
+            table.n_guests = 0;  // nothing tells when the other's reads end
+        }
+    }
+    measure(region, table.n_guests);
+    std::unique_lock<std::mutex> stage(stage_.mutex, std::defer_lock);
+    table.n_stage = stage_.room(region);
+    table.cpu = region.cpu;
+    table.may_repeat = region.quantised && region.n_tokens() == 1;
+    Costs cost = costs(region);
+    if (region.n_tokens() > store_.config.cpu_tokens) {
+        cost.cpu_pair = std::max(cost.cpu_pair, INT64_MAX / (choices.n_places * choices.n_tokens) / 2);
+    }
+    std::vector<Tensor *> banks;
+    for (;;) {
+        fault = router_.route(choices, table, cost, routing_);
+        if (!fault.empty()) {
+            return kFailed;
+        }
+        if (routing_.bank == Bank::kSlots) {
+            break;
+        }
+        stage.lock();
+        if (events || !stage_.owner || stage_.owner == this) {
+            banks = stage_.tensors(region);
+            if (!banks.empty()) {
+                break;
+            }
+        }
+        stage.unlock();
+        table.n_stage = 0;
+    }
+    count(region, choices);
+    // The CPU's threads begin before anything else is queued: what the host queues meanwhile costs no time.
+    const bool with_cpu = !routing_.pairs.empty();
+    if (with_cpu && !small && !read_input(region, true)) {
+        fault = "no host memory for the input of a layer";
+        return kAllocFailed;
+    }
+    if (with_cpu && !start_lane(region)) {
+        fault = "no host memory for the rows that the CPU computes";
+        return kAllocFailed;
+    }
+    const int64_t started = nanoseconds();
+    Status status = kSuccess;
+    if (!routing_.device) {
+        status = run_others(graph, region);
+    } else if (!upload_positions()) {
+        fault = "no memory on the device for the choices of the router";
+        status = kAllocFailed;
+    } else if (routing_.bank == Bank::kStage) {
+        status = on_stage(graph, region, banks);
+    } else {
+        status = on_slots(graph, region);
+    }
+    group.counters.launch_ns += nanoseconds() - started;
+    if (stage.owns_lock()) {
+        stage.unlock();
+    }
+    if (guests.owns_lock()) {
+        guests.unlock();
+    }
+    if (with_cpu) {
+        finish_lane(region, started);
+    }
+    if (with_cpu && status == kSuccess) {
+        write_rows(region);
+    }
+    return status;
+}
+
+// Every expert has the slot of its own number: nothing is to be decided.
+Status Stream::run_whole(Graph * graph, Region & region) {
+    Counters & counters = region.group->counters;
+    counters.steps++;
+    (region.n_places() == region.group->n_experts ? counters.all_at_once : counters.hits) += region.n_places() * region.n_tokens();
+    Exchange exchange(region);
+    for (size_t i = 0; i < region.products.size(); i++) {
+        exchange.set(i, region.products[i].slots, nullptr);
+    }
+    return run_nodes(graph, region.begin, region.end, region.slots_uid);
+}
+
+bool Stream::read_choices(Region & region, Choices & choices, bool with_input) {
+    const Tensor * ids = region.ids;
+    const size_t size = span(ids, sizeof(int32_t));
+    char * data = ids_.room(size);
+    if (!data || (with_input && !read_input(region, false))) {
+        return false;
+    }
+    get_async(ids, data, 0, size);
+    const int64_t begin = nanoseconds();
+    synchronize();
+    region.group->counters.wait_ns += nanoseconds() - begin;
+    choices.data = data;
+    choices.place_stride = ids->nb[0];
+    choices.token_stride = ids->nb[1];
+    choices.n_places = ids->ne[0];
+    choices.n_tokens = ids->ne[1];
+    return true;
+}
+
+bool Stream::read_input(Region & region, bool wait) {
+    const Tensor * input = region.input;
+    char * data = input_.room(span(input, sizeof(float)));
+    if (!data) {
+        return false;
+    }
+    get_async(input, data, 0, span(input, sizeof(float)));
+    if (wait) {
+        synchronize();
+    }
+    inputs_.clear();
+    for (int64_t t = 0; t < input->ne[2]; t++) {
+        for (int64_t p = 0; p < input->ne[1]; p++) {
+            const char * row = data + static_cast<size_t>(t) * input->nb[2] + static_cast<size_t>(p) * input->nb[1];
+            inputs_.push_back(reinterpret_cast<const float *>(row));
+        }
+    }
+    return true;
+}
+
+bool Stream::upload_positions() {
+    const size_t size = routing_.positions.size() * sizeof(int32_t);
+    char * data = renamed_.room(size);
+    if (!data) {
+        return false;
+    }
+    if (size > positions_bytes_) {
+        // All work that reads the old one is done: choices were just waited for.
+        if (positions_memory_) {
+            host_.ggml_backend_buffer_free(positions_memory_);
+            host_.ggml_free(positions_context_);
+            positions_memory_ = nullptr;
+            positions_context_ = nullptr;
+            positions_bytes_ = 0;
+            positions_by_shape_.clear();
+            renumber();
+        }
+        const int64_t n = static_cast<int64_t>((size + 16383) / 16384 * 4096);
+        positions_context_ = host_.ggml_init(InitParams{host_.ggml_tensor_overhead() * 2, nullptr, true});
+        if (!positions_context_) {
+            return false;
+        }
+        positions_ = host_.ggml_new_tensor(positions_context_, kI32, 1, &n);
+        positions_memory_ = host_.ggml_backend_alloc_ctx_tensors_from_buft(positions_context_, store_.inner_type);
+        if (!positions_memory_) {
+            host_.ggml_free(positions_context_);
+            positions_context_ = nullptr;
+            return false;
+        }
+        positions_bytes_ = static_cast<size_t>(n) * sizeof(int32_t);
+    }
+    std::memcpy(data, routing_.positions.data(), size);
+#if defined(ATSPLAN_HYBRID_FAULTS)
+    if (store_.config.fault == Fault::kWrongSlot) {
+        auto * first = reinterpret_cast<int32_t *>(data);
+        *first = *first ? *first - 1 : 1;
+    }
+#endif
+    set_async(positions_, data, 0, size);
+    return true;
+}
+
+// Graphs that the device keeps for these numbers hold addresses that are gone.
+void Stream::renumber() {
+    for (auto & plan : plans_) {
+        for (auto & region : plan->regions) {
+            region->slots_uid = plan->uid ? host_.next_uid() : 0;
+            region->stage_uid = plan->uid ? host_.next_uid() : 0;
+        }
+    }
+}
+
+Status Stream::run_device(Graph * graph, Region & region, const std::vector<Tensor *> & banks, uint64_t uid) {
+    // One tensor of every shape: captured graphs compare addresses.
+    Tensor * renamed = nullptr;
+    for (auto & shaped : positions_by_shape_) {
+        if (shaped->ne[0] == region.n_places() && shaped->ne[1] == region.n_tokens()) {
+            renamed = shaped.get();
+        }
+    }
+    if (!renamed) {
+        positions_by_shape_.push_back(std::make_unique<Tensor>(*positions_));
+        renamed = positions_by_shape_.back().get();
+        renamed->ne[0] = region.n_places();
+        renamed->ne[1] = region.n_tokens();
+        renamed->nb[1] = static_cast<size_t>(region.n_places()) * sizeof(int32_t);
+        renamed->nb[2] = renamed->nb[3] = renamed->nb[1] * static_cast<size_t>(region.n_tokens());
+    }
+    Exchange exchange(region);
+    for (size_t i = 0; i < region.products.size(); i++) {
+        exchange.set(i, banks.empty() ? region.products[i].slots : banks[i], renamed);
+    }
+    return run_nodes(graph, region.begin, region.end, uid);
+}
+
+// Experts that stand together in the file and on the device, in one copy.
+void Stream::bring(const Matrix & matrix, Tensor * bank, const Upload & first, size_t n) {
+    const size_t each = matrix.tensor->nb[2];
+    const char * data = static_cast<const char *>(matrix.tensor->data) + static_cast<size_t>(first.expert) * each;
+    set_async(bank, data, static_cast<size_t>(first.position) * each, n * each);
+    matrix.group->counters.upload_bytes += static_cast<int64_t>(n * each);
+}
+
+Status Stream::on_slots(Graph * graph, Region & region) {
+    Group & group = *region.group;
+    if (!routing_.uploads.empty()) {
+        wait_for(group.guests_read, group.guest_owner);
+        for (const Upload & upload : routing_.uploads) {
+            for (Product & product : region.products) {
+                Matrix & matrix = *product.matrix;
+                bring(matrix, matrix.slots, upload, 1);
+            }
+        }
+        group.counters.uploads += static_cast<int64_t>(routing_.uploads.size());
+    }
+    const Status status = run_device(graph, region, {}, region.slots_uid);
+    if (status == kSuccess && routing_.uploads.empty()) {
+        measure_device(region);
+    }
+    if (!routing_.uploads.empty()) {
+        record(group.guests_read);
+        group.guest_owner = this;
+    }
+    return status;
+}
+
+// Residents are copied on the device, the others brought; experts that lie together come in one piece.
+Status Stream::on_stage(Graph * graph, Region & region, const std::vector<Tensor *> & banks) {
+    Group & group = *region.group;
+    wait_for(stage_.read, stage_.owner);
+    bool copied = false;
+    Status status = copy_residents(region, banks, copied);
+    if (status != kSuccess) {
+        return status;
+    }
+    for (size_t i = 0; i < region.products.size(); i++) {
+        const Tensor * tensor = region.products[i].matrix->tensor;
+        const size_t each = tensor->nb[2];
+        const auto * data = static_cast<const char *>(tensor->data);
+        for (int32_t slot = 0; !copied && slot < group.n_slots; slot++) {
+            const int32_t expert = group.expert_in[static_cast<size_t>(slot)];
+            if (expert >= 0) {
+                set_async(banks[i], data + static_cast<size_t>(expert) * each, static_cast<size_t>(slot) * each, each);
+            }
+        }
+        const auto & uploads = routing_.uploads;
+        for (size_t first = 0, n; first < uploads.size(); first += n) {
+            for (n = 1; first + n < uploads.size() && uploads[first + n].expert == uploads[first].expert + static_cast<int32_t>(n); n++) {
+            }
+            bring(*region.products[i].matrix, banks[i], uploads[first], n);
+        }
+    }
+    group.counters.uploads += static_cast<int64_t>(routing_.uploads.size());
+    group.counters.staged++;
+    status = run_device(graph, region, banks, region.stage_uid);
+    record(stage_.read);
+    stage_.owner = this;
+    return status;
+}
+
+Status Stream::copy_residents(Region & region, const std::vector<Tensor *> & banks, bool & copied) {
+    const int64_t n_slots = region.group->n_slots;
+    copied = n_slots == 0;
+    if (copied) {
+        return kSuccess;
+    }
+    const size_t n = region.products.size();
+    const size_t size = host_.ggml_tensor_overhead() * (3 * n + 1) + host_.ggml_graph_overhead_custom(16 + n, false);
+    Context * context = host_.ggml_init(InitParams{size, nullptr, true});
+    if (!context) {
+        return kAllocFailed;
+    }
+    Graph * graph = host_.ggml_new_graph_custom(context, 16 + n, false);
+    bool can = true;
+    for (size_t i = 0; i < n; i++) {
+        const Tensor * slots = region.products[i].matrix->slots;
+        const int64_t shape[3] = {slots->ne[0], slots->ne[1], n_slots};
+        Tensor * ends[2];
+        for (int end = 0; end < 2; end++) {
+            ends[end] = host_.ggml_new_tensor(context, slots->type, 3, shape);
+            ends[end]->buffer = end ? banks[i]->buffer : slots->buffer;
+            ends[end]->data = end ? banks[i]->data : slots->data;
+        }
+        Tensor * copy = host_.ggml_cpy(context, ends[0], ends[1]);
+        copy->buffer = ends[1]->buffer;
+        copy->data = ends[1]->data;
+        can = can && store_.inner->iface.supports_op(store_.inner, copy);
+        host_.ggml_build_forward_expand(graph, copy);
+    }
+    Status status = kSuccess;
+    if (can) {
+        status = inner_->iface.graph_compute(inner_, graph);
+        copied = true;
+    }
+    host_.ggml_free(context);
+    return status;
+}
+
+}  // namespace hybrid
