@@ -110,7 +110,7 @@ _OPTIONS = (
     click.option(
         "--cache",
         type=_FILE,
-        help="Routing trace: lets the engine's MoE cache (llama.cpp b11548 and later) hold host experts.",
+        help="Routing trace: lets the engine's MoE cache (llama.cpp b11480 and later) hold host experts.",
     ),
     click.option(
         "--time-limit",
