@@ -493,13 +493,15 @@ def check_file_name(text: str, suffix: str, folder: Path) -> None:
         assert stem == text
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plots() -> Any:
     matplotlib = pytest.importorskip("matplotlib")
     from commands.shared.figures import pyplot
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "text.usetex": True}):
-        yield pyplot()
+    with matplotlib.rc_context({"text.usetex": True}):
+        made = pyplot()
+        matplotlib.rcParams["svg.fonttype"] = "none"
+        yield made
 
 
 @pytest.mark.parametrize("text", CRAFTED)
@@ -546,9 +548,12 @@ def test_progress_shows_names_as_they_are() -> None:
     assert shown.count("\\x1b]0;evil\\x07[red]x[/red]\\u202e") >= 2
 
 
-def test_tables_hold_one_row_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_hold_one_row_a_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from commands.shared.console import out_table, table
 
+    monkeypatch.setenv("COLUMNS", "1000")  # narrower ones wrap inside a row
     for text in CRAFTED:
         made = table("head [red]", "second")
         made.add_row(text, "[bold]x[/bold]")
