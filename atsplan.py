@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
 import os
@@ -18,6 +19,8 @@ import click
 # name -> (module, one line for --help); modules load on use, so that `atsplan --help` stays fast
 COMMANDS = {
     "inventory": ("commands.inventory", "What a model file holds: tensors, layers, bytes by role."),
+    "fit": ("commands.fit.fit", "Does a model fit a machine, how fast, and what to type."),
+    "machines": ("commands.fit.machines", "Machines and cards that are known by name."),
     "profile": ("commands.profile", "Measure this machine for a model: operators, links, whole-model runs."),
     "heat": ("commands.heat.heat", "Expert routing: trace, import, merge, report, export."),
     "simulate": ("commands.heat.simulate", "Replay a routing trace against expert caches."),
@@ -89,6 +92,16 @@ class LazyGroup(click.Group):
         command = module.command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in COMMANDS or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        near = difflib.get_close_matches(name, COMMANDS, n=3, cutoff=0.5)
+        meant = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(COMMANDS)}"
+        raise click.UsageError(f"No such command '{name}'. {meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

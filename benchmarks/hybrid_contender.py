@@ -44,7 +44,8 @@ def slotted(setup: Setup, guests: int) -> Session:
     """As many slots in every layer as the cell's share holds, guests and the stage counted."""
     shape = rules.shape_of(setup.inventory)
     stage = -(-shape.n_experts // len(shape.moe_layers))
-    k = max(int(setup.share * shape.n_experts) - guests - stage, 1)
+    # Slices of the graph are captured apart: some memory beside the slots.
+    k = max(int(setup.share * shape.n_experts) - guests - stage - 2, 1)
     return setup.live(
         rules.Contender("hybrid", f"{k} slots, {guests} guests", _spec(setup, shape, k, guests))
     )

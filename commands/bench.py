@@ -19,6 +19,7 @@ from commands.shared.plan_job import (
     plan_options,
     review,
 )
+from commands.shared.spellings import RUN, answers
 from planner.constants import CPU
 from planner.errors import AnswerIsNo, MachineError, OptionProblem
 from planner.model.structure import structure_of
@@ -52,6 +53,7 @@ _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
 @click.option("--prometheus", type=Target(), help="Also write a Prometheus text file.")
 @draft_options
 @engine_options
+@answers(RUN)
 def command(
     model: Path,
     plan_path: Path,

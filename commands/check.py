@@ -31,6 +31,9 @@ _FEW = 8  # plans that are not worth a second process
 )
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @input_options
+@click.option(
+    "--allow-missing", is_flag=True, help="Pass plans whose inputs are not here, by what they prove alone."
+)
 @click.option("--no-resolve", is_flag=True, help="Do not solve again to look for a better placement.")
 @click.option("--time-limit", type=Number(0.1, 3600), help="Seconds to solve a plan again [work is limited].")
 @click.option(
@@ -50,6 +53,7 @@ _FEW = 8  # plans that are not worth a second process
 def command(
     paths: tuple[Path, ...],
     library: InputLibrary,
+    allow_missing: bool,
     no_resolve: bool,
     time_limit: float | None,
     max_age: int,
@@ -72,7 +76,7 @@ def command(
 
     files = plan_files(paths)
     options = CheckOptions(not no_resolve, time_limit or math.inf, datetime.now(UTC).date(), max_age)
-    found = _check_all(files, library, options)
+    found = _check_all(files, library, options, allow_missing)
     for path in files if listed and not as_json else ():
         _list(path, library)
     names = [str(path) for path in files]
@@ -118,7 +122,9 @@ def _smoke(
     smoke(open_job(model, path, device_maps, 0, other_machine=True), path, engine, llama_h)
 
 
-def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) -> list[Finding]:
+def _check_all(
+    files: list[Path], library: InputLibrary, options: CheckOptions, allow_missing: bool
+) -> list[Finding]:
     """Findings in the order of the files; models are shared out over the processors."""
     groups: dict[str, list[Path]] = {}
     for path in files:
@@ -130,11 +136,11 @@ def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) 
         task = bar.add_task("plans", total=len(files), rate="")
         done: Iterable[dict[Path, list[Finding]]]
         if len(files) < _FEW or workers < 2:
-            done = (_check_group([path], library, options) for path in files)
+            done = (_check_group([path], library, options, allow_missing) for path in files)
         else:
             from runtime.child.pool import share_out
 
-            work = partial(_check_group, library=library, options=options)
+            work = partial(_check_group, library=library, options=options, allow_missing=allow_missing)
             done = stack.enter_context(contextlib.closing(share_out(work, list(groups.values()), workers)))
         for group in done:
             found |= group
@@ -143,12 +149,14 @@ def _check_all(files: list[Path], library: InputLibrary, options: CheckOptions) 
 
 
 def _check_group(
-    paths: list[Path], library: InputLibrary, options: CheckOptions
+    paths: list[Path], library: InputLibrary, options: CheckOptions, allow_missing: bool
 ) -> dict[Path, list[Finding]]:
-    return {path: _check_one(path, library, options) for path in paths}
+    return {path: _check_one(path, library, options, allow_missing) for path in paths}
 
 
-def _check_one(path: Path, library: InputLibrary, options: CheckOptions) -> list[Finding]:
+def _check_one(
+    path: Path, library: InputLibrary, options: CheckOptions, allow_missing: bool
+) -> list[Finding]:
     from planner.check.check import check_plan, missing_inputs, read_plan
 
     text = read_text(path)
@@ -158,7 +166,7 @@ def _check_one(path: Path, library: InputLibrary, options: CheckOptions) -> list
     inputs = library.of(plan, path)
     return [
         *check_plan(plan, text, str(path), inputs, options),
-        *missing_inputs(plan, str(path), text, inputs),
+        *missing_inputs(plan, str(path), text, inputs, allowed=allow_missing),
     ]
 
 
@@ -168,5 +176,8 @@ def _print(names: list[str], found: list[Finding]) -> None:
     for finding in found:
         out(finding.text())
     bad = {f.path for f in found if f.severity is not Severity.NOTE}
+    noted = {f.path for f in found} - bad
     plans = "plan" if len(names) == 1 else "plans"
-    say(f"{len(names)} {plans} checked, {len(bad) or 'none'} with findings")
+    told = [f"{len(bad)} with findings"] if bad else []
+    told += [f"{len(noted)} with notes only"] if noted else []
+    say(f"{len(names)} {plans} checked, {', '.join(told) or 'none with findings'}")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.companions import draft_fields, projector_fields
-from commands.shared.console import ms, out_text, say, write_text
+from commands.shared.companions import draft_fields, projector_fields, uncounted_draft
+from commands.shared.console import out_text, say, write_text
 from commands.shared.models import load_plan
 from commands.shared.option_types import Target
 from commands.shared.plan_job import parse_map
@@ -48,7 +48,7 @@ FORMATS = (
 @click.option("--no-key", is_flag=True, help="Let everyone who reaches --publish use it, without a key.")
 @click.option("--exact", is_flag=True, help="Refuse when the tool cannot express the whole plan.")
 @click.option("--stock", "stock_only", is_flag=True, help="Without the device for experts in slots.")
-@click.option("-o", "--output", type=Target(), help="Write here [default: stdout].")
+@click.option("-o", "--output", "--out", "output", type=Target(), help="Write here [default: stdout].")
 def command(
     plan_path: Path,
     form: str,
@@ -72,13 +72,18 @@ def command(
     from dataclasses import replace
 
     from commands.shared.inputs import InputLibrary
+    from commands.shared.stock_choice import choose
     from planner.check.consistency import check_agreement
+    from planner.check.divided_sites import check_sites
     from planner.errors import AnswerIsNo
+    from planner.plan.load_spec import plan_layer_devices
+    from runtime.tools.expert_rule import expert_rule
     from runtime.tools.export import export
 
     published = _published(form, publish, no_key)
     plan = load_plan(plan_path)
     inputs = InputLibrary(models, profiles).of(plan, plan_path)
+    check_sites(plan, inputs.inventory, str(plan_path))
     if inputs.inventory is not None:
         check_agreement(plan, inputs.inventory, str(plan_path))
     plan = _without_commas(plan, inputs)
@@ -86,17 +91,12 @@ def command(
     if not stock_only and (slots := _with_slots(plan, form, device_maps, threads, path)):
         _write(slots, output)
         return
-    placed = _stock(plan, device_maps, threads)
-    if exact and not placed.exact:
-        raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(placed.notes)}")
-    for note in placed.notes:
-        say(f"not expressible: {note}")
-    if not placed.exact and (legal := _nearest(plan, inputs)):
-        again = _stock(legal, device_maps, threads)
-        done = "instead: as many layers on the CPU as planned, but the first ones"
-        if legal.layers == plan.layers:
-            done = "instead: the experts of whole layers on the CPU"
-        plan, placed = legal, replace(again, notes=(*placed.notes, done), exact=False)
+    if exact and not (mine := _stock(plan, device_maps, threads)).exact:
+        raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(mine.notes)}")
+    plan, placed = choose(plan, str(plan_path), inputs, lambda each: _stock(each, device_maps, threads))
+    if placed.rule is None:
+        rule = expert_rule(placed.spec, len(plan_layer_devices(plan)) - 1, inputs.inventory, plan)
+        placed = replace(placed, rule=rule)
     placed = replace(placed, **_beside(plan, placed.spec, device_maps, mmproj, draft))
     _write(export(plan, placed, path, form, published), output)
 
@@ -124,6 +124,7 @@ def _with_slots(plan: Plan, form: str, device_maps: tuple[str, ...], threads: in
         return ""
     spec = replace(spec, threads=threads or spec.threads)
     placed = stock(hybrid_script.named(spec), len(plan_layer_devices(plan)) - 1)
+    placed = replace(placed, least=plan.engines.least if plan.engines else 0)
     placed = replace(placed, **_beside(plan, placed.spec, device_maps, "", ""))
     # Slots are named by position: those of the file itself, where it is here.
     here = positions(Path(model), spec.residents) if Path(model).is_file() else spec.residents
@@ -169,7 +170,8 @@ def _stock(plan: Plan, device_maps: tuple[str, ...], threads: int) -> Stock:
     from runtime.tools.options import stock
 
     spec = map_devices(load_spec(plan), parse_map(device_maps, plan))
-    return stock(replace(spec, threads=threads or spec.threads), len(plan_layer_devices(plan)) - 1)
+    placed = stock(replace(spec, threads=threads or spec.threads), len(plan_layer_devices(plan)) - 1)
+    return replace(placed, least=plan.engines.least if plan.engines else 0)
 
 
 def _beside(
@@ -181,26 +183,9 @@ def _beside(
         mmproj = mmproj or file_name(plan.projector.name, ".gguf")
     if planned and planned.tokens and planned.draft:
         draft = draft or file_name(planned.draft, ".gguf")
+    if draft and (sentence := uncounted_draft(plan)):
+        say(f"note: {sentence}")
     return {
         **projector_fields(plan, mapped, spec, mmproj),
         **draft_fields(plan, mapped, spec, draft),
     }
-
-
-def _nearest(plan: Plan, inputs: Inputs) -> Plan | None:
-    """The nearest legal plan, priced; None, said, when it cannot be priced or does not fit."""
-    from planner.check.reprice import edited
-    from planner.errors import AnswerIsNo
-    from planner.plan.stock import nearest
-
-    if inputs.inventory is None or inputs.profile is None:
-        say("its cost is not known: give --inventory and --profile to price the nearest plan")
-        return None
-    try:
-        legal = edited(nearest(plan), inputs.inventory, inputs.profile, inputs.known)
-    except AnswerIsNo as problem:
-        say(f"layers on the CPU cannot simply come first: {problem}")
-        return None
-    was, now = plan.predicted.tpot_ns, legal.predicted.tpot_ns
-    say(f"nearest plan of a stock tool: predicted {ms(now)} a token, the plan itself {ms(was)}")
-    return legal

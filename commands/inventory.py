@@ -25,6 +25,8 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "-o",
     "--output",
+    "--out",
+    "output",
     type=Target("inventory"),
     help="Write the inventory as YAML: the model's table without weights.",
 )
@@ -40,10 +42,13 @@ def command(
     MODEL is a GGUF file (any shard of a split one, or its folder) or an inventory.yaml.
     """
     from planner.check.model_summary import extra_of, refuse_strange, summary_of
+    from planner.model.nextn import promised_in_vain
 
     inventory = load_inventory(model)
     if strict:
         refuse_strange(inventory)
+    if fault := promised_in_vain(inventory):
+        say(f"note: the model {fault}")
     summary = summary_of(inventory)
     given = (("mmproj", mmproj), ("draft", draft))
     extras = [extra_of(kind, load_inventory(path)) for kind, path in given if path is not None]

@@ -22,7 +22,9 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_n
 
 @click.command(short_help="Measure this machine for a model.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@click.option("-o", "--out", type=Target("profile"), help="Where to write the profile (YAML).")
+@click.option(
+    "-o", "--out", "--output", "out", type=Target("profile"), help="Where to write the profile (YAML)."
+)
 @click.option("--engine", help="llama.cpp library or build folder [default: the installed one].")
 @click.option("--device", "devices", multiple=True, help="Measure this device beside the CPU; repeatable.")
 @click.option(

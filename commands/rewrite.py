@@ -25,7 +25,7 @@ _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan to compile the file to.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write.")
+@click.option("-o", "--output", "--out", "output", type=click.Path(path_type=Path), help="The file to write.")
 @click.option("--alignment", default="", help="Of tensor data: 32, 4096, 2MiB. Default: as the source.")
 @click.option("--shard-by-device", is_flag=True, help="One file for each kind of memory.")
 @click.option("--shard-size", default="", help="Start another file before one exceeds this: 40GiB.")

@@ -11,6 +11,7 @@ import click
 from commands.shared.console import ms, out, out_json, out_piece, say
 from commands.shared.option_types import Number
 from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
+from commands.shared.spellings import RUN, answers
 from commands.smoke import smoke as prove
 from planner.errors import OptionProblem
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 @draft_options
 @click.option("--json", "as_json", is_flag=True, help="Text, timings and memory as JSON.")
 @engine_options
+@answers(RUN)
 def command(
     model: Path,
     plan_path: Path,

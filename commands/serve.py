@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from commands.shared.companions import draft_fields, missing_files, projector_fields
+from commands.shared.companions import draft_fields, missing_files, projector_fields, uncounted_draft
 from commands.shared.console import out, say
 from commands.shared.plan_job import Job, engine_options, open_job, plan_options, review
 from planner.errors import EngineProblem, FileProblem, OptionProblem
@@ -87,7 +87,10 @@ def _beside(job: Job, mmproj: Path | None, draft: Path | None) -> dict[str, Any]
     for sentence in missing_files(job.plan, mmproj is not None, draft is not None):
         say(f"note: {sentence}")
     given = job.plan, job.mapped, job.spec
-    return {**projector_fields(*given, _file(mmproj)), **draft_fields(*given, _file(draft))}
+    beside = {**projector_fields(*given, _file(mmproj)), **draft_fields(*given, _file(draft))}
+    if draft is not None and (sentence := uncounted_draft(job.plan)):
+        say(f"note: {sentence}")
+    return beside
 
 
 def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[Path, list[str]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner.check.divided_sites import check_sites
 from planner.errors import FileProblem, MachineError
 from planner.model.gguf_file import ModelFile
 from planner.model.gguf_header import DEFAULT_ALIGNMENT
@@ -98,6 +99,7 @@ def rewrite(
 def decide(model: ModelFile, plan: Plan, name: str, options: RewriteOptions, plan_path: str) -> Work:
     """Everything a rewrite will do, without doing it. `name` is the output's."""
     check_plan(model, plan, plan_path)
+    check_sites(plan, model.inventory, plan_path)
     if not model.inventory.tensors:
         raise FileProblem(str(model.paths[0]), "holds no tensors: there is nothing to put in order")
     _refuse_foreign_order(model, plan)

@@ -140,7 +140,7 @@ def _ability(name: str, supported: Callable[[], bool], why_not: str = "") -> Abi
 
 def _no_cache(engine: Engine, gpu: bool, no_gpu: str) -> str:
     if not engine.has_moe_cache:
-        return "this build has none: it came with b11548"
+        return "this build has none: it came with b11480"
     return "" if gpu else no_gpu
 
 

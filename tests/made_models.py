@@ -50,8 +50,34 @@ _LAYERS = {"llama4": 4, "gemma4": 5, "deepseek4": 4, "nemotron_h": 3, "nemotron_
 _ALTERNATING = frozenset({"cohere2moe", "mimo2", "granite_swa", "dots3note", "muse-glimmer", "spark2_5"})
 
 
-def hparams(arch: str) -> dict[str, Hparam]:
+# Architectures whose speculative block has a context of its own; NAME+nextn is one with such a block,
+# NAME+late one with the context of newer models, which changes defaults.
+_NEXTN = """
+cohere2moe deepseek2 deepseek32 glm-dsa glm4moe hy_v3 qwen35 qwen35moe qwen3next qwen4exp
+"""
+NEXTN = tuple(_NEXTN.split())
+
+
+def hparams(name: str) -> dict[str, Hparam]:
     """Metadata of a small model, without the architecture's prefix; keys that it does not read do no harm."""
+    arch, _, variant = name.partition("+")
+    found = _hparams(arch)
+    if not variant:
+        return found
+    if variant == "late":
+        return {**found, "block_count": 12, "context_length": 1 << 20}
+    longer: dict[str, Hparam] = {
+        key: (*one, one[-1]) for key, one in found.items() if isinstance(one, tuple) and key in _PER_LAYER
+    }
+    return {**found, **longer, "block_count": int(str(found["block_count"])) + 1, "nextn_predict_layers": 1}
+
+
+_PER_LAYER = frozenset(
+    {"attention.sliding_window_pattern", "attention.compress_ratios", "attention.head_count_kv"}
+)
+
+
+def _hparams(arch: str) -> dict[str, Hparam]:
     n_layers = _LAYERS.get(arch, 2)
     width, heads, inner = (512, 8, 1024) if arch == "deepseek4" else (256, 2, 384)
     if arch in LATENT:
@@ -258,11 +284,12 @@ def _header(arch: str) -> bytes:
     """A GGUF file of metadata alone."""
     from sparse_model import string, value
 
-    values = {f"{arch}.{key}": one for key, one in hparams(arch).items()}
+    prefix = arch.partition("+")[0]
+    values = {f"{prefix}.{key}": one for key, one in hparams(arch).items()}
     pairs = [string(key) + _wide(key, one) for key, one in values.items()]
     tokens = tuple(f"tok_{n}" for n in range(int(str(hparams(arch)["vocab_size"]))))
     general: dict[str, Hparam] = {
-        "general.architecture": arch,
+        "general.architecture": prefix,
         "tokenizer.ggml.model": "test",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": (0.0,) * len(tokens),
@@ -301,24 +328,27 @@ def _answers(folder: Path, names: list[str]) -> Iterator[dict[str, list[list[int
     lib.llama_model_save_to_file.argtypes = [c.c_void_p, c.c_char_p]
     for arch in names:
         said: list[str] = []
+        params.load_mtp = mtp = arch.endswith("+nextn")
         with engine.log(lambda _level, text, said=said: said.append(text)):  # type: ignore[misc]
             meta = lib.gguf_init_from_file(str(folder / f"{arch}.meta").encode(), _InitParams(True, None))
             model = lib.llama_model_init_from_user(meta, leave, None, params)
             assert model, f"{arch}: {''.join(said[-3:])}"
             found = [_context(engine, model, work, full) for work, full in CONTEXTS]
+            if mtp:
+                found += [_context(engine, model, work, full, mtp=True) for work, full in CONTEXTS]
             lib.llama_model_save_to_file(model, str(folder / f"{arch}.gguf").encode())
             lib.llama_model_free(model)
         yield {arch: found}
 
 
-def _context(engine: Any, model: int, work: Workload, swa_full: bool) -> list[int]:
+def _context(engine: Any, model: int, work: Workload, swa_full: bool, *, mtp: bool = False) -> list[int]:
     from planner.plan.load_spec import LoadSpec
     from runtime.load import load_params
     from runtime.load.dry_run import Breakdown, breakdown
 
     spec, kept = LoadSpec((), (), 0, (), work, use_extra_bufts=False), load_params.Kept()
     params = load_params.context_params(engine, spec, kept)
-    params.swa_full = swa_full
+    params.swa_full, params.ctx_type = swa_full, int(mtp)
     with load_params.context(engine, model, params) as context:
         total = sum(breakdown(engine, context).values(), start=Breakdown(0, 0, 0))
     return [total.model, total.context, total.compute]

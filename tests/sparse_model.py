@@ -17,11 +17,15 @@ _U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 
 
-def write_sparse(path: Path, inventory: Inventory) -> Path:
-    """Write the file; returns `path`. The vocabulary has no tokens, only a size."""
+def write_sparse(path: Path, inventory: Inventory, **more: Hparam) -> Path:
+    """Write the file; returns `path`. The vocabulary has no tokens, only a size.
+
+    `more`: keys below `tokenizer.ggml`.
+    """
     metadata: dict[str, Hparam] = {
         "general.architecture": inventory.architecture,
         "tokenizer.ggml.model": "none",
+        **{f"tokenizer.ggml.{key}": one for key, one in more.items()},
         **{f"{inventory.architecture}.{key}": one for key, one in inventory.hparams.items()},
     }
     infos = b"".join(_tensor_infos(inventory))

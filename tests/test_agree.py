@@ -210,11 +210,12 @@ SPEC_CHANGES: dict[str, Any] = {
     "rollback": 3,
 }
 ARRAYS = {"devices", "tensor_split", "overrides"}  # proven by where the weights are after loading
+SLOTS = {"residents", "guests"}  # told to the device that wraps a GPU, not to the engine
 
 
 def test_every_field_of_a_load_spec_reaches_the_engine() -> None:
     names = {each.name for each in dataclasses.fields(LoadSpec)}
-    assert names == SPEC_CHANGES.keys() | ARRAYS | {"workload", "notes", "mapped"}
+    assert names == SPEC_CHANGES.keys() | ARRAYS | {"workload", "notes", "mapped"} | SLOTS
     base = base_spec()
     before = params_of(base)
     for name, value in SPEC_CHANGES.items():

@@ -262,7 +262,7 @@ def test_doctor_of_a_build_with_more_devices(server_engine: Path, vulkan_engine:
     lines = done.stdout.splitlines()
     for works in ("comparison with --fit", "serve (llama-server)", "remote devices (RPC)"):
         assert f"yes {works}" in lines
-    assert "no  MoE cache: this build has none: it came with b11548" in lines
+    assert "no  MoE cache: this build has none: it came with b11480" in lines
     assert any(line.startswith("no  striped experts on Vulkan0: ") for line in lines)
 
 

@@ -91,5 +91,5 @@ def test_the_exported_line(moe_model: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["export", str(path), "--format", "llama-bench", "--model", "m.gguf"])
     assert done.exit_code == 0, done.output
     line = done.stdout.splitlines()[-1]
-    assert line.startswith("llama-bench -m m.gguf -dev CUDA0 -ngl 5 -ot '^blk")
+    assert line.startswith("llama-bench -m m.gguf -dev CUDA0 -ngl 5 -ncmoe 4 -b ")
     assert line.endswith("-p 512 -n 256 -d 0")

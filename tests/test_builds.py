@@ -150,7 +150,7 @@ def test_a_plan_for_an_unknown_build_records_which_can_run_it() -> None:
 
 
 def test_the_range_by_what_a_placement_uses() -> None:
-    assert range_of("qwen3moe", ["CPU", "CUDA0"], cache=True, nextn=False) == EngineRange(least=11548)
+    assert range_of("qwen3moe", ["CPU", "CUDA0"], cache=True, nextn=False) == EngineRange(least=11480)
     assert range_of("qwen3moe", ["CPU", "CUDA0"], cache=False, nextn=False) is None
 
 
@@ -165,11 +165,11 @@ def test_what_a_plan_demands_of_a_build() -> None:
         "they may differ"
     )
     assert demands.difference("/opt/x").startswith("/opt/x does not tell its build number: prompts abort")
-    cached = Demands("qwen3moe", ("CPU",), least=11548)
-    assert cached.difference("/x") == "/x does not tell its build number: the plan is for b11548 and later"
+    cached = Demands("qwen3moe", ("CPU",), least=11480)
+    assert cached.difference("/x") == "/x does not tell its build number: the plan is for b11480 and later"
     assert Demands("llama", ("CPU",)).difference("/opt/x") == ""
-    late = Demands("qwen3moe", ("CPU",), least=11548)
-    assert late.refusal("b11434") == "the plan is for b11548 and later of llama.cpp, this is b11434"
+    late = Demands("qwen3moe", ("CPU",), least=11480)
+    assert late.refusal("b11434") == "the plan is for b11480 and later of llama.cpp, this is b11434"
 
 
 def call(*words: object) -> Result:

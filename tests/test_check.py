@@ -191,13 +191,22 @@ def test_reports_agree(folder: Path) -> None:
     assert '<error message="' in junit.read_text()
 
 
-def test_without_inputs_a_note_says_what_was_not_checked(folder: Path, plan: Plan) -> None:
+def test_without_its_inputs_a_plan_cannot_pass_unless_that_is_allowed(folder: Path, plan: Plan) -> None:
     lonely = folder / "elsewhere"
     lonely.mkdir()
     (lonely / "a.yaml").write_text(to_text(plan))
     code, text = run("check", str(lonely))
+    assert code == 2
+    assert "overrides and cost were not checked" in text and "1 plan checked, 1 with findings" in text
+    code, text = run("check", "--allow-missing", str(lonely))
     assert code == 0
-    assert "overrides and cost were not checked" in text
+    assert "overrides and cost were not checked" in text and "1 plan checked, 1 with notes only" in text
+    assert "none with findings" not in text
+
+
+def test_none_with_findings_is_said_where_there_are_none(folder: Path) -> None:
+    code, text = run("check", str(folder / "a.yaml"))
+    assert (code, text) == (0, "1 plan checked, none with findings\n")
 
 
 def test_plan_of_another_model_is_refused(folder: Path, inventory: Inventory) -> None:

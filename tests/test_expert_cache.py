@@ -194,7 +194,7 @@ def test_an_engine_without_a_cache_refuses_in_one_line(
     path = tmp_path / "plan.yaml"
     path.write_text(to_text(cached_plan(moe_model, "Vulkan0")))
     line = run("run", moe_model, "--plan", path, "--engine", vulkan_engine, "-p", "x", "--raw")
-    assert line.exit_code == 3 and "b11548 and later" in line.stderr
+    assert line.exit_code == 3 and "b11480 and later" in line.stderr
     assert len([text for text in line.stderr.splitlines() if text.startswith("atsplan: ")]) == 1
 
 

@@ -112,3 +112,12 @@ def test_check_derives_a_plan_with_slots_again() -> None:
 def found(made: Plan, model: Inventory) -> list[Finding]:
     inputs = Inputs(model, machine())
     return check_plan(made, to_text(made), "plan.yaml", inputs, CheckOptions())
+
+
+@pytest.mark.parametrize("budget", ["1200", "2000", "3000", "9000"])
+def test_slots_are_taken_only_where_they_win(budget: str) -> None:
+    model = real("Qwen3-30B-A3B-Q4_K_M") if budget == "9000" else moe()
+    without, allowed = (plan(model, budget, hybrid=h) for h in (False, True))
+    assert allowed.predicted.objective_ns <= without.predicted.objective_ns
+    whole = plan(moe(), "20000", hybrid=True)
+    assert not any(p.site.divided for p in whole.units)

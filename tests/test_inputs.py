@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from functools import cache
 from pathlib import Path
@@ -164,3 +165,16 @@ def test_the_page_beside_the_inventories_names_each_and_its_origin() -> None:
     assert {source.name for source in made["SOURCES"]} == {
         f.name.removesuffix(".inventory.yaml") for f in FILES
     }
+
+
+@pytest.mark.parametrize("size", [0, 64])
+def test_a_tensor_smaller_than_its_type_and_shape_is_refused_by_name(size: int) -> None:
+    text = (INPUTS / "Qwen3-30B-A3B-Q4_K_M.inventory.yaml").read_text()
+    for name in ("token_embd.weight", "blk.3.ffn_down_exps.weight"):
+        start = text.index(f"name: {name},")
+        line = text[start : text.index("\n", start)]
+        short = re.sub(r"size_bytes: \d+", f"size_bytes: {size}", line)
+        with pytest.raises(
+            FieldProblem, match=rf"tensor {name}.* holds {size} bytes, its type and shape need"
+        ):
+            from_text(text.replace(line, short), "model.yaml")

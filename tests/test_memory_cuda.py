@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.memory.compute_buffer import compute_bytes, host_bytes, staging_bytes
+from planner.memory.compute_buffer import compute_bytes, converts_caches, host_bytes, staging_bytes
 from planner.memory.kv_cache import is_latent, kv_bytes, state_bytes
 from planner.model.inventory import Inventory, from_text
 from planner.model.layers import layers_of
@@ -57,6 +57,16 @@ def measured() -> Iterator[Measured]:
             )
 
 
+def long_ones() -> Iterator[Measured]:
+    """Contexts up to the training length, with caches of two types."""
+    with (ROOT / "data" / "memory_h200_long_b11434.csv").open() as file:
+        for row in csv.DictReader(file):
+            work = {key: int(row[key]) for key in ("n_ctx", "n_seq", "n_ubatch")}
+            types = {"type_k": row["kv_type"], "type_v": row["kv_type"]}
+            sizes = (int(row[key]) for key in ("context", "compute", "host_compute"))
+            yield Measured(row["model"], Workload.model_validate({**work, **types}), False, *sizes)
+
+
 @cache
 def read(name: str) -> Inventory:
     path = ROOT.parent / "plans" / "inputs" / f"{name}.inventory.yaml"
@@ -82,3 +92,15 @@ def test_a_real_gpu(load: Measured) -> None:
     if not load.experts_on_host:
         assert estimate <= 1.11 * load.compute
         assert load.host_compute <= 1.5 * host_bytes(model, work)
+
+
+@pytest.mark.parametrize("load", list(long_ones()), ids=str)
+def test_long_contexts_of_a_real_gpu(load: Measured) -> None:
+    """Attention's kernels convert a quantised cache of one layer to f16; masks lie before the logits."""
+    model, work = read(load.model), load.workload
+    estimate = compute_bytes(model, work, converts=converts_caches("CUDA0"))
+    assert load.compute <= 1.01 * estimate + MIB
+    assert estimate <= 1.17 * load.compute
+    assert 0.97 * load.host_compute <= host_bytes(model, work) <= 1.03 * load.host_compute + MIB
+    plain = work.model_copy(update={"type_k": "f16", "type_v": "f16"})
+    assert compute_bytes(model, plain, converts=True) == compute_bytes(model, plain)

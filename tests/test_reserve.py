@@ -9,7 +9,7 @@ from planner.memory.compute_buffer import compute_bytes, pipeline_copies, stagin
 from planner.memory.kv_cache import KvTypeProblem, kv_bytes, state_bytes
 from planner.memory.reserves import (
     Extras,
-    checkpoint_bytes,
+    estimates,
     projector_compute_bytes,
     reserves,
 )
@@ -93,16 +93,13 @@ def test_a_draft_model_takes_weights_cache_and_compute(hybrid: Inventory, draft:
     assert {line.name for line in found if line.device == "CPU"} == {"draft embedding"}
 
 
-def test_other_users_prompt_cache_and_checkpoints(hybrid: Inventory) -> None:
-    extras = Extras(prompt_cache_bytes=8 << 30, checkpoints=3, reserved={"": 512 * MIB, "CUDA1": MIB})
+def test_other_users(hybrid: Inventory) -> None:
+    extras = Extras(reserved={"": 512 * MIB, "CUDA1": MIB})
     found = reserves(hybrid, Workload(n_seq=2), extras, gpu="CUDA0")
     assert [(line.name, line.device, line.size_bytes) for line in found] == [
-        ("prompt cache", "CPU", 8 << 30),
-        ("checkpoints", "CPU", 3 * checkpoint_bytes(hybrid, Workload(n_seq=2))),
         ("other users", "CUDA0", 512 * MIB),
         ("other users", "CUDA1", MIB),
     ]
-    assert checkpoint_bytes(hybrid, Workload(n_seq=2)) == sum(state_bytes(hybrid, Workload(n_seq=2)))
 
 
 def test_state_follows_sequences_and_speculation_but_not_the_context(hybrid: Inventory) -> None:
@@ -164,3 +161,10 @@ def test_copies_of_inputs_when_several_gpus_work_in_a_pipeline() -> None:
     assert pipeline_copies(2, full_offload=True, overrides=False) == 4
     assert pipeline_copies(2, full_offload=True, overrides=True) == 1
     assert pipeline_copies(1, full_offload=True, overrides=False) == 1
+
+
+def test_a_draft_of_a_foreign_architecture_is_said_to_be_an_estimate(draft: Inventory) -> None:
+    foreign = draft.model_copy(update={"architecture": "novel-net"})
+    (note,) = estimates(Extras(draft=foreign))
+    assert "architecture novel-net is not known" in note and "estimate" in note
+    assert list(estimates(Extras(draft=draft))) == list(estimates(Extras())) == []

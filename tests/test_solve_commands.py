@@ -40,7 +40,7 @@ def test_a_plan_is_written_shown_and_explained(model: Path, tmp_path: Path) -> N
     assert plan.devices[0].used_bytes <= 2000 * 2**20
     told = run("explain", path, "--model", model)
     assert told.exit_code == 0
-    assert "The limit is memory: " in told.stdout and " of 2000 MiB of CUDA0 are used, " in told.stdout
+    assert "The limit is memory: " in told.stdout and " of 2 000 MiB of CUDA0 are used, " in told.stdout
     assert "1 GiB more on CUDA0 would take" in told.stdout
     data = json.loads(run("explain", path, "--model", model, "--json").stdout)
     assert sum(part["time_ns"] for part in data["slices"]) == plan.predicted.tpot_ns
@@ -61,7 +61,7 @@ def test_json_is_the_plan(model: Path) -> None:
         (("--budget", "nan"), 2, "expected a size"),
         (("--budget", "1e99"), 2, "expected a size"),
         (("--budget", "99999999"), 2, "24576 MiB in all"),
-        (("--budget", "CUDA0=1,CUDA0=2"), 2, "given twice"),
+        (("--budget", "CUDA0=100,CUDA0=200"), 2, "given twice"),
         (("--budget", "CUDA3=100"), 2, "no such device"),
         (("--budget", "2000", "--ctx", "0"), 2, "--ctx 0"),
         (("--budget", "2000", "--ctx", "many"), 2, "or max"),
@@ -101,11 +101,11 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(model: Path, tmp_path: Pat
 
 def test_the_swept_budget_is_not_given_twice(model: Path) -> None:
     ranged = ["--budgets", "2000:3000:1000"]
-    given = ["sweep", str(model), "--machine", "rtx4090-ddr5", *ranged, "--budget", "CUDA0=7"]
+    given = ["sweep", str(model), "--machine", "rtx4090-ddr5", *ranged, "--budget", "CUDA0=700"]
     found = CliRunner().invoke(main, given)
     assert (found.exit_code, found.stderr) == (
         2,
-        "atsplan: --budget CUDA0=7: CUDA0 is what --budgets sweeps\n",
+        "atsplan: --budget CUDA0=700: CUDA0 is what --budgets sweeps\n",
     )
 
 

@@ -168,7 +168,7 @@ def test_formats_agree(moe_model: Path, tmp_path: Path) -> None:
     service = yaml.safe_load(text("docker-compose"))["services"]["llama"]
     inside = [part.replace("$$", "$") for part in service["command"]]
     assert inside[: len(data["arguments"])] == ["--model", "/models/moe.gguf", *data["arguments"][2:]]
-    assert service["volumes"] == ["/m:/models:ro"]
+    assert service["volumes"] == [{"type": "bind", "source": "/m", "target": "/models", "read_only": True}]
     compile(text("llama-cpp-python"), "export.py", "exec")
     assert set(FORMATS) == {
         "llama-server",

@@ -12,7 +12,6 @@ from small_plans import plan_for
 
 from atsplan import main
 from planner.model.gguf_file import read_model
-from planner.model.layers import layers_of
 from planner.plan.plan import DeviceUse, Plan, from_text, to_text
 from planner.workload import Workload
 from runtime.engine.logs import cache_buffers
@@ -208,4 +207,4 @@ def test_a_model_with_such_a_head_may_load_it(tmp_path: Path) -> None:
     from profiler.synth.synth import SynthSpec, write
 
     model = write(tmp_path / "m.gguf", SynthSpec("qwen35moe", n_nextn=1))
-    assert workload_faults(Workload(mtp=True), layers_of(read_model(model).inventory)) == []
+    assert workload_faults(Workload(mtp=True), read_model(model).inventory) == []

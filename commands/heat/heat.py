@@ -25,7 +25,9 @@ PHASES = ("prefill", "decode", "mixed")
 model_option = click.option(
     "--model", type=FILE, help="GGUF or inventory.yaml to check ids and layers against."
 )
-out_option = click.option("-o", "--out", type=Target("heat file"), help="Where to write [default: stdout].")
+out_option = click.option(
+    "-o", "--out", "--output", "out", type=Target("heat file"), help="Where to write [default: stdout]."
+)
 
 
 @click.group(short_help="Expert routing: trace, import, merge, report, export.")

@@ -46,7 +46,14 @@ if TYPE_CHECKING:
 )
 @click.option("--no-cost", is_flag=True, help="Do not load once more to measure what watching costs.")
 @click.option("--trace", "trace_out", type=Target("routing trace"), help="Also write every choice, in order.")
-@click.option("-o", "--out", type=Target("heat file"), help="Where to write heat.csv [default: stdout].")
+@click.option(
+    "-o",
+    "--out",
+    "--output",
+    "out",
+    type=Target("heat file"),
+    help="Where to write heat.csv [default: stdout].",
+)
 def trace(
     model: Path,
     texts: tuple[str, ...],

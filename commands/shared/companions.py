@@ -29,9 +29,11 @@ def draft_fields(plan: Plan, mapped: Mapping[str, str], spec: LoadSpec, path: st
     """The fields of a Stock that speak of drafting: the plan's device and length, for the model in `path`.
 
     A model that the plan does not know follows the plan's GPUs. Without a path only the model's own
-    NextN block can draft.
+    NextN block can draft; where the plan decided to draft nothing, nobody does.
     """
-    planned = plan.speculation if plan.speculation and plan.speculation.tokens else None
+    planned = plan.speculation
+    if planned is not None and not planned.tokens:
+        return {"drafts": False}  # it does not pay, and the plan holds no memory for it
     if not path and (planned is None or planned.draft):
         return {}
     device = first_gpu(spec) if path else ""
@@ -39,6 +41,15 @@ def draft_fields(plan: Plan, mapped: Mapping[str, str], spec: LoadSpec, path: st
         return {"draft": path, "draft_device": device}
     device = mapped.get(planned.device, planned.device) or device
     return {"draft": path, "draft_device": device, "draft_tokens": planned.tokens}
+
+
+def uncounted_draft(plan: Plan) -> str:
+    """What to say of a draft model that the plan does not count on; "" when it does."""
+    if plan.speculation is not None and not plan.speculation.tokens:
+        return "the plan decided to draft nothing: no options for a draft model"
+    if plan.speculation is None and not any(each.name == "draft" for each in plan.constraints.reserves):
+        return "the plan holds no memory for a draft model: solve with --draft counts it"
+    return ""
 
 
 def first_gpu(spec: LoadSpec) -> str:

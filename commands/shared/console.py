@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PICTURE = "picture"
 _HEAD_BYTES = 4096
 _CELL_LETTERS = 400
+_PIPE_LETTERS = 80
 
 
 @dataclass(slots=True)
@@ -72,22 +73,34 @@ def table(*columns: str) -> Table:
 
 
 def out_table(made: Table) -> None:
-    """A table on stdout, as wide as the terminal or, in a pipe, as it needs."""
+    """A table on stdout, within the terminal or, in a pipe, 80 letters (COLUMNS, where it is set).
+
+    Columns without a figure leave. Where that is not enough, MiB moves to the head and cells go on below at
+    their blanks, never within a word: a table whose words have no room is wider.
+    """
+    import shutil
     import sys
 
     from rich import table
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.text import Text
 
+    from commands.shared.table_layout import fitted
+
+    asked = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    width = shutil.get_terminal_size().columns if asked else _PIPE_LETTERS
+    head = [quoting.short(name) for name in made.columns]
+    rows = [[quoting.short(cell, _CELL_LETTERS) for cell in row] for row in made.rows]
+    layout = fitted(head, rows, width, cell_len)
     shown = table.Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(made.columns):
+    for index, (name, room) in enumerate(zip(layout.head, layout.widths, strict=True)):
         justify = "left" if index == 0 else "right"
-        shown.add_column(Text(quoting.short(name)), justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for row in made.rows:
-        shown.add_row(*(Text(quoting.short(cell, _CELL_LETTERS)) for cell in row))
-    width = None if sys.stdout.isatty() else 160
-    Console(file=sys.stdout, width=width, highlight=False).print(shown)
+        shown.add_column(Text(name), justify=justify, width=room, overflow="fold")  # type: ignore[arg-type]
+    for row in layout.rows:
+        shown.add_row(*map(Text, row))
+    Console(file=sys.stdout, width=max(width, layout.total), highlight=False).print(shown)
 
 
 def progress() -> Progress:

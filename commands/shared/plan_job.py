@@ -105,7 +105,7 @@ def plan_options(function: F) -> F:
         "[the plan's].",
     )(function)
     function = click.option(
-        "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the plan's]."
+        "-t", "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the plan's]."
     )(function)
     function = click.option(
         "--other-machine", is_flag=True, help="Load it even where its profile does not hold here."

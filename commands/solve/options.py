@@ -11,17 +11,45 @@ from typing import Any
 import click
 
 from commands.shared.option_types import Number
+from commands.shared.spellings import SOLVE, Size, Tokens, answers, expert_pins, kv_type, use_with_sequences
 
 _FILE = click.Path(path_type=Path)
 _OPTIONS = (
     click.argument("model", type=_FILE),
     click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine."),
     click.option("--machine", help="A machine description that ships with the program."),
-    click.option("--budget", help="MiB on each GPU, all told: 21500, 21.5GiB, CUDA0=21500,CUDA1=8000."),
-    click.option("--ctx", default="4096", show_default=True, help="Cells of the KV cache, or max."),
+    click.option(
+        "--budget",
+        type=Size(),
+        metavar="SIZE",
+        help="On each GPU, all told: 21500 (MiB), 21.5GiB, 8G, CUDA0=21500,CUDA1=8000.",
+    ),
+    click.option(
+        "-c",
+        "--ctx",
+        "--ctx-size",
+        "ctx",
+        type=Tokens(),
+        metavar="TOKENS",
+        default="4096",
+        show_default=True,
+        help="Cells of the KV cache: 4096, 32k, or max.",
+    ),
     click.option("--ctx-min", type=click.IntRange(1), help="The context may shrink to this to fit."),
-    click.option("--kv-type", default="f16", show_default=True, help="Of K and V: f16, q8_0; K/V: q8_0/f16."),
-    click.option("--ubatch", type=click.IntRange(1, 65536), default=512, show_default=True),
+    click.option("--kv-type", metavar="TYPE", help="Of K and V: f16, q8_0; K/V: q8_0/f16 [default: f16]."),
+    click.option("-ctk", "--cache-type-k", "type_k", metavar="TYPE", help="Of K alone [default: f16]."),
+    click.option("-ctv", "--cache-type-v", "type_v", metavar="TYPE", help="Of V alone [default: f16]."),
+    click.option(
+        "-ub",
+        "--ubatch",
+        "--ubatch-size",
+        "ubatch",
+        type=click.IntRange(1, 65536),
+        default=512,
+        show_default=True,
+        help="Tokens of a prompt computed at once.",
+    ),
+    click.option("-np", "--parallel", "sequences", type=click.IntRange(1), help="Sequences at once."),
     click.option(
         "--workload",
         "use",
@@ -29,6 +57,14 @@ _OPTIONS = (
     ),
     click.option("--mtp", is_flag=True, help="Load the NextN/MTP block."),
     click.option("--pin", "pins", multiple=True, help="PATTERN=SITE, for example 'blk.0.*=gpu'."),
+    click.option(
+        "-ncmoe",
+        "--n-cpu-moe",
+        "cpu_moe_layers",
+        type=click.IntRange(0, 9999),
+        help="Pin the experts of the first N layers to the CPU.",
+    ),
+    click.option("-cmoe", "--cpu-moe", "cpu_moe", is_flag=True, help="Pin all experts to the CPU."),
     click.option("--contiguous", is_flag=True, help="Whole layers only, one run of layers per device."),
     click.option("--no-cpu", is_flag=True, help="Nothing but the input tables in host memory."),
     click.option("--page", is_flag=True, help="Host weights may exceed memory and are paged from disk."),
@@ -40,7 +76,12 @@ _OPTIONS = (
         help="Of weights on the CPU: mapped from the file, or pinned for prompts.",
     ),
     click.option("--pinned-limit", help="MiB that may be pinned [half of the host's memory]."),
-    click.option("--reserve", help="MiB to leave to others: 1024, or CUDA0=2048,CUDA1=512."),
+    click.option(
+        "--reserve",
+        type=Size(),
+        metavar="SIZE",
+        help="To leave to others: 1024 (MiB), 1G, or CUDA0=2048,CUDA1=512.",
+    ),
     click.option("--mmproj", type=_FILE, help="Vision projector to leave room for."),
     click.option(
         "--mmproj-device",
@@ -69,7 +110,7 @@ _OPTIONS = (
     click.option(
         "--cache",
         type=_FILE,
-        help="Routing trace: lets the engine's MoE cache (llama.cpp b11548 and later) hold host experts.",
+        help="Routing trace: lets the engine's MoE cache (llama.cpp b11480 and later) hold host experts.",
     ),
     click.option(
         "--time-limit",
@@ -81,7 +122,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The command line, unread."""
+    """The command line, unread; spellings of other tools are those of this one already."""
 
     model: Path
     profile_path: Path | None
@@ -118,9 +159,14 @@ def asking(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapped(**values: Any) -> Any:
+        keys, values_type = values.pop("type_k"), values.pop("type_v")
+        values["kv_type"] = kv_type(values["kv_type"], keys, values_type)
+        values["use"] = use_with_sequences(values["use"], values.pop("sequences"))
+        every, layers = values.pop("cpu_moe"), values.pop("cpu_moe_layers")
+        values["pins"] = expert_pins(values["pins"], layers, every)
         own = {name: values.pop(name) for name in names}
         return function(asked=Asked(**own), **values)
 
     for option in reversed(_OPTIONS):
         wrapped = option(wrapped)
-    return wrapped
+    return answers(SOLVE)(wrapped)

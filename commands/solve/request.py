@@ -72,7 +72,7 @@ def inputs_of(asked: Asked) -> Inputs:
     from planner.machine.budgets import budgets_for, parse_budget
     from planner.memory.reserves import check_extras
     from planner.model.layers import layers_of
-    from planner.model.units import holds_nextn
+    from planner.model.nextn import nextn_fault
     from planner.plan.request import Beside, Request
 
     deadline = Deadline(asked.time_limit or math.inf)
@@ -82,8 +82,8 @@ def inputs_of(asked: Asked) -> Inputs:
     inventory = load_inventory(asked.model)
     budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
     workload = workload_of(asked, inventory)
-    if asked.mtp and not holds_nextn(inventory):
-        raise OptionProblem("--mtp", "", "the model holds no NextN/MTP block")
+    if asked.mtp and (fault := nextn_fault(inventory)):
+        raise OptionProblem("--mtp", "", f"the model {fault}")
     lowest = asked.ctx_min or (min(workload.needed_cells, workload.n_ctx) if asked.ctx == "max" else 0)
     if lowest > workload.n_ctx:
         raise OptionProblem("--ctx-min", str(lowest), f"is above the context of {workload.n_ctx}")

@@ -10,9 +10,10 @@ import click
 
 from commands.shared.console import mib, ms, out, out_json, out_table, say, table, write_text
 from commands.shared.option_types import Target
+from commands.shared.refusals import refusal_data
 from commands.solve.options import Asked, asking
 from commands.solve.request import inputs_of
-from planner.errors import OptionProblem
+from planner.errors import AnswerIsNo, OptionProblem
 
 if TYPE_CHECKING:
     from commands.solve.request import Inputs
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @asking
-@click.option("-o", "--output", type=Target("plan"), help="Where to write the plan.")
+@click.option("-o", "--output", "--out", "output", type=Target("plan"), help="Where to write the plan.")
 @click.option(
     "--quant", "quants", multiple=True, help="What if: REGEX=TYPE, for example 'ffn_.*_exps=iq2_xs'."
 )
@@ -40,9 +41,14 @@ def command(
     if tensor_types is not None and not quants:
         raise OptionProblem("--tensor-types", str(tensor_types), "needs --quant")
     inputs = inputs_of(asked)
-    plan = (inputs.within(0.5) if quants else inputs).plan()
-    if quants:
-        plan = _what_if(inputs, plan, quants, tensor_types)
+    try:
+        plan = (inputs.within(0.5) if quants else inputs).plan()
+        if quants:
+            plan = _what_if(inputs, plan, quants, tensor_types)
+    except AnswerIsNo as refusal:
+        if as_json:
+            out_json(refusal_data(refusal))
+        raise
     if output is not None:
         write_text(output, to_text(plan))
         say(f"wrote {output}")

@@ -12,6 +12,7 @@ import click
 from commands.shared.console import PICTURE, mib, out_json, out_table, progress, say, table
 from commands.shared.figures import check_name, pyplot, save
 from commands.shared.option_types import Target
+from commands.shared.spellings import ask_unit
 from commands.solve.options import Asked, asking
 from commands.solve.request import Inputs, inputs_of
 from planner.constants import MIB
@@ -50,7 +51,9 @@ class Point:
 
 @click.command()
 @asking
-@click.option("--budgets", required=True, help="FIRST:LAST:STEP in MiB, on the swept device.")
+@click.option(
+    "--budgets", required=True, help="FIRST:LAST:STEP on the swept device: 4000:24000:1000 (MiB), 4G:24G:1G."
+)
 @click.option("--device", help="The device whose budget is swept [default: the first GPU].")
 @click.option("--plot", type=Target(PICTURE), help="Write a picture: .png, .svg or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
@@ -80,14 +83,28 @@ def command(asked: Asked, budgets: str, device: str | None, plot: Path | None, a
 def parse_range(text: str) -> tuple[int, ...]:
     """Budgets in MiB from FIRST:LAST:STEP, the last included; OptionProblem for what is no range."""
     parts = text.split(":")
-    if len(parts) != 3 or not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
-        raise OptionProblem("--budgets", text, "expected FIRST:LAST:STEP, for example 4000:24000:1000")
-    first, last, step = (int(part) for part in parts)
+    if len(parts) != 3:
+        raise OptionProblem("--budgets", text, "expected FIRST:LAST:STEP, for example 4G:24G:1G")
+    first, last, step = (_mib(part.strip(), text) for part in parts)
+    ask_unit("--budgets", parts[1])
     if not 0 < first <= last or step == 0:
         raise OptionProblem("--budgets", text, "expected 0 < FIRST <= LAST and a step above zero")
     if (last - first) // step + 1 > _MOST:
         raise OptionProblem("--budgets", text, f"is more than {_MOST} plans")
     return tuple(range(first, last + 1, step))
+
+
+def _mib(part: str, text: str) -> int:
+    """One size of a range: a bare number counts MiB; OptionProblem for what is no whole number of them."""
+    from planner.machine.budgets import EVERY, parse_reserve
+
+    try:
+        size = parse_reserve(part, "--budgets")[EVERY]
+    except (OptionProblem, KeyError):
+        size = 1
+    if size % MIB:
+        raise OptionProblem("--budgets", text, "expected FIRST:LAST:STEP, for example 4G:24G:1G")
+    return size // MIB
 
 
 def _device(inputs: Inputs, asked: str | None) -> str:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from datetime import date
 
 from planner.check.consistency import workload_faults
+from planner.check.divided_sites import site_faults
 from planner.check.findings import Finding, Severity
+from planner.check.plan_alone import faults
 from planner.check.reprice import NotPlaceable, known_of, reprice, request_of, settings_of
 from planner.constants import PPM
 from planner.errors import AtsplanError, FieldProblem
@@ -87,9 +89,12 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     _search(plan, report)
     if problem := kv_problem(plan.workload):
         report.add("inputs", problem, "workload", "flash_attn")
-    if inputs.inventory is not None:
+    impossible = site_faults(plan, inputs.inventory)
+    for site_fault in impossible:
+        report.add("sites", site_fault.why, "units", site_fault.index, "site")
+    if inputs.inventory is not None and not impossible:
         structure = structure_of(inputs.inventory)
-        for fault in workload_faults(plan.workload, structure.layers):
+        for fault in workload_faults(plan.workload, inputs.inventory):
             report.add("inputs", fault, "workload", "mtp")
         _overrides(plan, structure, report)
         if foreign := foreign_note(structure.units):
@@ -99,7 +104,16 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     if inputs.profile is not None:
         _headroom(plan, inputs.profile, report)
         _stale(inputs.profile, options, report)
+    _alone(plan, report)
     return sorted(report.findings, key=lambda f: (f.line, f.rule))
+
+
+def _alone(plan: Plan, report: _Report) -> None:
+    """What the plan itself disproves, where no better finding stands on that line already."""
+    said = {f.line for f in report.findings if f.severity is not Severity.NOTE}
+    for fault in faults(plan):
+        if report.lines.of(*fault.where) not in said:
+            report.add(fault.rule, fault.message, *fault.where)
 
 
 @dataclass
@@ -340,15 +354,21 @@ def _stale(profile: Profile, options: CheckOptions, report: _Report) -> None:
             report.add("stale", message, "machine", severity=Severity.NOTE)
 
 
-def missing_inputs(plan: Plan, path: str, text: str, inputs: Inputs) -> Iterable[Finding]:
-    """Notes about inputs that were not found, so that nobody takes silence for proof."""
+def missing_inputs(
+    plan: Plan, path: str, text: str, inputs: Inputs, *, allowed: bool = False
+) -> Iterable[Finding]:
+    """Inputs that were not found: without them a plan cannot be judged, and silence would look like proof.
+
+    `allowed`: a note each, for those who check what the plan alone proves.
+    """
+    severity = Severity.NOTE if allowed else Severity.INPUT
     lines = Lines(text)
     if inputs.inventory is None:
         message = f"no inventory of {plan.model.name} with this digest: overrides and cost were not checked"
-        yield Finding(path, lines.of("model"), "inputs", Severity.NOTE, message)
+        yield Finding(path, lines.of("model"), "inputs", severity, message)
     if inputs.profile is None:
         message = f"no profile of {plan.machine.name} with this digest: cost was not checked"
-        yield Finding(path, lines.of("machine"), "inputs", Severity.NOTE, message)
+        yield Finding(path, lines.of("machine"), "inputs", severity, message)
     if inputs.heat_missing(plan):
         message = "no heat file with the recorded digest: cost was not checked"
-        yield Finding(path, lines.of("constraints", "heat_digest"), "inputs", Severity.NOTE, message)
+        yield Finding(path, lines.of("constraints", "heat_digest"), "inputs", severity, message)

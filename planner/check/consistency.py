@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.check.divided_sites import check_sites
 from planner.cost.expert_cache import faults as cache_faults
 from planner.errors import InputError
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import Layers
+from planner.model.nextn import nextn_fault
 from planner.model.structure import Structure, structure_of
 from planner.model.units import Kind, Unit
 from planner.passes.prompt_pipeline import restated
@@ -39,10 +41,14 @@ class Contradiction(InputError):
 
 
 def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
-    """Contradiction unless layers, units, overrides and caches of the plan say the same."""
+    """Contradiction unless layers, units, overrides and caches of the plan say the same.
+
+    ImpossibleSite for a unit divided as it cannot be.
+    """
+    check_sites(plan, inventory, path)
     structure = structure_of(inventory)
     faults = (
-        workload_faults(plan.workload, structure.layers)
+        workload_faults(plan.workload, inventory)
         or _layer_faults(plan, structure.layers)
         or _unit_faults(plan, structure.units)
         or _tensor_faults(plan, structure)
@@ -67,10 +73,10 @@ def check_order(plan: Plan, spec: LoadSpec, found: Mapping[int, tuple[int, ...]]
         raise Contradiction(path, (fault, *map(str, wrong[1:])))
 
 
-def workload_faults(workload: Workload, layers: Layers) -> list[str]:
+def workload_faults(workload: Workload, inventory: Inventory) -> list[str]:
     """What a workload asks of a model that does not have it."""
-    if workload.mtp and layers.n_nextn == 0:
-        return ["workload: mtp is true, but the model holds no NextN/MTP block"]
+    if workload.mtp and (fault := nextn_fault(inventory)):
+        return [f"workload: mtp is true, but the model {fault}"]
     return []
 
 

@@ -270,7 +270,7 @@ def _ms(ns: int) -> str:
 
 
 def _mib(size: int) -> str:
-    return f"{size // 2**20}"
+    return f"{size / 2**20:,.0f}".replace(",", " ")  # as every table rounds and groups it
 
 
 def as_data(plan: Plan, larger: Plan | None, parts: Breakdown | None = None) -> Mapping[str, object]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from planner.errors import AnswerIsNo
 from planner.memory.compute_buffer import compute_bytes
-from planner.memory.kv_cache import kv_bytes, state_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes, unstated_heads
 from planner.memory.reserves import check_extras, projector_compute_bytes
 from planner.model.ggml_types import is_known
 from planner.model.inventory import Inventory
+from planner.model.nextn import promised_in_vain
 from planner.model.sliding_window import window
 from planner.model.structure import Structure, structure_of
 from planner.model.tensor_roles import Role, part_of
@@ -191,6 +192,8 @@ def _experts(units: Iterable[Unit]) -> tuple[ExpertLine, ...]:
 def _notes(inventory: Inventory, units: Iterable[Unit]) -> tuple[str, ...]:
     found = []
     kinds = Counter(unit.kind for unit in units)
+    if heads := unstated_heads(inventory):
+        found.append(heads)
     if kinds[Kind.FOREIGN]:
         found.append("holds tensors that no text model has: llama.cpp refuses the file")
     if inventory.number("nextn_predict_layers") and not kinds[Kind.NEXTN]:
@@ -209,5 +212,7 @@ def refuse_strange(inventory: Inventory) -> None:
     found = [f"tensor type {kind} is not known" for kind in types]
     found += filter(None, [foreign_note(table.units)])
     found += [f"{name} is not recognised" for name in table.unknown[:1]]
+    if fault := promised_in_vain(inventory):
+        found.append(f"the model {fault}")
     if found:
         raise Strange(inventory.name, tuple(found))

@@ -22,7 +22,7 @@ from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import Plan
 from planner.plan.request import Request
-from planner.site import Site
+from planner.site import Site, SiteKind
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Decision
 
@@ -79,6 +79,7 @@ def settings_of(plan: Plan) -> EngineSettings:
     return EngineSettings(
         host_memory=plan.host_memory,
         speculation=plan.speculation,
+        slots=any(p.site.kind is SiteKind.HYBRID for p in plan.units),
         projector=plan.projector,
         reserves=plan.constraints.reserves,
     )

@@ -130,7 +130,7 @@ def build_problem(
     rooms = {d.name: room_of(model.inventory, workload, d, settings.op_offload) for d in devices}
     fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, rooms[d.name])]
     fixed += cache_shares(model.structure, devices, known.cache)
-    fixed += _stages(model, devices) if request.hybrid else ()
+    fixed += _stages(model, devices) if settings.slots else ()
     chooser = Chooser(prices, devices, Choices.of(request, settings, known), rooms)
     units = [u for _, g in model.groups for u in g]
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))

@@ -61,7 +61,7 @@ def told(placements: Sequence[Placement], curve: Sequence[CachePoint]) -> list[s
     layers = sum(p.site == site for p in placements)
     return [
         f"MoE cache on {site.device}: {site.amount / 1e4:.1f} % of the experts of {layers} layers, for "
-        f"{hits / 1e4:.1f} % of the trace's choices; needs llama.cpp b11548 or later (--moe-cache-mib)"
+        f"{hits / 1e4:.1f} % of the trace's choices; needs llama.cpp b11480 or later (--moe-cache-mib)"
     ]
 
 

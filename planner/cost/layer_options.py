@@ -54,7 +54,7 @@ class Choices:
     @classmethod
     def of(cls, request: Request, settings: EngineSettings, known: Known) -> Choices:
         """The part of what was asked, tried and known that bears on one layer."""
-        return cls(settings.op_offload, request.stripes, request.hybrid, known.curves, known.cache)
+        return cls(settings.op_offload, request.stripes, settings.slots, known.curves, known.cache)
 
 
 class Chooser:

@@ -19,7 +19,7 @@ from planner.model.units import Kind, Unit
 from planner.records import Count, Many, Record, load
 
 _FILE = Path(__file__).with_name("engine_faults.yaml")
-_MOE_CACHE = 11548  # the first build with moe_cache_size
+_MOE_CACHE = 11480  # the first build with moe_cache_size
 _NEXTN = 10434  # the first build seen with load_mtp
 # b11549; xllamacpp 2026.10.11549; packages that carry the build as 0.10434.0 or 11434.0.0.
 _NUMBER = re.compile(r"\bb(\d{4,6})\b|\b20\d\d\.\d+\.(\d{4,6})\b|\b0\.(\d{4,6})\b|\b(\d{4,6})\.0\.\d\b")

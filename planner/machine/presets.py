@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,21 @@ class UnknownMachine(InputError):
     known: tuple[str, ...]
 
     def message(self) -> str:
-        near = difflib.get_close_matches(self.name, self.known, n=3, cutoff=0.5) or self.known
-        return f"no machine named {self.name}; there are {', '.join(near)}"
+        near = nearest(self.name, self.known)
+        return f"no machine named {self.name}; there are {', '.join(near or self.known)}"
+
+
+def nearest(name: str, known: Sequence[str], most: int = 4) -> tuple[str, ...]:
+    """Known names that begin with the given one, then those spelt alike; empty for a name like none."""
+    plain = {_plain(each): each for each in known}
+    asked = _plain(name)
+    begun = [each for key, each in plain.items() if asked and key.startswith(asked)]
+    alike = difflib.get_close_matches(asked, plain, n=most, cutoff=0.5)
+    return tuple(dict.fromkeys([*begun, *(plain[key] for key in alike)]))[:most]
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def names() -> tuple[str, ...]:

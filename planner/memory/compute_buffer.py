@@ -14,16 +14,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from planner.machine.host_memory import OFFLOAD_BATCH
-from planner.memory.kv_cache import INDEXED, cells_of, head_widths, is_latent, kv_heads, state_widths
+from planner.memory.kv_cache import INDEXED, Cells, cells_of, head_widths, is_latent, kv_heads, state_widths
 from planner.model.ggml_types import row_bytes
 from planner.model.inventory import Inventory, Tensor, by_name
-from planner.model.layers import Layers, layers_of
-from planner.model.sliding_window import sliding_layers
+from planner.model.layers import CACHELESS, ENCODERS, Layers, layers_of
+from planner.model.sliding_window import all_sliding
 from planner.remember import remembered
 from planner.workload import Workload
 
 PIPELINE_COPIES = 4  # buffers of each split input when several GPUs work in a pipeline
 _LIVE = 5  # copies of the residual stream alive in the middle of a layer
+_SYMMETRIC = frozenset({"modern-bert", "gemma-embedding"})  # encoders with a window to both sides
 _INPUT_BYTES = 64  # per token: ids, positions, cell indices, output rows
 
 
@@ -42,9 +43,16 @@ class Compute:
 
     @property
     def total(self) -> int:
-        """Stages and head do not live at the same time; masks and inputs always do."""
-        inner = self.residual + self.stage_bytes + self.staging
-        return max(inner, self.logits + self.head) + self.masks + self.inputs
+        """Stages and head do not live at the same time; masks and inputs do.
+
+        The memory of the masks is free again when the logits are made, but these come to lie behind it as
+        long as it is too small for them and what they are made from. Engines before b11434 use it better.
+        """
+        inner = self.residual + self.stage_bytes + self.staging + self.masks
+        head = self.logits + self.head
+        if self.masks < head:
+            head += self.masks
+        return max(inner, head) + self.inputs
 
 
 def compute_items(
@@ -57,17 +65,19 @@ def compute_items(
     staged_bytes: int = 0,
     copies: int = 1,
     swa_full: bool = False,
+    converts: bool = False,
 ) -> Compute:
     """The compute buffer of a device that runs `layers` (None: all main ones) and, with `head`, the output.
 
     `outputs`: rows of logits the context may ask for (0: any of a batch, as the engine does by itself).
     `staged_bytes` is what `staging_bytes` says of the tensors left in host memory; `copies` what
-    `pipeline_copies` says of the placement.
+    `pipeline_copies` says of the placement, `converts` what `converts_caches` says of the device.
     """
     tokens = batch_tokens(workload)
     shape = layers_of(inventory)
+    head = head and inventory.architecture not in ENCODERS
     chosen = range(shape.n_main) if layers is None else sorted(layers)
-    stage_bytes, stage = _widest_stage(inventory, workload, tuple(chosen), swa_full)
+    stage_bytes, stage = _widest_stage(inventory, workload, tuple(chosen), swa_full, converts)
     width = inventory.number("embedding_length") * _streams(inventory)
     return Compute(
         logits=_logits(inventory, min(outputs or tokens, tokens)) if head else 0,
@@ -83,10 +93,10 @@ def compute_items(
 
 @remembered
 def _widest_stage(
-    inventory: Inventory, workload: Workload, layers: tuple[int, ...], swa_full: bool
+    inventory: Inventory, workload: Workload, layers: tuple[int, ...], swa_full: bool, converts: bool
 ) -> tuple[int, str]:
     shape, tensors = layers_of(inventory), _layer_tensors(inventory)
-    stages = [s for n in layers for s in _stages(inventory, workload, shape, n, tensors, swa_full)]
+    stages = [s for n in layers for s in _stages(inventory, workload, shape, n, tensors, swa_full, converts)]
     return max(stages, default=(0, "none"))
 
 
@@ -105,6 +115,7 @@ def compute_bytes(
     staged_bytes: int = 0,
     copies: int = 1,
     swa_full: bool = False,
+    converts: bool = False,
 ) -> int:
     """The total of `compute_items`."""
     return compute_items(
@@ -116,6 +127,7 @@ def compute_bytes(
         staged_bytes=staged_bytes,
         copies=copies,
         swa_full=swa_full,
+        converts=converts,
     ).total
 
 
@@ -143,8 +155,9 @@ def host_bytes(inventory: Inventory, workload: Workload, *, copies: int = 1, swa
 
 
 def output_bytes(inventory: Inventory, workload: Workload) -> int:
-    """The host buffer from which logits are read: one row per sequence."""
-    return 4 * vocabulary(inventory) * workload.n_seq
+    """The host buffer from which logits are read, or an encoder's vectors: one row per sequence."""
+    encodes = inventory.architecture in ENCODERS
+    return 4 * (inventory.number("embedding_length") if encodes else vocabulary(inventory)) * workload.n_seq
 
 
 def staging_bytes(
@@ -197,14 +210,24 @@ def _per_layer_inputs(inventory: Inventory, shape: Layers, tokens: int) -> int:
 def _masks(
     inventory: Inventory, workload: Workload, shape: Layers, layers: Collection[int], swa_full: bool
 ) -> Iterator[int]:
-    cells = cells_of(inventory, workload, swa_full=swa_full)
+    cells = _seen(inventory, workload, swa_full)
     slides = _slides(inventory, shape)
     one = (2 if workload.flash_attn else 4) * batch_tokens(workload)
     kinds = {slides[n] for n in layers if _attends(shape, n)}
+    if inventory.architecture in _SYMMETRIC and inventory.number("attention.sliding_window"):
+        kinds = {False, True}  # made whether a layer slides or not
     if False in kinds:
         yield cells.full * one
     if True in kinds:
         yield cells.sliding * one
+
+
+def _seen(inventory: Inventory, workload: Workload, swa_full: bool = False) -> Cells:
+    """What a batch attends to: the cells of the cache, or itself where there is none."""
+    if inventory.architecture in CACHELESS:
+        tokens = batch_tokens(workload)
+        return Cells(tokens, tokens, 1)
+    return cells_of(inventory, workload, swa_full=swa_full)
 
 
 def _attends(shape: Layers, layer: int) -> bool:
@@ -213,7 +236,7 @@ def _attends(shape: Layers, layer: int) -> bool:
 
 
 def _slides(inventory: Inventory, shape: Layers) -> tuple[bool, ...]:
-    return (*sliding_layers(inventory, shape.n_main), *(False,) * shape.n_nextn)
+    return all_sliding(inventory, shape.n_main, shape.n_all)
 
 
 def _stages(
@@ -223,15 +246,17 @@ def _stages(
     layer: int,
     by_layer: Mapping[int, Mapping[str, Tensor]],
     swa_full: bool,
+    converts: bool,
 ) -> Iterator[tuple[int, str]]:
     """Bytes beside the residual stream, of each stage of a layer."""
     tensors = by_layer.get(layer, {})
     tokens = 4 * batch_tokens(workload)
-    yield tokens * _dense_values(tensors), "ffn"
+    yield tokens * _dense_values(inventory, tensors), "ffn"
     yield tokens * _expert_values(inventory, tensors, layer), "experts"
     if _attends(shape, layer):
         values = _attention_values(inventory, workload, shape, layer, swa_full)
-        yield tokens * values + _cast_bytes(inventory, workload, shape, layer, swa_full), "attention"
+        cast = _cast_bytes(inventory, workload, shape, layer, swa_full, converts)
+        yield tokens * values + cast, "attention"
         yield tokens * _indexer_values(inventory, workload), "indexer"
     if layer < shape.n_main and shape.recurrent[layer]:
         yield _recurrent_bytes(inventory, workload, tensors), "recurrent"
@@ -248,10 +273,11 @@ def _layer_tensors(inventory: Inventory) -> Mapping[int, Mapping[str, Tensor]]:
     return found
 
 
-def _dense_values(tensors: Mapping[str, Tensor]) -> int:
-    """Gate, up and their product are alive together."""
+def _dense_values(inventory: Inventory, tensors: Mapping[str, Tensor]) -> int:
+    """Gate, up and their product are alive together; encoders without a gate have one of the three."""
     inner = max((tensors[n].shape[0] for n in ("ffn_down", "ffn_down_shexp") if n in tensors), default=0)
-    return 3 * inner
+    plain = "ffn_up" in tensors and "ffn_gate" not in tensors and _rows(tensors["ffn_up"]) == inner
+    return (1 if plain and inventory.architecture in ENCODERS else 3) * inner
 
 
 def _expert_values(inventory: Inventory, tensors: Mapping[str, Tensor], layer: int) -> int:
@@ -278,25 +304,41 @@ def _attention_values(
         values = 4 * heads * max(key, value)
     if workload.flash_attn:
         return values
-    cells = cells_of(inventory, workload, swa_full=swa_full)
+    cells = _seen(inventory, workload, swa_full)
     return values + heads * (cells.sliding if slides else cells.full)
 
 
-def _cast_bytes(inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool) -> int:
+def converts_caches(device: str) -> bool:
+    """Whether flash attention on a device works on a copy in f16 of every cache of another type.
+
+    CUDA's kernels for more than a few tokens do (ggml-cuda/fattn.cu), and HIP's and MUSA's, which are the
+    same. The copy is a part of the compute buffer in newer builds; in older ones it grows beside it.
+    """
+    return device.startswith(("CUDA", "ROCm", "HIP", "MUSA"))
+
+
+def _cast_bytes(
+    inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool, converts: bool
+) -> int:
     """Copies of the layer's cache that its attention works on.
 
-    Flash attention reads an f32 cache as f16. Without it a latent attention transposes its values, which
-    are a view of the keys.
+    Flash attention reads an f32 cache as f16, and with `converts` any other too. Without it a latent
+    attention transposes its values, which are a view of the keys.
     """
     slides = _slides(inventory, shape)[layer]
-    cells = cells_of(inventory, workload, swa_full=swa_full)
+    cells = _seen(inventory, workload, swa_full)
     rows = (cells.sliding if slides else cells.full) * cells.streams
     if not workload.flash_attn:
         value = head_widths(inventory, slides)[1] if is_latent(inventory) else 0
         return rows * row_bytes(workload.type_k, value) if value else 0
-    if "f32" not in (workload.type_k, workload.type_v):
+    heads = kv_heads(inventory, shape.n_all)[layer]
+    key, value = head_widths(inventory, slides)
+    if "f32" in (workload.type_k, workload.type_v):
+        return 2 * rows * (key + value) * heads
+    if not converts:
         return 0
-    return 2 * rows * sum(head_widths(inventory, slides)) * kv_heads(inventory, shape.n_all)[layer]
+    copied = [(workload.type_k, key), (workload.type_v, 0 if is_latent(inventory) else value)]
+    return 2 * rows * heads * sum(width for kind, width in copied if kind != "f16")
 
 
 def _indexer_values(inventory: Inventory, workload: Workload) -> int:
@@ -304,9 +346,7 @@ def _indexer_values(inventory: Inventory, workload: Workload) -> int:
     if inventory.architecture not in INDEXED and inventory.architecture != "deepseek4":
         return 0
     heads = inventory.number("attention.indexer.head_count")
-    return (
-        2 * heads * inventory.number("attention.indexer.key_length") + 4 * cells_of(inventory, workload).full
-    )
+    return 2 * heads * inventory.number("attention.indexer.key_length") + 4 * _seen(inventory, workload).full
 
 
 def _recurrent_bytes(inventory: Inventory, workload: Workload, tensors: Mapping[str, Tensor]) -> int:

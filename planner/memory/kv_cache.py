@@ -13,8 +13,8 @@ from planner.constants import CELL_STEP
 from planner.errors import InputError
 from planner.model.ggml_types import BY_NAME, row_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import Layers, layers_of, shared_kv, stems_by_layer
-from planner.model.sliding_window import sliding_layers, window
+from planner.model.layers import CACHELESS, Layers, layers_of, shared_kv, stems_by_layer
+from planner.model.sliding_window import all_sliding, sliding_layers, window
 from planner.workload import Workload
 
 _TENSOR_STEP = 32  # and every cache tensor to the alignment of a CPU buffer
@@ -32,7 +32,12 @@ _MIXERS = (
     ("kda", "ssm_conv1d_q"),
     ("ssm", "ssm_conv1d"),
 )
+_BLOCK = re.compile(r"blk\.([0-9]+)\.")
 _UNGROUPED = frozenset({"mamba", "jamba"})  # Mamba-1: the convolution sees the inner width alone
+# Architectures that say which of their layers have an indexer, and those whose speculative block has none.
+_TYPED = frozenset({"glm-dsa", "glm5-next", "dots3note", "hy_v4"})
+_PLAIN_NEXTN = frozenset({"glm-dsa", "deepseek32", "dots3note"})
+_GLM_5_2, _GLM_LAYERS = 1 << 20, 78  # context and layers of the first that shares them
 INDEXED = frozenset({"deepseek32", "glm-dsa", "glm5-next", "qwen4exp", "minimax-m3", "dots3note", "hy_v4"})
 
 
@@ -75,13 +80,15 @@ def cells_of(
 def kv_bytes(
     inventory: Inventory, workload: Workload, *, unified: bool = False, swa_full: bool = False
 ) -> tuple[int, ...]:
-    """KV cache of each main layer in bytes; 0 for layers that keep none or read another's.
+    """KV cache of each main layer in bytes; 0 for layers that keep none or read another's, and encoders.
 
     Source: llama_kv_cache and its relatives; indexer keys of sparse attention are included. Raises
     KvTypeProblem for types the engine would refuse.
     """
     check_types(inventory, workload)
     layers = layers_of(inventory)
+    if inventory.architecture in CACHELESS:
+        return (0,) * layers.n_main
     cells = cells_of(inventory, workload, unified=unified, swa_full=swa_full)
     readers = shared_kv(inventory, layers)
     slides = sliding_layers(inventory, layers.n_main)
@@ -114,11 +121,16 @@ def check_types(inventory: Inventory, workload: Workload) -> None:
 
 
 def nextn_kv_bytes(inventory: Inventory, workload: Workload) -> tuple[int, ...]:
-    """KV cache of each NextN block in its own context, which has the cells of the main one."""
+    """KV cache of each NextN block in its own context, which has the cells of the main one.
+
+    A block slides where the file's pattern or the architecture says so; one cache of the whole context
+    holds those of Dots3-note all the same.
+    """
     layers = layers_of(inventory)
-    cells = cells_of(inventory, workload)
+    cells = cells_of(inventory, workload, swa_full=inventory.architecture == "dots3note")
+    slides = all_sliding(inventory, layers.n_main, layers.n_all)
     return tuple(
-        _layer_kv(inventory, workload, layers, cells, layer, False)
+        _layer_kv(inventory, workload, layers, cells, layer, slides[layer])
         for layer in range(layers.n_main, layers.n_all)
     )
 
@@ -178,15 +190,53 @@ def mixer_kind(inventory: Inventory) -> str:
 
 
 def head_widths(inventory: Inventory, slides: bool) -> tuple[int, int]:
-    """Width of one key head and one value head."""
-    heads = inventory.per_layer("attention.head_count", 1)[0]
-    plain = inventory.number("embedding_length") // heads if heads else 0
-    key = inventory.number("attention.key_length", plain)
-    value = inventory.number("attention.value_length", plain)
+    """Width of one key head and one value head.
+
+    Where the file does not state them, those of its projections: the engine takes the width of the model
+    over its heads, and refuses the file, or dies of it, where that is another.
+    """
+    key, value = (_head(inventory, name) for name in ("key", "value"))
     if slides:
         key = inventory.number("attention.key_length_swa", key)
         value = inventory.number("attention.value_length_swa", value)
     return key, value
+
+
+def _head(inventory: Inventory, name: str) -> int:
+    stated = f"attention.{name}_length"
+    if stated in inventory.hparams:
+        return inventory.number(stated)
+    return _shaped(inventory, name) or _even(inventory)
+
+
+def unstated_heads(inventory: Inventory) -> str:
+    """What is amiss with the heads' widths that a file leaves to its reader; "" when nothing is."""
+    for name in ("key", "value"):
+        shaped, even = _shaped(inventory, name), _even(inventory)
+        if f"attention.{name}_length" not in inventory.hparams and shaped and shaped != even:
+            return (
+                f"the file does not say attention.{name}_length: {shaped} by the shape of its "
+                f"attn_{name[0]}, {even} to llama.cpp, which cannot load it so"
+            )
+    return ""
+
+
+def _even(inventory: Inventory) -> int:
+    heads = inventory.per_layer("attention.head_count", 1)[0]
+    return inventory.number("embedding_length") // heads if heads else 0
+
+
+def _shaped(inventory: Inventory, name: str) -> int:
+    """Width of a head by the first projection of keys or values; 0 where there is none of its own."""
+    if is_latent(inventory) or inventory.architecture == "deepseek4":
+        return 0
+    ending = f".attn_{name[0]}.weight"
+    found = next((t for t in inventory.tensors if t.name.endswith(ending) and len(t.shape) == 2), None)
+    block = _BLOCK.match(found.name) if found else None
+    if found is None or block is None:
+        return 0
+    heads = kv_heads(inventory, int(block[1]) + 1)[-1]
+    return found.shape[1] // heads if heads and found.shape[1] % heads == 0 else 0
 
 
 def kv_heads(inventory: Inventory, n_layers: int) -> tuple[int, ...]:
@@ -218,12 +268,12 @@ def _layer_kv(
         # Without flash attention values are stored transposed, all layers as wide as the widest.
         widest = value * heads[layer] if workload.flash_attn else _widest_value(inventory, layers)
         total += _row(workload.type_v, widest) * rows
-    return total + _indexer(inventory, workload, layer) * rows
+    return total + _indexer(inventory, workload, layer, layers.n_main) * rows
 
 
 def _widest_value(inventory: Inventory, layers: Layers) -> int:
     heads = kv_heads(inventory, layers.n_all)
-    slides = (*sliding_layers(inventory, layers.n_main), *(False,) * layers.n_nextn)
+    slides = all_sliding(inventory, layers.n_main, layers.n_all)
     return max(head_widths(inventory, slides[n])[1] * heads[n] for n in range(layers.n_all))
 
 
@@ -231,10 +281,10 @@ def _row(type_name: str, width: int) -> int:
     return row_bytes(type_name, width) if width else 0
 
 
-def _indexer(inventory: Inventory, workload: Workload, layer: int) -> int:
+def _indexer(inventory: Inventory, workload: Workload, layer: int, n_main: int) -> int:
     """Bytes per cell that a sparse attention keeps beside keys and values."""
     width = inventory.number("attention.indexer.key_length")
-    if inventory.architecture not in INDEXED or not width or not _has_indexer(inventory, layer):
+    if inventory.architecture not in INDEXED or not width or not _has_indexer(inventory, layer, n_main):
         return 0
     if inventory.architecture == "glm5-next" and inventory.number("attention.indexer.kpool"):
         width *= 3  # key, gate and pooled value
@@ -244,11 +294,22 @@ def _indexer(inventory: Inventory, workload: Workload, layer: int) -> int:
     return row
 
 
-def _has_indexer(inventory: Inventory, layer: int) -> bool:
-    if inventory.architecture == "minimax-m3":
+def _has_indexer(inventory: Inventory, layer: int, n_main: int) -> bool:
+    """Whether a layer keeps keys of an indexer of its own; a speculative block counts from `n_main` on."""
+    arch = inventory.architecture
+    if layer >= n_main:
+        return arch not in _PLAIN_NEXTN
+    if arch == "minimax-m3":
         return layer >= inventory.number("leading_dense_block_count")
+    if arch == "hy_v4" and not inventory.number("attention.indexer.top_k"):
+        return False
     kinds = inventory.hparams.get("attention.indexer.types")
-    return bool(kinds[layer]) if isinstance(kinds, tuple) and layer < len(kinds) else True
+    if arch not in _TYPED or kinds is None:
+        # GLM 5.2 and later, told by their context, share indexers where the file does not say which.
+        late = arch == "glm-dsa" and inventory.number("context_length") >= _GLM_5_2
+        return not late or layer < 2 or (layer % 4 == 2 and layer < _GLM_LAYERS)
+    each = kinds if isinstance(kinds, tuple) else (kinds,) * n_main
+    return layer < len(each) and bool(each[layer])
 
 
 def _history_width(inventory: Inventory) -> int:

@@ -6,7 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from planner.machine.profile import Device
-from planner.memory.compute_buffer import compute_bytes, host_bytes, output_bytes, staging_bytes
+from planner.memory.compute_buffer import (
+    compute_bytes,
+    converts_caches,
+    host_bytes,
+    output_bytes,
+    staging_bytes,
+)
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.tensor_roles import Role, parts_of
@@ -38,8 +44,9 @@ class Room:
 
 def room_of(inventory: Inventory, workload: Workload, device: Device, op_offload: bool = True) -> Room:
     """The compute buffer of a device by formula, without a pipeline's copies."""
-    base = compute_bytes(inventory, workload, head=False)
-    head = compute_bytes(inventory, workload) - base
+    converts = converts_caches(device.name)
+    base = compute_bytes(inventory, workload, head=False, converts=converts)
+    head = compute_bytes(inventory, workload, converts=converts) - base
     if device.kind == "cpu":
         return Room(base + host_bytes(inventory, workload) + output_bytes(inventory, workload), 0, head)
     if device.kind != "gpu":

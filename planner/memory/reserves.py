@@ -1,4 +1,4 @@
-"""What else takes memory: projector, NextN head, draft model, prompt cache, other users; line by line.
+"""What else takes memory: projector, NextN head, draft model, other users; line by line.
 
 Pure functions from inventories to `Reserve` lines, one per part and device. The solver takes them as
 `EngineSettings.reserves`; their sum per device is what the plan must leave free. What the driver takes
@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 
 from planner.constants import CPU
 from planner.errors import OptionProblem
-from planner.memory.compute_buffer import compute_bytes, output_bytes
+from planner.memory.compute_buffer import compute_bytes, converts_caches, output_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.memory import Reserve
 from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
-from planner.model.sliding_window import sliding_layers
+from planner.model.layers import KNOWN, layers_of
 from planner.model.tensor_roles import Role, part_of
 from planner.workload import Workload
 
@@ -39,8 +38,6 @@ class Extras:
     draft: Inventory | None = None
     draft_device: str = ""  # "": the first GPU
     rollback: int = 0  # tokens a speculative step may take back (its longest draft)
-    prompt_cache_bytes: int = 0  # host memory a server keeps for old prompts
-    checkpoints: int = 0  # copies of sliding and recurrent state a server keeps per sequence
     reserved: Mapping[str, int] = field(default_factory=dict)  # device -> bytes for other users
 
 
@@ -53,6 +50,16 @@ def check_extras(mmproj: Inventory | None, draft: Inventory | None) -> None:
         raise OptionProblem("--draft", draft.name, "is a vision projector; a language model is needed")
 
 
+def estimates(extras: Extras) -> Iterator[str]:
+    """What a plan must say of sizes that are not known to be right: a draft of a foreign architecture."""
+    draft = extras.draft
+    if draft is not None and draft.architecture not in KNOWN:
+        yield (
+            f"the draft {draft.name}: architecture {draft.architecture} is not known, so its KV cache, state "
+            "and compute buffer are an estimate"
+        )
+
+
 def reserves(
     inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = CPU
 ) -> tuple[Reserve, ...]:
@@ -60,7 +67,7 @@ def reserves(
 
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
     left out. Lines are named projector, projector compute, MTP compute, MTP state, draft, draft KV, draft
-    state, draft compute, draft roll-back, draft embedding, prompt cache, checkpoints, other users.
+    state, draft compute, draft roll-back, draft embedding, other users.
     Raises OptionProblem for a projector that is none, and a draft that is one.
     """
     check_extras(extras.mmproj, extras.draft)
@@ -68,8 +75,6 @@ def reserves(
         *_projector(extras, extras.mmproj_device or gpu),
         *_nextn(inventory, workload, extras.rollback, gpu),
         *_draft(inventory, workload, extras, extras.draft_device or gpu, host),
-        _line("prompt cache", host, extras.prompt_cache_bytes),
-        _line("checkpoints", host, extras.checkpoints * checkpoint_bytes(inventory, workload)),
         *(_line("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
     )
     return tuple(line for line in lines if line.size_bytes)
@@ -86,13 +91,6 @@ def projector_compute_bytes(mmproj: Inventory, *, flash_attn: bool = True) -> in
     patches = _patches(mmproj)
     scores = 0 if flash_attn else number("vision.attention.head_count") * patches
     return 4 * patches * (inner + 5 * width + scores)
-
-
-def checkpoint_bytes(inventory: Inventory, workload: Workload) -> int:
-    """One checkpoint of every sequence: recurrent state and sliding caches, which cannot be cut back."""
-    slides = sliding_layers(inventory, layers_of(inventory).n_main)
-    windows = sum(size for size, s in zip(kv_bytes(inventory, workload), slides, strict=True) if s)
-    return windows + sum(state_bytes(inventory, workload))
 
 
 def _patches(mmproj: Inventory) -> int:
@@ -122,9 +120,10 @@ def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str)
         return
     blocks = range(shape.n_main, shape.n_all)
     plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=rollback)
-    yield _line(
-        "MTP compute", device, compute_bytes(inventory, workload, layers=blocks, outputs=workload.n_seq)
+    buffer = compute_bytes(
+        inventory, workload, layers=blocks, outputs=workload.n_seq, converts=converts_caches(device)
     )
+    yield _line("MTP compute", device, buffer)
     yield _line("MTP state", device, sum(kept) - sum(plain))
 
 
@@ -144,6 +143,7 @@ def _draft(
     yield _line("draft", device, weight_bytes(rest, GPU_STEP) + tied)
     yield _line("draft KV", device, sum(kv_bytes(draft, workload)))
     yield _line("draft state", device, sum(state_bytes(draft, workload)))
-    yield _line("draft compute", device, compute_bytes(draft, workload, outputs=workload.n_seq))
+    buffer = compute_bytes(draft, workload, outputs=workload.n_seq, converts=converts_caches(device))
+    yield _line("draft compute", device, buffer)
     yield _line("draft roll-back", device, rollback)
     yield _line("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))

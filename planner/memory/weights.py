@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from planner.memory.kv_cache import padded
 from planner.model.inventory import Inventory, Tensor
-from planner.model.layers import layers_of
+from planner.model.layers import ENCODERS, layers_of
 
 BUFFER_STEP = 32  # alignment of tensors in a CPU buffer; GPUs use 128 or 256
 # These read the head before the embedding is loaded, and so hold it twice even on one device.
@@ -29,10 +29,12 @@ def loaded_tensors(inventory: Inventory, *, mtp: bool = False) -> tuple[Tensor, 
 def tied_copy_bytes(inventory: Inventory, *, head_on_host: bool) -> int:
     """The second copy of token_embd.weight that serves as output head; 0 when there is none.
 
-    On the host both are the same tensor, but for Gemma 3n and 4.
+    On the host both are the same tensor, but for Gemma 3n and 4. Encoders have no head.
     """
     sizes = {t.name: t.size_bytes for t in inventory.tensors}
-    if "output.weight" in sizes or (head_on_host and inventory.architecture not in _ALWAYS_TWICE):
+    if "output.weight" in sizes or inventory.architecture in ENCODERS:
+        return 0
+    if head_on_host and inventory.architecture not in _ALWAYS_TWICE:
         return 0
     return sizes.get("token_embd.weight", 0)
 

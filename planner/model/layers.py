@@ -29,6 +29,13 @@ grovemoe apertus minimax-01 minimax-m2 minimax-m3 cogvlm pangu-embedded mistral3
 step35 maincoder kimi-linear kimi-k3 glm5-next hy_v4 mellum maple talkie muse-glimmer spark2_5
 """
 KNOWN = frozenset(_KNOWN.split())
+# Encoders: every batch is read at once, without a cache, into vectors rather than logits.
+_ENCODERS = """
+bert modern-bert nomic-bert nomic-bert-moe neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding
+wavtokenizer-dec
+"""
+ENCODERS = frozenset(_ENCODERS.split())
+CACHELESS = ENCODERS | {"dream", "llada", "llada-moe", "rnd1", "clef"}  # diffusion: logits, but no cache
 
 _STEM = re.compile(r"blk\.([0-9]+)\.(.+?)(?:\.weight|\.bias|\.scale|\.input_scale)?")
 _RECURRENT = re.compile(r"ssm_\w+|shortconv\.\w+|time_mix_\w+")

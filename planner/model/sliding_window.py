@@ -48,7 +48,8 @@ _RULES = {
 def window(inventory: Inventory) -> int:
     """Width of the sliding window in tokens; 0 when no layer slides."""
     rule = _RULES.get(inventory.architecture)
-    if rule is None or (inventory.architecture == "exaone4" and inventory.number("block_count") != 64):
+    n_main = inventory.number("block_count") - inventory.number("nextn_predict_layers")
+    if rule is None or (inventory.architecture == "exaone4" and n_main != 64):
         return 0
     stated = inventory.number("attention.sliding_window", rule.window)
     fixed = {"llama4": 8192, "smallthinker": 4096}.get(inventory.architecture, stated)
@@ -65,6 +66,16 @@ def sliding_layers(inventory: Inventory, n_main: int) -> tuple[bool, ...]:
     rule = _RULES[inventory.architecture]
     period = pattern if isinstance(pattern, int) and pattern >= 0 else rule.period
     return tuple(_slides(layer, period, rule.dense_first) for layer in range(n_main))
+
+
+def all_sliding(inventory: Inventory, n_main: int, n_all: int) -> tuple[bool, ...]:
+    """The same for all layers: a speculative block slides where the file lists it, or all layers do."""
+    main = sliding_layers(inventory, n_main)
+    pattern = inventory.hparams.get("attention.sliding_window_pattern")
+    if inventory.architecture == "deepseek4":
+        return (*main, *(True,) * (n_all - n_main))
+    listed = pattern[n_main:n_all] if isinstance(pattern, tuple) and window(inventory) else ()
+    return (*main, *map(bool, listed), *(False,) * (n_all - n_main - len(listed)))
 
 
 def _slides(layer: int, period: int, dense_first: bool) -> bool:

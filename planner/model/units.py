@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from planner.errors import InputError
 from planner.model.inventory import Inventory, Tensor
-from planner.model.layers import KNOWN, Layers, layers_of, shared_kv
+from planner.model.layers import ENCODERS, KNOWN, Layers, layers_of, shared_kv
 from planner.model.tensor_roles import Part, Role, parts_of
 from planner.quoting import short
 from planner.remember import remembered
@@ -208,7 +208,11 @@ def active_bytes(kind: Kind, tensor: Tensor, part: Part, used: int, experts: int
 
 def _tied_bytes(inventory: Inventory) -> int:
     sizes = {t.name: t.size_bytes for t in inventory.tensors}
-    return 0 if "output.weight" in sizes else sizes.get("token_embd.weight", 0)
+    return (
+        0
+        if "output.weight" in sizes or inventory.architecture in ENCODERS
+        else sizes.get("token_embd.weight", 0)
+    )
 
 
 def _experts_by_layer(inventory: Inventory, parts: Parts) -> Mapping[int, int]:

@@ -12,7 +12,10 @@ from planner.machine.attention_kernels import kv_note
 from planner.machine.budgets import tight
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
+from planner.memory.kv_cache import unstated_heads
 from planner.memory.memory_limits import room_of
+from planner.memory.reserves import estimates
+from planner.model.layers import CACHELESS
 from planner.model.units import BOUND, Kind, Unit, foreign_note
 from planner.passes.prompt_pipeline import Pipeline
 from planner.passes.stock_rules import Candidate
@@ -57,6 +60,7 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
             f"the vision projector {settings.projector.name} computes on the CPU: images take longer"
         )
     found += _unrecognised(subject.priced.model, profile)
+    found += estimates(request.beside.extras) if request.beside else []
     if text := kv_note(_devices(subject.priced), subject.priced.prices.workload, profile.timings):
         found.append(text)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
@@ -99,12 +103,15 @@ def _devices(priced: Priced) -> list[Device]:
 
 def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
     """What this program does not know of the model, and what it did about it."""
+    cached = model.inventory.architecture not in CACHELESS
     if model.structure.table.unknown:
         names = [short(name) for name in model.structure.table.unknown]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
-    if any(model.layers.attention) and not any(model.kv.values()):
+    if any(model.layers.attention) and not any(model.kv.values()) and cached:
         yield "the file does not say how wide its attention is: the KV cache is not counted"
+    if heads := unstated_heads(model.inventory):
+        yield heads
     if foreign := foreign_note(model.units):
         yield foreign
     products = {(product_of(tensor), tensor.type) for tensor in model.inventory.tensors}

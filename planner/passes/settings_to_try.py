@@ -145,6 +145,13 @@ def draft_ns(draft: Inventory, profile: Profile, workload: Workload, device: str
 
 
 def _loadings(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]:
+    """Without slots for experts, then with them where they may be: never slower than without."""
+    yield from _held(case, drafts, tried)
+    if case.request.hybrid:
+        yield from _held(case, replace(drafts, slots=True), tried)
+
+
+def _held(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]:
     """Host weights pinned where memory may hold those that GPUs cannot, else mapped; or as was asked."""
     model, asked = case.analysed(drafts), case.request.host_memory
     kinds = [asked] if asked else [HostMemory.PINNED, HostMemory.MAPPED]
@@ -160,7 +167,9 @@ def _loadings(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Load
         tried.loadings.append(loading)
         yield loading
         best = loading.best
-        if asked or best is None or host_weights_bytes(best, case.request) <= limit:
+        # Slots have a copy of all their experts on the host: that is never pinned beyond the limit.
+        kept = asked is not None and not (drafts.slots and kind is HostMemory.PINNED)
+        if kept or best is None or host_weights_bytes(best, case.request) <= limit:
             return
         if kind is HostMemory.PINNED:
             tried.loadings.remove(loading)
@@ -178,6 +187,8 @@ def _placed(loading: Loading) -> Iterator[tuple[Loading, EngineSettings]]:
     if loading.crowded:
         return
     yield loading, replace(loading.settings, gpus=False)
+    if loading.settings.slots:  # the other ways were tried without
+        return
     if loading.copying:
         yield loading, replace(loading.settings, op_offload=False)
     if loading.best and not loading.best.opens_gpus:

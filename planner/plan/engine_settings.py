@@ -16,6 +16,7 @@ class EngineSettings:
 
     gpus: bool = True  # False: no GPU is even opened
     op_offload: bool = True  # long prompts of host weights are computed on a GPU
+    slots: bool = False  # experts in slots of a GPU, the others by CPU and bus at the same time
     repack: bool = True  # weights of a CPU without GPU change to the layout of its kernels
     host_memory: HostMemory = HostMemory.PINNED  # of weights that the CPU computes
     speculation: Speculation | None = None

@@ -199,7 +199,7 @@ class Engine:
 
     @property
     def has_moe_cache(self) -> bool:
-        """Whether contexts take a MoE cache size (b11548 and later)."""
+        """Whether contexts take a MoE cache size (b11480 and later)."""
         return self.takes("moe_cache_size")
 
     def takes(self, field: str) -> bool:

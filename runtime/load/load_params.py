@@ -62,7 +62,7 @@ def check(engine: Engine, spec: LoadSpec) -> None:
             f"workload: type_v {work.type_v} needs flash_attn: true (a quantised V cache aborts without it)"
         )
     if spec.cache_bytes and not engine.has_moe_cache:
-        raise EngineProblem(engine.label, "has no MoE cache (moe_cache_size came with b11548)")
+        raise EngineProblem(engine.label, "has no MoE cache (moe_cache_size came with b11480)")
     if work.mtp and not engine.takes("load_mtp"):
         raise EngineProblem(
             engine.label, "cannot be asked for NextN blocks (it has no load_mtp: use a newer one)"

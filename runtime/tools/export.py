@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner import quoting
 from planner.errors import InputError
+from planner.machine.engine_builds import span
 from planner.plan.plan import Plan
 from runtime.engine.ggml import TYPE_NUMBERS
 from runtime.tools import llama_bench
@@ -109,10 +110,12 @@ def _json(plan: Plan, placed: Stock, model: str) -> str:
         "model": plan.model.name,
         "table_digest": plan.model.table_digest,
         "exact": placed.exact,
+        "engines": plan.engines.model_dump() if plan.engines else None,
         "notes": placed.notes,
         "arguments": arguments(placed, model),
         "environment": _environment(placed, model),
         "predicted_tpot_ns": plan.predicted.tpot_ns,
+        "predicted_prefill_ns": plan.predicted.prefill_ns,
     }
     return quoting.json_text(data) + "\n"
 
@@ -271,7 +274,15 @@ FORMATS: Mapping[str, Writer] = {
 
 def _comment(plan: Plan, placed: Stock, mark: str) -> str:
     name = quoting.short(plan.model.name)
-    return "".join(quoting.comment(mark, text) for text in (f"{name}: {plan.command}", *placed.notes))
+    told = (f"{name}: {plan.command}", *_builds(plan), *placed.notes)
+    return "".join(quoting.comment(mark, text) for text in told)
+
+
+def _builds(plan: Plan) -> list[str]:
+    """The builds of llama.cpp that can load the plan, as far as any cannot."""
+    if plan.engines is None or not (plan.engines.least or plan.engines.most):
+        return []
+    return [f"for llama.cpp {span(plan.engines.least, plan.engines.most)}"]
 
 
 def _env_value(option: str, value: str) -> str:

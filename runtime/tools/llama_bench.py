@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.errors import InputError
-from runtime.tools.options import Inexpressible, Stock
+from runtime.tools.options import LOAD_MODE, Inexpressible, Stock
 
 
 def words(placed: Stock, model: str, prompt: int, gen: int, depth: int) -> list[str]:
@@ -12,7 +12,7 @@ def words(placed: Stock, model: str, prompt: int, gen: int, depth: int) -> list[
     Raises Inexpressible for a pattern that one of these signs would cut.
     """
     spec, work = placed.spec, placed.spec.workload
-    for pattern, _ in spec.overrides:
+    for pattern, _ in placed.overrides:
         if set(pattern) & set(",;="):
             raise Inexpressible(pattern)
     if any("/" in device for device in placed.devices):
@@ -21,11 +21,16 @@ def words(placed: Stock, model: str, prompt: int, gen: int, depth: int) -> list[
     found += ["-m", model, "-dev", "/".join(placed.devices) or "none", "-ngl", str(spec.n_gpu_layers)]
     if len(spec.devices) > 1 and any(spec.tensor_split):
         found += ["-ts", "/".join(map(str, spec.tensor_split))]
-    if spec.overrides:
-        found += ["-ot", ";".join(f"{pattern}={buffer}" for pattern, buffer in spec.overrides)]
+    if placed.overrides:
+        found += ["-ot", ";".join(f"{pattern}={buffer}" for pattern, buffer in placed.overrides)]
+    if placed.rule:
+        found += ["-ncmoe", str(placed.rule.layers)]  # it has no --cpu-moe
     found += ["-b", str(max(work.n_batch, work.n_ubatch)), "-ub", str(work.n_ubatch)]
     found += ["-fa", "on" if work.flash_attn else "off", "-ctk", work.type_k, "-ctv", work.type_v]
-    found += ["-lm", "mmap" if spec.use_mmap else "none"]
+    if 0 < placed.least < LOAD_MODE:
+        found += ["-mmp", str(int(spec.use_mmap))]
+    else:
+        found += ["-lm", "mmap" if spec.use_mmap else "none"]
     if spec.threads:
         found += ["-t", str(spec.threads)]
     if not spec.use_extra_bufts:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 
-from planner.constants import CPU, MAX_ENGINE_DEVICES
+from planner.constants import CPU
 from planner.errors import InputError
-from planner.plan.engine_rules import spec_layer_devices
 from planner.plan.load_spec import LoadSpec
-from planner.plan.overrides import numbers
-from planner.site import Site
+from planner.plan.stock import nearest_spec
+from runtime.tools.expert_rule import ExpertRule
 
-MAX_SPLIT = MAX_ENGINE_DEVICES - 1  # the option parser refuses llama_max_devices() entries
+LOAD_MODE = 10434  # the first build seen with --load-mode; b10068 has --no-mmap alone
 _RPC = re.compile(r"(RPC\d*)\[(.+)\]")
 
 
@@ -49,23 +47,30 @@ class Stock:
     draft: str = ""  # path of a draft model
     draft_device: str = ""  # where it computes; "": the tool's choice
     draft_tokens: int = 0  # drafted a step; 0: the tool's choice
+    rule: ExpertRule | None = None  # stands for overrides of `spec`
+    drafts: bool = True  # False: nothing is drafted, not even by the model's own NextN block
+    least: int = 0  # the oldest build that shall take the options; 0: not known
 
     @property
     def devices(self) -> tuple[str, ...]:
         """Device names as the tools print them."""
         return tuple(_short(device) for device in self.spec.devices)
 
+    @property
+    def overrides(self) -> tuple[tuple[str, str], ...]:
+        """The overrides to spell out: those that no rule of the tool's own stands for."""
+        return self.rule.others if self.rule else self.spec.overrides
+
 
 def stock(spec: LoadSpec, n_blocks: int) -> Stock:
     """The nearest placement the tools can be told; `n_blocks` counts NextN blocks. Raises Inexpressible."""
-    notes = list(spec.notes)
     for pattern, _ in spec.overrides:
         if cut_by_parsers(pattern):
             raise Inexpressible(pattern)
-    legal = _without_stripes(spec, notes)
-    legal = _with_gpu_layers(legal, n_blocks, notes)
+    legal = nearest_spec(spec, n_blocks)
+    notes = legal.notes
     rpc = dict.fromkeys(m[2] for device in legal.devices if (m := _RPC.fullmatch(device)))
-    return Stock(legal, tuple(rpc), tuple(notes), len(notes) == 0)
+    return Stock(replace(legal, notes=spec.notes), tuple(rpc), notes, len(notes) == 0)
 
 
 def cut_by_parsers(pattern: str) -> bool:
@@ -84,8 +89,10 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
     ]
     if len(spec.devices) > 1 and any(spec.tensor_split):
         found.append(("--tensor-split", ",".join(map(str, spec.tensor_split))))
-    if spec.overrides:
-        found.append(("--override-tensor", ",".join(f"{p}={b}" for p, b in spec.overrides)))
+    if plan.overrides:
+        found.append(("--override-tensor", ",".join(f"{p}={b}" for p, b in plan.overrides)))
+    if plan.rule:
+        found.append(plan.rule.option)
     found += [
         # Left on, it would change whatever is not set here.
         ("--fit", "off"),
@@ -96,13 +103,13 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
         ("--flash-attn", "on" if work.flash_attn else "off"),
         ("--cache-type-k", work.type_k),
         ("--cache-type-v", work.type_v),
-        ("--load-mode", "mmap" if spec.use_mmap else "none"),
+        *_loading(plan),
     ]
     if plan.mmproj:
         found.append(("--mmproj", plan.mmproj))
         if plan.mmproj_on_cpu:
             found.append(("--no-mmproj-offload", ""))
-    if plan.draft:
+    if plan.draft and plan.drafts:
         # Without the type the draft model is loaded and never asked (b10434). A draft with other KV types
         # than the model's is refused or slow.
         found += [
@@ -114,14 +121,19 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
         if plan.draft_device:
             device = "none" if plan.draft_device == CPU else _short(plan.draft_device)
             found += [("--spec-draft-device", device), ("--spec-draft-ngl", "all")]
-    elif work.mtp:
-        found.append(("--spec-type", "draft-mtp"))
-    if plan.draft_tokens:
+    elif work.mtp and plan.drafts:
+        # The block's own cache is of the draft's types, f16 unless told (b10434).
+        found += [
+            ("--spec-type", "draft-mtp"),
+            ("--cache-type-k-draft", work.type_k),
+            ("--cache-type-v-draft", work.type_v),
+        ]
+    if plan.draft_tokens and plan.drafts:
         found.append(("--spec-draft-n-max", str(plan.draft_tokens)))
     if spec.threads:
         found.append(("--threads", str(spec.threads)))
     if spec.cache_bytes:
-        found.append(("--moe-cache-mib", str(spec.cache_bytes // 2**20)))  # b11548 and later
+        found.append(("--moe-cache-mib", str(spec.cache_bytes // 2**20)))  # b11480 and later
     if not spec.use_extra_bufts:
         found.append(("--no-repack", ""))
     if not spec.op_offload:
@@ -129,6 +141,14 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
     if spec.swa_full:
         found.append(("--swa-full", ""))
     return found
+
+
+def _loading(plan: Stock) -> list[tuple[str, str]]:
+    """How the file is read, in the words of the oldest build: later ones take the older spelling too."""
+    mmap = plan.spec.use_mmap
+    if 0 < plan.least < LOAD_MODE:
+        return [] if mmap else [("--no-mmap", "")]  # mapped unless told
+    return [("--load-mode", "mmap" if mmap else "none")]
 
 
 # Option to the environment variable the tools read instead.
@@ -139,6 +159,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "--n-gpu-layers": "LLAMA_ARG_N_GPU_LAYERS",
     "--tensor-split": "LLAMA_ARG_TENSOR_SPLIT",
     "--override-tensor": "LLAMA_ARG_OVERRIDE_TENSOR",
+    "--cpu-moe": "LLAMA_ARG_CPU_MOE",
+    "--n-cpu-moe": "LLAMA_ARG_N_CPU_MOE",
     "--fit": "LLAMA_ARG_FIT",
     "--ctx-size": "LLAMA_ARG_CTX_SIZE",
     "--parallel": "LLAMA_ARG_N_PARALLEL",
@@ -148,6 +170,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "--cache-type-k": "LLAMA_ARG_CACHE_TYPE_K",
     "--cache-type-v": "LLAMA_ARG_CACHE_TYPE_V",
     "--load-mode": "LLAMA_ARG_LOAD_MODE",
+    "--no-mmap": "LLAMA_ARG_NO_MMAP",
     "--mmproj": "LLAMA_ARG_MMPROJ",
     "--no-mmproj-offload": "LLAMA_ARG_NO_MMPROJ_OFFLOAD",
     "--model-draft": "LLAMA_ARG_SPEC_DRAFT_MODEL",
@@ -161,63 +184,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "--no-repack": "LLAMA_ARG_NO_REPACK",
     "--swa-full": "LLAMA_ARG_SWA_FULL",
 }
-
-
-def _without_stripes(spec: LoadSpec, notes: list[str]) -> LoadSpec:
-    striped = sum(Site.of_buffer(buffer).divided for _, buffer in spec.overrides)
-    if striped:
-        notes.append(f"the tools know no stripes: {striped} striped tensors stay on the CPU whole")
-    overrides = tuple((p, CPU if Site.of_buffer(b).divided else b) for p, b in spec.overrides)
-    return replace(spec, overrides=overrides)
-
-
-def _with_gpu_layers(spec: LoadSpec, n_blocks: int, notes: list[str]) -> LoadSpec:
-    """CPU layers behind the first device layer become device layers with their weights kept on the CPU."""
-    layers = list(spec_layer_devices(spec, n_blocks))
-    if CPU not in spec.devices and len(spec.devices) <= MAX_SPLIT:
-        return spec
-    first = next((n for n, device in enumerate(layers) if device != CPU), len(layers))
-    moved = [n for n in range(first, len(layers)) if layers[n] == CPU]
-    for n in moved:
-        layers[n] = layers[n - 1]
-    runs = [(device, len(list(group))) for device, group in groupby(layers[first:])]
-    if len(runs) > MAX_SPLIT:
-        runs, dropped = runs[-MAX_SPLIT:], sum(count for _, count in runs[:-MAX_SPLIT])
-        runs[0] = (runs[0][0], runs[0][1] + dropped)
-        notes.append(f"the tools split over {MAX_SPLIT} entries: {dropped} layers follow later ones")
-    if moved:
-        notes.append(_why_moved(moved, n_blocks))
-    return replace(
-        spec,
-        devices=tuple(device for device, _ in runs),
-        tensor_split=tuple(count for _, count in runs),
-        n_gpu_layers=len(layers) - first,
-        # Behind the plan's own patterns: the first match wins.
-        overrides=(*spec.overrides, *_kept_on_cpu(moved, n_blocks)),
-    )
-
-
-def _kept_on_cpu(layers: list[int], n_blocks: int) -> list[tuple[str, str]]:
-    blocks = [n for n in layers if n < n_blocks]
-    found = [(rf"^blk\.(?:{numbers(blocks)})\..*$", CPU)] if blocks else []
-    if n_blocks in layers:
-        # A head without a tensor of its own is token_embd, which the device would get a copy of.
-        found.append((r"^(?:output|output_norm|token_embd)\.weight$", CPU))
-    return found
-
-
-def _why_moved(layers: list[int], n_blocks: int) -> str:
-    why = "the tools list no CPU among devices: "
-    blocks = [n for n in layers if n < n_blocks]
-    if not blocks:
-        return (
-            why + "the output head counts as a layer of the neighbouring device, its weights stay on the CPU"
-        )
-    named = ", ".join(map(str, blocks))
-    return (
-        f"{why}KV cache and state of layer{'s' * (len(blocks) > 1)} {named} move to the neighbouring "
-        "device, the weights stay on the CPU"
-    )
 
 
 def _short(device: str) -> str:

@@ -1,0 +1,1 @@
+"""For a newcomer: does a model fit, and which machines are known."""

@@ -1,0 +1,365 @@
+"""atsplan fit: does a model fit a machine, how fast it would be, and what to type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commands.shared.console import mib, ms, out, out_json, out_table, out_text, say, table
+from commands.shared.machine_options import Described, machine_parts, profile_of, words_of
+from commands.shared.models import load_inventory
+from commands.shared.refusals import refusal_data
+from commands.shared.spellings import Size, Tokens, kv_type
+from planner.errors import AnswerIsNo, OptionProblem
+from planner.quoting import shell
+
+if TYPE_CHECKING:
+    from planner.machine.profile import Profile
+    from planner.model.inventory import Inventory
+    from planner.passes.case import Case
+    from planner.passes.refusal import Infeasible
+    from planner.plan.plan import Baseline, Plan
+    from planner.plan.request import Request
+
+_FILE = click.Path(path_type=Path)
+_LOOKED_UP = ("token_embd", "per_layer")  # tables that the engine keeps on the host
+_STEPS_GIB = (0, 1, 2, 4, 8, 16)  # beyond the shortage, for units that do not divide
+ALL, EXPERTS, LAYERS = "fits", "fits with experts in host memory", "fits with layers in host memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Everything that is asked: a model, a machine, what it may use, and for what."""
+
+    inventory: Inventory
+    profile: Profile
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was found for a model that fits."""
+
+    plan: Plan
+    hybrid: Plan | None  # where slots of experts are faster beyond the error
+    largest_ctx: int
+    keeps: str  # what the largest context leaves on GPUs
+
+
+@click.command()
+@click.argument("model", type=_FILE)
+@click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine.")
+@click.option("--machine", help="A machine description that ships with the program.")
+@machine_parts
+@click.option("--budget", type=Size(), metavar="SIZE", help="On each GPU, all told: 21500 (MiB), 8G.")
+@click.option(
+    "-c", "--ctx", "--ctx-size", "ctx", type=Tokens(), metavar="TOKENS", default="4096", show_default=True
+)
+@click.option("--kv-type", metavar="TYPE", help="Of K and V: f16, q8_0; K/V: q8_0/f16 [default: f16].")
+@click.option("-ctk", "--cache-type-k", "type_k", metavar="TYPE", help="Of K alone [default: f16].")
+@click.option("-ctv", "--cache-type-v", "type_v", metavar="TYPE", help="Of V alone [default: f16].")
+@click.option("--json", "as_json", is_flag=True, help="For a program.")
+def command(
+    model: Path,
+    profile_path: Path | None,
+    machine: str | None,
+    parts: Described,
+    budget: str | None,
+    ctx: str,
+    kv_type: str | None,
+    type_k: str | None,
+    type_v: str | None,
+    as_json: bool,
+) -> None:
+    """Does MODEL fit, how fast, with what context, and what to type.
+
+    MODEL is a GGUF file, any shard or the folder of a split one, or an inventory.yaml. The machine is a
+    profile, a known one, or its parts: --gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8.
+    """
+    if profile_path is None and machine is None and not parts:
+        raise OptionProblem(
+            "--gpu",
+            "",
+            "say for which machine: --profile FILE, --machine NAME, or --gpu CARD (atsplan machines)",
+        )
+    profile = profile_of(profile_path, machine, parts)
+    inventory = load_inventory(model)
+    question = _question(inventory, profile, budget, ctx, _types(kv_type, type_k, type_v))
+    try:
+        answer = _answer(question)
+    except AnswerIsNo as refusal:
+        if as_json:
+            out_json({"verdict": "does not fit", **refusal_data(refusal), **_changes(question, refusal)})
+        else:
+            _show_refusal(question, refusal)
+        raise
+    if as_json:
+        out_json(_data(answer, inventory, model))
+    else:
+        _show(answer, inventory, model)
+    limits = [] if budget is None else ["--budget", budget]
+    limits += [] if ctx == "4096" else ["-c", ctx]
+    cache = "/".join(_types(kv_type, type_k, type_v))
+    limits += [] if cache == "f16/f16" else ["--kv-type", cache]
+    which = ["--machine", machine] if machine else ["--profile", str(profile_path or "profile.yaml")]
+    _next_steps(model, profile, [*which, *limits], parts)
+
+
+def _types(whole: str | None, keys: str | None, values: str | None) -> tuple[str, str]:
+    type_k, slash, type_v = kv_type(whole, keys, values).partition("/")
+    return type_k, type_v if slash else type_k
+
+
+def _question(
+    inventory: Inventory, profile: Profile, budget: str | None, ctx: str, types: tuple[str, str]
+) -> Question:
+    """The question of a command line; OptionProblem for what makes no sense."""
+    from pydantic import ValidationError
+
+    from planner.machine.budgets import budgets_for, parse_budget
+    from planner.model.layers import layers_of
+    from planner.plan.request import Request
+    from planner.workload import usual
+
+    given = {} if budget is None else parse_budget(budget)
+    budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
+    if not (ctx.isdecimal() and 0 < int(ctx) < 2**31):
+        raise OptionProblem("--ctx", ctx, "expected a number of tokens, such as 32k")
+    try:
+        workload = usual(n_ctx=int(ctx), type_k=types[0], type_v=types[1])
+    except ValidationError as problem:
+        why = problem.errors(include_url=False)[0]["msg"].lower()
+        raise OptionProblem("--kv-type", "/".join(types), why) from None
+    return Question(inventory, profile, Request(budgets=budgets, workload=workload))
+
+
+def _answer(question: Question) -> Answer:
+    """The plan, a faster one with slots of experts, and the largest context. Raises Infeasible."""
+    plan = _plan(question)
+    hybrid = None
+    if any(line.site.kind == "cpu" and "experts" in line.unit for line in plan.units):
+        asked = replace(question, request=replace(question.request, hybrid=True))
+        made = _plan(asked)
+        if made.predicted.tpot_ns * 10**6 < plan.predicted.tpot_ns * (10**6 - plan.predicted.error_ppm):
+            hybrid = made
+    largest, keeps = _largest(question)
+    return Answer(plan, hybrid, largest, keeps)
+
+
+def _plan(question: Question) -> Plan:
+    from planner.passes.make_plan import make_plan
+
+    return make_plan(question.inventory, question.profile, question.request, advise=True)
+
+
+def _case(question: Question, profile: Profile, request: Request) -> Case:
+    from planner.model.structure import structure_of
+    from planner.passes.case import Case
+
+    return Case(structure_of(question.inventory), profile, request)
+
+
+def _largest(question: Question) -> tuple[int, str]:
+    """The largest context up to the trained one, and what it leaves on the GPUs."""
+    from planner.passes.largest_context import largest_context
+    from planner.plan.engine_settings import EngineSettings
+
+    work = question.request.workload
+    trained = max(question.inventory.number("context_length", 4096), work.n_ctx)
+    asked = replace(
+        question.request,
+        workload=work.model_copy(update={"n_ctx": trained}),
+        lowest_ctx=min(work.needed_cells, work.n_ctx),
+    )
+    found, keep = largest_context(_case(question, question.profile, asked), EngineSettings())
+    return found, keep.value
+
+
+def verdict(plan: Plan) -> str:
+    """How a plan fits: wholly on GPUs, with experts in host memory, or with whole layers there."""
+    from planner.site import SiteKind
+
+    if all(use.kind == "cpu" for use in plan.devices if use.used_bytes):
+        return "fits in host memory: the CPU computes all of it"
+    there = [
+        line.unit
+        for line in plan.units
+        if line.site.kind is not SiteKind.GPU and not line.unit.startswith(_LOOKED_UP)
+    ]
+    if not there:
+        return ALL
+    return EXPERTS if all("experts" in unit for unit in there) else LAYERS
+
+
+def _best_stock(plan: Plan) -> Baseline | None:
+    """The fastest stock rule that uses a GPU."""
+    rules = [b for b in plan.baselines if b.feasible and b.name != "all-cpu"]
+    return min(rules, key=lambda b: b.tpot_ns, default=None)
+
+
+def _rows(answer: Answer) -> list[dict[str, Any]]:
+    """Each placement with its time for a token, GPU memory, and setting."""
+    plan = answer.plan
+    used = sum(use.used_bytes for use in plan.devices if use.kind != "cpu")
+    found = [_row("plan", plan.predicted.status, plan.predicted.tpot_ns, plan.predicted.prefill_ns, used)]
+    if answer.hybrid is not None:
+        p = answer.hybrid.predicted
+        more = sum(use.used_bytes for use in answer.hybrid.devices if use.kind != "cpu")
+        found.append(_row("hybrid", "solve --hybrid", p.tpot_ns, p.prefill_ns, more))
+    cpu = [b for b in plan.baselines if b.feasible and b.name == "all-cpu"]
+    for name, rule in (("best stock rule", _best_stock(plan)), ("all-CPU", cpu[0] if cpu else None)):
+        if rule is not None:
+            found.append(_row(name, rule.setting, rule.tpot_ns, rule.prefill_ns, rule.vram_bytes))
+    return found
+
+
+def _row(name: str, setting: str, tpot_ns: int, prefill_ns: int, vram_bytes: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "setting": setting,
+        "tpot_ns": tpot_ns,
+        "prefill_ns": prefill_ns,
+        "gpu_bytes": vram_bytes,
+    }
+
+
+def _show(answer: Answer, inventory: Inventory, model: Path) -> None:
+    plan = answer.plan
+    used = sum(use.used_bytes for use in plan.devices if use.kind != "cpu")
+    host = sum(use.used_bytes for use in plan.devices if use.kind == "cpu")
+    assumed = "" if plan.machine.measured else " (assumed, not measured)"
+    out(f"{plan.model.name} on {plan.machine.name}{assumed}:")
+    out(f"{verdict(plan)}: {mib(used)} on GPUs, {mib(host)} in host memory, context {plan.workload.n_ctx}")
+    made = table("placement", "setting", "tokens/s", "between", "prompt ms", "GPU memory")
+    error = plan.predicted.error_ppm / 10**6
+    for row in _rows(answer):
+        rate = 1e9 / max(row["tpot_ns"], 1)
+        low, high = rate / (1 + error), rate / max(1 - error, 0.01)
+        between = f"{low:.1f}–{high:.1f}"
+        prompt = f"{row['prefill_ns'] / 1e6:.0f}"
+        made.add_row(row["name"], row["setting"], f"{rate:.1f}", between, prompt, mib(row["gpu_bytes"]))
+    out_table(made)
+    out(_gain(plan))
+    out(f"largest context: {answer.largest_ctx}, with {answer.keeps}")
+    text, notes = _pasted(plan, inventory, model)
+    for note in notes:
+        say(f"not expressible by a stock tool: {note}")
+    out("to paste:")
+    out_text(text)
+
+
+def _gain(plan: Plan) -> str:
+    """What the plan gains over the best stock rule, and whether that can be told."""
+    stock = _best_stock(plan)
+    if stock is None or not plan.predicted.tpot_ns:
+        return "no stock rule with a GPU fits"
+    gain = stock.tpot_ns / plan.predicted.tpot_ns
+    if plan.predicted.status == "baseline" or abs(gain - 1) < 0.01:
+        return "the plan is as fast as the best stock rule: use that one"
+    within = "" if gain - 1 > plan.predicted.error_ppm / 10**6 else ", less than the predictions' own error"
+    took = ms(plan.predicted.tpot_ns)
+    return f"the plan takes {took} a token, {gain:.2f}x as fast as the best stock rule{within}"
+
+
+def _pasted(plan: Plan, inventory: Inventory, model: Path) -> tuple[str, tuple[str, ...]]:
+    """The command line of llama-server for a plan, and what it cannot say."""
+    from planner.plan.load_spec import load_spec, plan_layer_devices
+    from planner.plan.override_match import placed as matched
+    from planner.plan.overrides import collate
+    from planner.quoting import file_name
+    from runtime.tools.export import export
+    from runtime.tools.options import cut_by_parsers, stock
+
+    if any(cut_by_parsers(each.pattern) for each in plan.overrides):
+        found = tuple((each.pattern, each.buffer) for each in plan.overrides)
+        plan = plan.model_copy(update={"overrides": collate(matched(inventory, found))})
+    placed = stock(load_spec(plan), len(plan_layer_devices(plan)) - 1)
+    table_only = model.suffix in (".yaml", ".yml")
+    path = file_name(plan.model.name, ".gguf") if table_only else str(model)
+    text = export(plan, placed, path, "llama-server")
+    return "".join(line for line in text.splitlines(True) if not line.startswith("#")), placed.notes
+
+
+def _data(answer: Answer, inventory: Inventory, model: Path) -> dict[str, Any]:
+    text, notes = _pasted(answer.plan, inventory, model)
+    return {
+        "feasible": True,
+        "verdict": verdict(answer.plan),
+        "model": answer.plan.model.name,
+        "machine": answer.plan.machine.name,
+        "measured": answer.plan.machine.measured,
+        "error_ppm": answer.plan.predicted.error_ppm,
+        "placements": _rows(answer),
+        "n_ctx": answer.plan.workload.n_ctx,
+        "largest_ctx": answer.largest_ctx,
+        "command": text.strip(),
+        "not_expressible": notes,
+    }
+
+
+def _show_refusal(question: Question, refusal: AnswerIsNo) -> None:
+    """The verdict and the smallest thing that would make it fit."""
+    from planner.passes.refusal import Infeasible
+
+    out(f"{question.inventory.name} on {question.profile.name}: does not fit")
+    if not isinstance(refusal, Infeasible):
+        return
+    for need in refusal.needs:
+        if need.total_bytes > need.budget_bytes:
+            needed, there = -(-need.total_bytes // 2**20), need.budget_bytes // 2**20
+            shown = [mib(n * 2**20) for n in (needed - there, needed, there)]
+            out(f"short by {shown[0]} ({need.device}): {shown[1]} are needed, {shown[2]} are there")
+    out(f"smallest change: {' or '.join(_smallest(question, refusal))}")
+
+
+def _changes(question: Question, refusal: AnswerIsNo) -> dict[str, Any]:
+    from planner.passes.refusal import Infeasible
+
+    return {"smallest_change": _smallest(question, refusal)} if isinstance(refusal, Infeasible) else {}
+
+
+def _smallest(question: Question, refusal: Infeasible) -> list[str]:
+    """What was tried and fits: a context, a KV type, more memory of the host; else what only frees memory."""
+    tested = [hint for hint in refusal.hints if hint.endswith("(fits)")]
+    more = _more_host(question, refusal)
+    if more:
+        tested.append(f"{more} GiB more host memory (fits)")
+    return tested or [*refusal.hints] or ["a smaller model"]
+
+
+def _more_host(question: Question, refusal: Infeasible) -> int:
+    """GiB more of host memory with which there is a plan, tried; 0 where none of those tried is enough."""
+    from planner.constants import CPU
+    from planner.passes.largest_context import fits
+    from planner.plan.engine_settings import EngineSettings
+
+    lacks = max((need.total_bytes - need.budget_bytes for need in refusal.needs), default=0)
+    budgets = question.request.budgets
+    for step in _STEPS_GIB if lacks > 0 and CPU in budgets else ():
+        gib = -(-lacks // 2**30) + step
+        more = gib << 30
+        devices = tuple(
+            d.model_copy(update={"memory_bytes": d.memory_bytes + more, "free_bytes": d.free_bytes + more})
+            if d.name == CPU
+            else d
+            for d in question.profile.devices
+        )
+        profile = question.profile.model_copy(update={"devices": devices})
+        asked = replace(question.request, budgets={**budgets, CPU: budgets[CPU] + more})
+        if fits(_case(question, profile, asked), EngineSettings(), asked.workload):
+            return gib
+    return 0
+
+
+def _next_steps(model: Path, profile: Profile, asked: list[str], parts: Described) -> None:
+    """What to do with the answer, as commands; `asked`: machine, budget and use as solve is told them."""
+    if parts:
+        say(f"next: {shell(['atsplan', 'machines', *words_of(parts), '-o', 'profile.yaml'])}")
+    say(f"next: {shell(['atsplan', 'solve', str(model), *asked, '-o', 'plan.yaml'])}")
+    if model.suffix not in (".yaml", ".yml"):
+        say(f"next: {shell(['atsplan', 'run', str(model), '--plan', 'plan.yaml'])}")
+    if not profile.measured:
+        say("assumed, not measured: atsplan profile MODEL -o profile.yaml measures the machine itself")

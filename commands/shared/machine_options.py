@@ -1,0 +1,135 @@
+"""A machine in the words of the person who owns it: measured, by name, or by its parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commands.shared.models import load_profile
+from commands.shared.spellings import Size
+from planner.errors import OptionProblem
+
+if TYPE_CHECKING:
+    from planner.machine.cards import Card
+    from planner.machine.profile import Profile
+
+_PARTS = (
+    click.option("--gpu", metavar="CARD", help="A card of `atsplan machines`: 'RTX 4070'; none: no GPU."),
+    click.option("--vram", type=Size(), metavar="SIZE", help="Its memory [the card's]."),
+    click.option("--ram", type=Size(), metavar="SIZE", help="Memory of the machine: 64GiB."),
+    click.option("--memory", "ddr", metavar="KIND", help="ddr5-6000, ddr4-3200, ddr5-4800x12 (channels)."),
+    click.option("--pcie", metavar="SLOT", help="Generation and lanes: 4x16 [the card's]."),
+    click.option("--cpu", "cores", type=click.IntRange(1, 512), metavar="CORES", help="Cores: 8."),
+    click.option("--gpu-bandwidth", type=click.IntRange(1, 100_000), metavar="GB/S", help="Of another card."),
+    click.option("--gpu-tflops", type=click.IntRange(1, 10_000), metavar="FP32", help="Of another card."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The parts of a command line, unread."""
+
+    gpu: str | None
+    vram: str | None
+    ram: str | None
+    ddr: str | None
+    pcie: str | None
+    cores: int | None
+    gpu_bandwidth: int | None
+    gpu_tflops: int | None
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) is not None for name in self.__slots__)
+
+
+def machine_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command --gpu, --vram, --ram, --memory, --pcie, --cpu, handed over as one `parts`."""
+
+    @functools.wraps(function)
+    def wrapped(**values: Any) -> Any:
+        own = {name: values.pop(name) for name in Described.__slots__}
+        return function(parts=Described(**own), **values)
+
+    for option in reversed(_PARTS):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+_WORDS = ("--gpu", "--vram", "--ram", "--memory", "--pcie", "--cpu", "--gpu-bandwidth", "--gpu-tflops")
+
+
+def words_of(parts: Described) -> list[str]:
+    """The options again, as words of a command line."""
+    found = zip(_WORDS, (getattr(parts, name) for name in parts.__slots__), strict=True)
+    return [word for option, value in found if value is not None for word in (option, str(value))]
+
+
+def profile_of(path: Path | None, machine: str | None, parts: Described) -> Profile:
+    """The profile from a file, by name, or by parts; OptionProblem unless it is exactly one of them."""
+    if not parts:
+        return load_profile(path, machine)
+    if path is not None or machine is not None:
+        raise OptionProblem(
+            "--gpu", parts.gpu or "", "describes a machine: leave out --profile and --machine"
+        )
+    return from_parts(parts)
+
+
+def from_parts(parts: Described) -> Profile:
+    """The assumed profile; OptionProblem names all that is missing at once."""
+    from planner.machine.described import Parts, described
+
+    lacking = [
+        word
+        for word, given in (
+            ("--ram 64GiB", parts.ram),
+            ("--memory ddr5-6000", parts.ddr),
+            ("--cpu 8", parts.cores),
+        )
+        if given is None
+    ]
+    if lacking or parts.ram is None or parts.ddr is None or parts.cores is None:
+        raise OptionProblem(
+            "--gpu", parts.gpu or "none", f"say the rest too, for example {' '.join(lacking)}"
+        )
+    vram = _bytes(parts.vram, "--vram") if parts.vram else 0
+    card = None if (parts.gpu or "none").lower() == "none" else _card(parts, vram)
+    ram = _bytes(parts.ram, "--ram")
+    memory = vram or (card.memory << 30 if card else 0)
+    return described(Parts(card, memory, ram, parts.ddr, parts.pcie or "", parts.cores))
+
+
+def _card(parts: Described, vram: int) -> Card:
+    """A card of the table, or one of the figures given."""
+    from planner.machine.cards import Card, find
+
+    assert parts.gpu is not None
+    if parts.gpu_bandwidth is None and parts.gpu_tflops is None:
+        return find(parts.gpu, vram)
+    if not (vram and parts.gpu_bandwidth and parts.gpu_tflops and parts.pcie):
+        needed = "--vram 12GiB --gpu-bandwidth 504 --gpu-tflops 29 --pcie 4x16"
+        raise OptionProblem("--gpu", parts.gpu, f"a card by its figures needs all of {needed}")
+    family = "ada" if any(word in parts.gpu.lower() for word in ("rtx", "nvidia", "geforce")) else "radeon"
+    return Card(
+        name=parts.gpu,
+        family=family,
+        memory=max(vram >> 30, 1),
+        bandwidth=parts.gpu_bandwidth,
+        fp32=float(parts.gpu_tflops),
+        pcie=parts.pcie,
+        sources=(),
+    )
+
+
+def _bytes(text: str, option: str) -> int:
+    from planner.machine.budgets import EVERY, parse_budget
+
+    sizes = parse_budget(text, option)
+    if set(sizes) != {EVERY}:
+        raise OptionProblem(option, text, "expected one size, such as 12GiB")
+    return sizes[EVERY]

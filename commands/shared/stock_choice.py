@@ -1,0 +1,182 @@
+"""Which placement `export` spells: the plan's own, the nearest of a stock tool, or a stock rule it records.
+
+Nothing is spelt that is over a budget, nor anything predicted slower than a recorded rule that fits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from commands.shared.console import ms, say
+from planner.errors import AnswerIsNo
+from planner.site import SiteKind
+
+if TYPE_CHECKING:
+    from planner.check.check import Inputs
+    from planner.plan.plan import Baseline, Plan
+    from runtime.tools.options import Stock
+
+Spell = Callable[["Plan"], "Stock"]
+
+
+@dataclass(eq=False)
+class NothingFits(AnswerIsNo):
+    """No placement that a stock tool can be told is known to fit."""
+
+    path: str
+    whys: tuple[str, ...]
+
+    def message(self) -> str:
+        return (
+            f"{self.path}: no stock tool can be told a placement that fits: {'; '.join(self.whys)}; "
+            "atsplan run loads the plan itself; else solve again with --contiguous, a larger --budget or "
+            "a smaller --ctx"
+        )
+
+
+def choose(plan: Plan, path: str, inputs: Inputs, spell: Spell) -> tuple[Plan, Stock]:
+    """The placement to export, as a plan with its cost and as options; what it is, is said.
+
+    `spell` gives the options of a plan. Raises NothingFits.
+    """
+    from planner.check.recorded_rules import usable_rules
+
+    mine = spell(plan)
+    for note in mine.notes:
+        say(f"not expressible: {note}")
+    over = over_budget(plan)
+    for each in over:
+        say(f"not exported: {each}")
+    whys = list(over) if _same_memory(plan, mine) else [*mine.notes, *over]
+    rules = usable_rules(plan)
+    best = rules[0] if rules else None
+    if not whys and (best is None or not _slower(plan, best) or _asked_for(plan)):
+        if best is not None and _slower(plan, best):
+            say(f"note: its pins or edits make it slower than the stock rule {best.name} ({best.setting})")
+        return plan, mine
+    near = _nearest(plan, inputs, spell, mine, whys) if whys != over else None
+    if near is not None and (best is None or not _slower(near[0], best)):
+        return near
+    for rule in rules:
+        if found := _rule(plan, rule, inputs, spell, mine, whys):
+            return found
+    raise NothingFits(path, tuple(whys))
+
+
+def _same_memory(plan: Plan, mine: Stock) -> bool:
+    """Whether all weights, KV caches and states lie where the plan has them: at most the head is counted
+    among another device's layers, with its weights kept on the CPU."""
+    from planner.plan.load_spec import plan_layer_devices
+
+    devices = plan_layer_devices(plan)
+    own = any(placed.site.kind in (SiteKind.STRIPE, SiteKind.HYBRID) for placed in plan.units)
+    return not own and _layers(mine, len(devices)) == devices[:-1]
+
+
+def over_budget(plan: Plan) -> list[str]:
+    """The devices that a plan fills beyond their budgets, one sentence each; host weights may be paged."""
+    return [
+        f"{use.name} needs {_mib(use.used_bytes)} MiB, its budget is {use.budget_bytes // 2**20} MiB"
+        for use in plan.devices
+        if use.used_bytes > use.budget_bytes and not (plan.constraints.page and use.kind == "cpu")
+    ]
+
+
+def _mib(size: int) -> int:
+    return -(-size // 2**20)
+
+
+def _in_mib(text: str) -> str:
+    """A limit of the solver, which speaks of bytes."""
+    whole = re.sub(r"needs ([0-9]+) bytes", lambda m: f"needs {_mib(int(m[1]))} MiB", text)
+    return re.sub(r"(budget|has) ([0-9]+)( bytes)?", lambda m: f"{m[1]} {int(m[2]) // 2**20} MiB", whole)
+
+
+def _slower(plan: Plan, rule: Baseline) -> bool:
+    """Whether a request of the plan's workload takes longer than by a rule."""
+    from planner.check.recorded_rules import objective_ns
+
+    mine = plan.predicted.tpot_ns * plan.workload.gen + plan.predicted.prefill_ns
+    return mine > objective_ns(plan, rule)
+
+
+def _asked_for(plan: Plan) -> bool:
+    """Whether a person asked for this placement whatever it costs."""
+    free = plan.constraints
+    return bool(free.pins) or free.contiguous or free.no_cpu or plan.predicted.status == "edited"
+
+
+def _nearest(
+    plan: Plan, inputs: Inputs, spell: Spell, mine: Stock, whys: list[str]
+) -> tuple[Plan, Stock] | None:
+    """The nearest legal plan, priced; None, said, when it cannot be priced, told or does not fit."""
+    from planner.check.reprice import edited
+    from planner.plan.load_spec import plan_layer_devices
+    from planner.plan.stock import nearest
+
+    if inputs.inventory is None or inputs.profile is None:
+        say("its cost is not known: give --inventory and --profile to price the nearest plan")
+        return None
+    try:
+        legal = edited(nearest(plan), inputs.inventory, inputs.profile, inputs.known)
+    except AnswerIsNo as problem:
+        say(f"the nearest plan of a stock tool does not do: {_in_mib(str(problem))}")
+        whys.append(f"the nearest plan: {_in_mib(str(problem))}")
+        return None
+    again = spell(legal)
+    if _layers(again, len(plan_layer_devices(legal))) != plan_layer_devices(legal)[:-1]:
+        whys.append(f"the nearest plan: {'; '.join(again.notes)}")
+        return None
+    was, now = plan.predicted.tpot_ns, legal.predicted.tpot_ns
+    say(f"nearest plan of a stock tool: predicted {ms(now)} a token, the plan itself {ms(was)}")
+    done = "instead: as many layers on the CPU as planned, but the first ones"
+    if legal.layers == plan.layers:
+        done = "instead: the experts of whole layers on the CPU"
+    return legal, replace(again, notes=(*mine.notes, done), exact=False)
+
+
+def _layers(placed: Stock, count: int) -> tuple[str, ...]:
+    """The device of each layer without the output head, which holds neither KV cache nor state."""
+    from planner.plan.engine_rules import spec_layer_devices
+
+    return spec_layer_devices(placed.spec, count - 1)[:-1]
+
+
+def _rule(
+    plan: Plan, rule: Baseline, inputs: Inputs, spell: Spell, mine: Stock, whys: list[str]
+) -> tuple[Plan, Stock] | None:
+    """A recorded rule, with the inputs at hand priced again; None when that says it does not fit."""
+    from planner.check.recorded_rules import flags, objective_ns, rule_plan
+    from planner.check.reprice import edited
+    from runtime.tools.expert_rule import ExpertRule, patterns
+
+    told = rule_plan(plan, rule)
+    if inputs.inventory is not None and inputs.profile is not None and not inputs.heat_missing(plan):
+        try:
+            told = edited(told, inputs.inventory, inputs.profile, inputs.known)
+        except AnswerIsNo as problem:
+            whys.append(f"the stock rule {rule.name} ({rule.setting}): {_in_mib(str(problem))}")
+            return None
+        if _slower(told, rule):
+            now = told.predicted.tpot_ns * told.workload.gen + told.predicted.prefill_ns
+            whys.append(
+                f"the stock rule {rule.name} ({rule.setting}): a request takes {ms(now)}, "
+                f"recorded are {ms(objective_ns(plan, rule))}"
+            )
+            return None
+    asked = flags(rule.setting)
+    assert asked is not None
+    placed = spell(told)
+    if asked.experts or asked.every:
+        n_blocks = told.layers[-1].last
+        count = n_blocks if asked.every else asked.experts
+        own = ExpertRule(count, asked.every, ())
+        spec = replace(placed.spec, overrides=patterns(count, every=asked.every))
+        placed = replace(placed, spec=spec, rule=own)
+    now, was = told.predicted.tpot_ns, plan.predicted.tpot_ns
+    done = f"instead: the plan's stock rule {rule.name} ({rule.setting})"
+    say(f"{done}: predicted {ms(now)} a token, the plan itself {ms(was)}")
+    return told, replace(placed, notes=(*mine.notes, done), exact=False)

@@ -1,0 +1,164 @@
+"""What a plan proves or disproves by itself, without model and profile: names, sums, overrides, times.
+
+None of this needs an input, so none of it is ever skipped: a number changed in a text file rarely changes
+alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner.block_names import block_of
+from planner.check.recorded_rules import objective_ns
+from planner.constants import CPU
+from planner.plan.load_spec import LayerGap, plan_layer_devices
+from planner.plan.patterns import listed
+from planner.plan.plan import DeviceUse, Placement, Plan
+from planner.site import NoSite, Site
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_NORM = 2**20  # no norm is larger
+_NOT_LOADED = "not loaded"  # the reason of units that the engine leaves in the file
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something wrong, the rule it breaks and its place in the plan."""
+
+    rule: str
+    message: str
+    where: tuple[str | int, ...]
+
+
+def faults(plan: Plan) -> list[Fault]:
+    """Everything a plan says that cannot be true whatever its inputs are."""
+    found = [*_digests(plan), *_names(plan), *_times(plan)]
+    try:
+        layers = plan_layer_devices(plan)
+    except LayerGap as problem:
+        return [*found, Fault("sites", problem.message().removeprefix("plan: "), ("layers",))]
+    blocks = {n for p in plan.units if (n := block_of(p.unit)) is not None and not p.unit.endswith(".nextn")}
+    if plan.layers and max(blocks, default=-1) >= max(entry.last for entry in plan.layers):
+        what = f"layers end before layer {max(blocks)} and the output head"
+        found.append(Fault("sites", what, ("layers",)))
+    return [*found, *_weights(plan, layers), *_overrides(plan, layers)]
+
+
+def _digests(plan: Plan) -> Iterator[Fault]:
+    digests = [
+        (plan.model.table_digest, ("model", "table_digest"), False),
+        (plan.model.header_digest, ("model", "header_digest"), True),
+        (plan.machine.profile_digest, ("machine", "profile_digest"), False),
+        (plan.constraints.heat_digest, ("constraints", "heat_digest"), True),
+    ]
+    for text, where, empty in digests:
+        if not (_DIGEST.fullmatch(text) or (empty and not text)):
+            yield Fault("inputs", f"{'.'.join(where)}: expected sha256: and 64 hexadecimal digits", where)
+
+
+def _names(plan: Plan) -> Iterator[Fault]:
+    """Sites, layers and overrides name devices of the plan; no unit is placed twice."""
+    known = {CPU, *(use.name for use in plan.devices)}
+    seen: set[str] = set()
+    for i, placed in enumerate(plan.units):
+        if placed.site.device not in known and placed.why != _NOT_LOADED:
+            yield Fault("sites", f"{placed.unit}: {placed.site}: no such device in devices", ("units", i))
+        if placed.unit in seen:
+            yield Fault("units", f"{placed.unit} appears twice", ("units", i))
+        seen.add(placed.unit)
+    for i, entry in enumerate(plan.layers):
+        if entry.device not in known:
+            yield Fault("sites", f"layers: {entry.device}: no such device in devices", ("layers", i))
+    for i, override in enumerate(plan.overrides):
+        try:
+            there = Site.of_buffer(override.buffer).device in known
+        except NoSite as problem:
+            yield Fault("overrides", str(problem), ("overrides", i))
+            continue
+        if not there:
+            yield Fault("overrides", f"{override.buffer}: no such device in devices", ("overrides", i))
+
+
+def _weights(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
+    """The weights of each device are the units there; of divided ones at most the whole."""
+    if plan.units and (short := plan.model.size_bytes - sum(p.size_bytes for p in plan.units)) < 0:
+        yield Fault("units", f"units hold {-short} bytes more than the model", ("model", "size_bytes"))
+    # The head's norm stays with its layer where the matrix leaves; its size is the model's to tell.
+    head = next((p for p in plan.units if p.unit == "output"), None)
+    slack = _NORM if head is not None and head.site.buffer != layers[-1] else 0
+    for i, use in enumerate(plan.devices):
+        loaded = [p for p in plan.units if p.why != _NOT_LOADED]
+        whole = sum(p.size_bytes for p in loaded if _on(p, use))
+        parts = sum(p.size_bytes for p in loaded if p.site.divided and not p.site.on_host)
+        # A head without a tensor of its own is a copy of the embedding.
+        tied = next((p.size_bytes for p in loaded if p.unit == "token_embd"), 0)
+        most = whole + parts + (tied if use.name == layers[-1] else 0)
+        have = use.weights_bytes
+        near = any(abs(have - exact) <= slack for exact in (whole, most))
+        if have < whole - slack or have > most + slack or (not parts and not near):
+            span = f"{whole}" if whole == most else f"{whole} to {most}"
+            where = ("devices", i, "weights_bytes")
+            yield Fault("memory", f"{use.name}: weights of {have} bytes, its units hold {span}", where)
+
+
+def _on(placed: Placement, use: DeviceUse) -> bool:
+    if placed.site.on_host:
+        return use.name == CPU
+    return not placed.site.divided and placed.site.device == use.name
+
+
+def _times(plan: Plan) -> Iterator[Fault]:
+    """Units, token, prompt and objective belong together; a stock rule beside them is no faster."""
+    told = plan.predicted
+    units = sum(p.time_ns for p in plan.units)
+    if told.tpot_ns < units:
+        what = f"tpot_ns is {told.tpot_ns}, the units alone take {units}"
+        yield Fault("cost", what, ("predicted", "tpot_ns"))
+    request = told.tpot_ns * plan.workload.gen + told.prefill_ns
+    if told.objective_ns != request:
+        what = f"objective_ns is {told.objective_ns}, a request of the workload takes {request}"
+        yield Fault("cost", what, ("predicted", "objective_ns"))
+    for i, rule in enumerate(plan.baselines):
+        if rule.feasible and not (rule.tpot_ns and (rule.prefill_ns or not plan.workload.prompt)):
+            yield Fault("cost", f"{rule.name} fits and has no time", ("baselines", i))
+    free = plan.constraints
+    asked = free.pins or free.contiguous or free.no_cpu or told.status == "edited"
+    best = min((r for r in plan.baselines if r.feasible), key=lambda r: objective_ns(plan, r), default=None)
+    if best is not None and not asked and request > objective_ns(plan, best):
+        what = f"slower than the stock rule {best.name} ({best.setting}) that it records"
+        yield Fault("optimal", what, ("predicted", "objective_ns"))
+
+
+def _overrides(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
+    """Overrides and sites say the same, as far as patterns of this program's own form tell their tensors."""
+    reached: dict[tuple[int, str], int] = {}
+    for i, override in enumerate(plan.overrides):
+        names = listed(override.pattern)
+        if names is None:
+            return  # a pattern of another form: only the model's tensors tell what it takes
+        if len(names) != override.tensors:
+            what = f"{override.pattern}: names {len(names)} tensors, not {override.tensors}"
+            yield Fault("overrides", what, ("overrides", i))
+        buffer = Site.of_buffer(override.buffer).buffer
+        for name in names:
+            if (layer := block_of(name)) is not None:
+                reached.setdefault((layer, buffer), i)
+    wanted = {
+        (layer, p.site.buffer)
+        for p in plan.units
+        if (layer := block_of(p.unit)) is not None and p.why != _NOT_LOADED
+    }
+    for i, placed in enumerate(plan.units):
+        layer = block_of(placed.unit)
+        if layer is None or placed.why == _NOT_LOADED:
+            continue
+        buffer = placed.site.buffer
+        if buffer != layers[min(layer, len(layers) - 1)] and (layer, buffer) not in reached:
+            what = f"{placed.unit}: no override puts it on {buffer}"
+            yield Fault("overrides", what, ("units", i, "site"))
+    for (layer, buffer), i in reached.items():
+        if (layer, buffer) not in wanted:
+            what = f"an override puts tensors of layer {layer} on {buffer}, no unit is there"
+            yield Fault("overrides", what, ("overrides", i))

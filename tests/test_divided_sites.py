@@ -1,0 +1,92 @@
+"""A unit divided as it cannot be: every command refuses it, for the same reason, naming the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hand_plans import hand_plan
+from small_plans import plan_for
+
+from atsplan import main
+from planner.check.divided_sites import site_faults
+from planner.model.gguf_file import read_model
+from planner.plan.plan import Plan, from_text, to_text
+from planner.site import Site
+
+HERE = ("--device-map", "CUDA0=CPU")
+CASES = [
+    ("dense", ".ffn", "stripe:CUDA0:4", "only routed experts can be divided"),
+    ("dense", ".ffn", "hybrid:CUDA0:4", "only routed experts can be divided"),
+    ("dense", ".ffn", "cache:CUDA0:500000", "only routed experts can be divided"),
+    ("dense", ".attention", "stripe:CUDA0:4", "only routed experts can be divided"),
+    ("moe", ".router", "cache:CUDA0:500000", "only routed experts can be divided"),
+    ("moe", ".experts", "stripe:CUDA0:99", "a stripe of 99 experts, the layer has 8"),
+    ("moe", ".experts", "hybrid:CUDA0:9", "slots of 9 experts, the layer has 8"),
+]
+
+
+def divided(plan: Plan, tail: str, site: str) -> tuple[Plan, str]:
+    """The plan with one unit at a site, and that unit's place."""
+    index = next(i for i, p in enumerate(plan.units) if p.unit.startswith("blk.1") and p.unit.endswith(tail))
+    units = list(plan.units)
+    units[index] = units[index].model_copy(update={"site": Site.parse(site)})
+    return plan.model_copy(
+        update={"units": tuple(units)}
+    ), f"units[{index}].site: {units[index].unit}: {site}"
+
+
+@pytest.mark.parametrize(("kind", "tail", "site", "why"), CASES)
+def test_every_command_gives_one_answer(
+    kind: str, tail: str, site: str, why: str, moe_model: Path, dense_model: Path, tmp_path: Path
+) -> None:
+    model = moe_model if kind == "moe" else dense_model
+    plan, where = divided(plan_for(model), tail, site)
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan))
+    commands = {
+        "check": (path, "--model", model),
+        "explain": (path, "--model", model),
+        "export": (path, "--inventory", model),
+        "rewrite": (model, "--plan", path, "-o", tmp_path / "out.gguf"),
+        "run": (model, "--plan", path, *HERE, "-p", "x"),
+        "serve": (model, "--plan", path, *HERE),
+        "bench": (model, "--plan", path, *HERE),
+    }
+    for name, words in commands.items():
+        done = CliRunner().invoke(main, [name, *map(str, words)])
+        assert done.exit_code == 2, (name, done.output)
+        assert where in done.output and why in done.output, (name, done.output)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_without_the_model_names_and_orders_tell(moe_model: Path, tmp_path: Path) -> None:
+    plan = hand_plan(read_model(moe_model), experts={1: tuple(range(8))})
+    wrong, where = divided(plan, ".experts", "stripe:CUDA0:9")
+    assert [f.why for f in site_faults(wrong, None)] == [f"{where}: a stripe of 9 experts, the layer has 8"]
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(wrong))
+    for name in ("explain", "export"):
+        done = CliRunner().invoke(main, [name, str(path)])
+        assert done.exit_code == 2 and where in done.output
+    done = CliRunner().invoke(main, ["check", "--allow-missing", str(path)])
+    assert done.exit_code == 1 and where in done.output
+
+
+@pytest.mark.parametrize(
+    "site", ["stripe:CUDA0:8", "hybrid:CUDA0:8", "hybrid:CUDA0:1", "cache:CUDA0:1000000"]
+)
+def test_what_can_be_divided_is_no_fault(site: str, moe_model: Path) -> None:
+    file = read_model(moe_model)
+    plan, _ = divided(hand_plan(file), ".experts", site)
+    assert site_faults(plan, file.inventory) == site_faults(plan, None) == []
+    assert from_text(to_text(plan), "plan") == plan
+
+
+def test_a_plan_with_a_cache_is_rewritten(moe_model: Path, tmp_path: Path) -> None:
+    plan, _ = divided(hand_plan(read_model(moe_model)), ".experts", "cache:CUDA0:500000")
+    path, out = tmp_path / "plan.yaml", tmp_path / "out.gguf"
+    path.write_text(to_text(plan))
+    done = CliRunner().invoke(main, ["rewrite", str(moe_model), "--plan", str(path), "-o", str(out)])
+    assert done.exit_code == 0 and out.exists(), done.output

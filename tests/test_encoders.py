@@ -1,0 +1,98 @@
+"""Models without a cache: encoders give vectors, not logits, and are read a batch at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dry_loads import Bytes, Load, attempt
+from made_models import CONTEXTS, hparams, make
+from planning_models import MIB, machine, plan, sites
+from sparse_model import write_sparse
+
+from benchmarks.tensor_tables import Row, inventory_of
+from planner.memory.compute_buffer import compute_bytes, output_bytes
+from planner.memory.kv_cache import kv_bytes
+from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
+from planner.model.ggml_types import tensor_bytes
+from planner.model.gguf_file import read_model
+from planner.model.inventory import Hparam, Inventory
+from planner.workload import Workload
+
+WIDTH, INNER, LAYERS, HEADS, WORDS, LONGEST = 1024, 4096, 24, 16, 250_002, 8192
+
+
+def row(name: str, *shape: int, kind: str = "f32") -> Row:
+    return Row(name, kind, shape, tensor_bytes(kind, shape))
+
+
+def bge_m3() -> Inventory:
+    """The shape of BGE-M3, an encoder of 8192 positions."""
+    rows = [
+        row("token_embd.weight", WIDTH, WORDS, kind="f16"),
+        row("position_embd.weight", WIDTH, LONGEST),
+        row("token_types.weight", WIDTH),
+        row("token_embd_norm.weight", WIDTH),
+        row("token_embd_norm.bias", WIDTH),
+    ]
+    for n in range(LAYERS):
+        for name, wide in (("attn_q", WIDTH), ("attn_k", WIDTH), ("attn_v", WIDTH), ("attn_output", WIDTH)):
+            rows += [
+                row(f"blk.{n}.{name}.weight", WIDTH, wide, kind="f16"),
+                row(f"blk.{n}.{name}.bias", wide),
+            ]
+        rows += [row(f"blk.{n}.ffn_up.weight", WIDTH, INNER, kind="f16"), row(f"blk.{n}.ffn_up.bias", INNER)]
+        rows += [
+            row(f"blk.{n}.ffn_down.weight", INNER, WIDTH, kind="f16"),
+            row(f"blk.{n}.ffn_down.bias", WIDTH),
+        ]
+        for norm in ("attn_output_norm", "layer_output_norm"):
+            rows += [row(f"blk.{n}.{norm}.{part}", WIDTH) for part in ("weight", "bias")]
+    keys: dict[str, Hparam] = {
+        "block_count": LAYERS,
+        "context_length": LONGEST,
+        "embedding_length": WIDTH,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.causal": False,
+        "pooling_type": 2,
+        "vocab_size": WORDS,
+    }
+    return inventory_of("bge-m3", "bert", keys, rows)
+
+
+def test_an_encoder_keeps_no_cache_and_makes_no_logits(tmp_path: Path) -> None:
+    model = bge_m3()
+    path = write_sparse(tmp_path / "model.gguf", model, token_type_count=1)
+    works = [
+        Workload(n_ctx=LONGEST),
+        Workload(n_ctx=LONGEST, n_ubatch=2048, n_seq=4),
+        Workload(n_ctx=LONGEST, n_ubatch=LONGEST, n_batch=LONGEST),
+        Workload(n_ctx=LONGEST, flash_attn=False),
+    ]
+    for work, said in zip(works, attempt([Load(path, work) for work in works]), strict=True):
+        assert isinstance(said, Bytes), said
+        assert said.model == weight_bytes(loaded_tensors(model))
+        assert sum(kv_bytes(model, work)) == said.context == 0
+        assert said.compute <= compute_bytes(model, work) <= 1.15 * said.compute
+    assert tied_copy_bytes(model, head_on_host=False) == 0
+    assert output_bytes(model, works[0]) == 4 * WIDTH
+
+
+@pytest.mark.parametrize("arch", ["dream", "eurobert", "gemma-embedding", "llada", "modern-bert", "neo-bert"])
+def test_others_without_a_cache(arch: str, tmp_path: Path) -> None:
+    said = make(tmp_path, [arch])[arch]
+    read = read_model(tmp_path / f"{arch}.gguf").inventory
+    model = read.model_copy(update={"hparams": hparams(arch)})
+    for (work, _), (_, context, compute) in zip(CONTEXTS, said, strict=True):
+        assert sum(kv_bytes(model, work)) == context == 0
+        assert compute <= 1.03 * compute_bytes(model, work) <= 1.15 * compute
+
+
+def test_it_fits_whole_where_weights_and_a_batch_fit() -> None:
+    made = plan(bge_m3(), "1500", on=machine("rtx4060-8gb-ddr5"), workload=Workload(n_ctx=LONGEST))
+    assert {site for unit, site in sites(made).items() if unit.startswith("blk.")} == {"gpu:CUDA0"}
+    gpu = next(use for use in made.devices if use.name == "CUDA0")
+    assert gpu.memory.kv == 0 and gpu.memory.compute < 20 * MIB
+    assert not any("KV cache is not counted" in note for note in made.notes)

@@ -1,0 +1,134 @@
+"""atsplan fit: one answer for a model and a machine, held against solve, through real files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from atsplan import main
+from commands.demo import write_moe
+
+INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
+QWEN = INPUTS / "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"
+SMALL = INPUTS / "Qwen3.5-0.8B-q8_0.inventory.yaml"
+LLAMA = INPUTS / "Llama-3.1-70B-Q4_K_M.inventory.yaml"
+MINE = ("--gpu", "RTX 4070", "--ram", "64GiB", "--memory", "ddr5-6000", "--cpu", "8")
+
+
+def run(*words: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words], env={"COLUMNS": "80"})
+
+
+def data(*words: str | Path, code: int = 0) -> dict[str, Any]:
+    found = run("fit", *words, "--json")
+    assert found.exit_code == code, found.output
+    read: dict[str, Any] = json.loads(found.stdout)
+    return read
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    write_moe(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "verdict"),
+    [
+        (SMALL, ("--machine", "rtx4060-8gb-ddr5"), "fits"),
+        (QWEN, MINE, "fits with experts in host memory"),
+        (LLAMA, ("--machine", "rtx4090-ddr5"), "fits with layers in host memory"),
+        (SMALL, ("--machine", "cpu-only-ddr5"), "fits in host memory: the CPU computes all of it"),
+    ],
+)
+def test_the_verdict_is_that_of_the_plan(path: Path, words: tuple[str, ...], verdict: str) -> None:
+    found = run("fit", path, *words)
+    assert found.exit_code == 0, found.output
+    assert f"\n{verdict}: " in found.stdout
+    rows = [line for line in found.stdout.splitlines() if line.startswith((" plan", " best", " all-CPU"))]
+    assert len(rows) >= 2 and "assumed, not measured" in found.stdout
+    table = found.stdout[: found.stdout.index("largest context: ")].splitlines()
+    assert all(len(line) <= 80 for line in table if line.startswith(" "))
+    assert "next: atsplan solve " in found.stderr
+
+
+def test_rows_are_those_of_solve() -> None:
+    machine = ("--machine", "rtx4060-8gb-ddr5", "--budget", "7000", "-c", "8k")
+    fit = data(QWEN, *machine)
+    plan = json.loads(run("solve", QWEN, *machine, "--json").stdout)
+    rows = {row["name"]: row for row in fit["placements"]}
+    assert rows["plan"]["tpot_ns"] == plan["predicted"]["tpot_ns"]
+    stock = {b["name"]: b["tpot_ns"] for b in plan["baselines"] if b["feasible"]}
+    assert rows["all-CPU"]["tpot_ns"] == stock.pop("all-cpu")
+    assert rows["best stock rule"]["tpot_ns"] == min(stock.values())
+    assert fit["error_ppm"] == plan["predicted"]["error_ppm"]
+
+
+def test_the_largest_context_has_a_plan_and_no_larger_one() -> None:
+    machine = ("--machine", "rtx4060-8gb-ddr5", "--budget", "7000")
+    fit = data(QWEN, *machine)
+    told = run("solve", QWEN, *machine, "--ctx", "max")
+    assert f"context {fit['largest_ctx']}: the largest with" in told.stderr
+
+
+def test_a_refusal_says_the_smallest_change_and_it_fits() -> None:
+    machine = ("--machine", "rtx4060-8gb-ddr5", "-c", "8k")
+    refusal = data(LLAMA, *machine, code=1)
+    assert refusal["verdict"] == "does not fit" and not refusal["feasible"]
+    more = next(int(m[1]) for c in refusal["smallest_change"] if (m := re.match(r"(\d+) GiB more host", c)))
+    bigger = ("--ram", f"{32 + more}GiB", "--memory", "ddr5-6000", "--cpu", "8", "-c", "8k")
+    assert data(LLAMA, "--gpu", "RTX 4060", *bigger)["feasible"]
+    text = run("fit", LLAMA, *machine)
+    assert text.exit_code == 1 and "does not fit\nshort by " in text.stdout
+    assert "smallest change: " in text.stdout and len(text.stderr.splitlines()) == 1
+
+
+def test_a_shorter_context_is_a_way_out_that_was_tried() -> None:
+    machine = ("--machine", "rtx4090-ddr5", "-c", "1M")
+    refusal = data(LLAMA, *machine, code=1)
+    context = next(re.search(r"--ctx (\d+)", hint) for hint in refusal["tested"] if hint.startswith("--ctx"))
+    assert context and data(LLAMA, "--machine", "rtx4090-ddr5", "-c", context[1])["feasible"]
+
+
+def test_the_command_to_paste_is_that_of_export(model: Path, tmp_path: Path) -> None:
+    machine = ("--machine", "rtx4060-8gb-ddr5")
+    words = shlex.split(data(model, *machine)["command"])
+    assert words[0] == "llama-server" and words[words.index("--model") + 1] == str(model)
+    plan = tmp_path / "plan.yaml"
+    assert run("solve", model, *machine, "-o", plan).exit_code == 0
+    exported = run("export", plan, "--format", "llama-server", "--model", model).stdout
+    assert words == shlex.split(exported, comments=True)
+
+
+def test_next_steps_run_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = run("fit", SMALL, *MINE).stderr
+    steps = [line.removeprefix("next: ") for line in told.splitlines() if line.startswith("next: ")]
+    assert len(steps) == 2
+    for step in steps:
+        done = run(*shlex.split(step)[1:])
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "plan.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "say for which machine: --profile FILE, --machine NAME, or --gpu CARD"),
+        (("--machine", "rtx4090-ddr5", *MINE), "leave out --profile and --machine"),
+        (("--machine", "rtx4090-ddr5", "--budget", "8"), "write 8GiB"),
+        (("--machine", "rtx4090-ddr5", "-c", "max"), "expected a number of tokens"),
+        (("--machine", "rtx4090-ddr5", "-ctk", "q9_0"), "--kv-type q9_0/f16: "),
+    ],
+)
+def test_bad_questions_are_one_line(words: tuple[str, ...], said: str) -> None:
+    found = run("fit", SMALL, *words)
+    assert (found.exit_code, found.stdout) == (2, "") and said in found.stderr
+    assert len(found.stderr.splitlines()) == 1
