@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from runtime.child.ask import ask
 from runtime.child.serve import serve
 from runtime.engine import locate
 from runtime.engine.libllama import Build, Engine
+from runtime.hybrid import build
 from runtime.load import dry_run, engine_fit
 from runtime.stripes import probe
 from runtime.tools.llama_server import find_program
@@ -121,6 +123,7 @@ def _abilities(engine: Engine, devices: list[Seen]) -> list[Ability]:
         _ability("comparison with --fit", lambda: engine_fit.supported(engine), "" if gpus else no_gpu),
         Ability("MoE cache", engine.has_moe_cache and bool(gpus), _no_cache(engine, bool(gpus), no_gpu)),
         _remote(engine),
+        _slots(),
     ]
     stripes = probe.check(engine)
     if not stripes:
@@ -145,6 +148,12 @@ def _remote(engine: Engine) -> Ability:
     if engine.has("ggml_backend_rpc_add_server"):
         return Ability("remote devices (RPC)", True)
     return Ability("remote devices (RPC)", False, "this build has no RPC backend")
+
+
+def _slots() -> Ability:
+    """Hybrid experts need the native library; nothing is built to find out."""
+    why_not = build.available() if sys.platform.startswith("linux") else "Linux only"
+    return Ability("experts in slots", not why_not, why_not)
 
 
 def cores() -> str:

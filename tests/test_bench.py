@@ -249,6 +249,7 @@ def test_doctor_says_what_works_and_what_the_rest_takes() -> None:
     found = json.loads(done.stdout)
     works = {a["name"]: a["works"] for a in found["abilities"]}
     assert works["computes on this processor"] and works["exact memory by dry run"]
+    assert "experts in slots" in works
     assert all(a["why_not"] for a in found["abilities"] if not a["works"])
     assert found["devices"][-1]["name"] == "CPU"
 

@@ -154,7 +154,13 @@ struct Bench {
     }
 
     static const Host & host() { return engine().host; }
-    Backend * backend() { return wrapper->device.iface.init_backend(&wrapper->device, nullptr); }
+    // One thread of the engine's own: its pool spins, and is not instrumented. The lane has its number in the settings.
+    Backend * backend() {
+        Backend * made = wrapper->device.iface.init_backend(&wrapper->device, nullptr);
+        void * function = registry.iface.get_proc_address(&registry, "ggml_backend_set_n_threads");
+        reinterpret_cast<void (*)(Backend *, int)>(function)(made, 1);
+        return made;
+    }
 
     SlowDevice slow_device;
     std::unique_ptr<Wrapper> wrapper;

@@ -269,8 +269,10 @@ void Stream::bring(const Matrix & matrix, Tensor * bank, const Upload & first, s
 
 Status Stream::on_slots(Graph * graph, Region & region) {
     Group & group = *region.group;
-    if (!routing_.uploads.empty()) {
+    if (routing_.guests) {
         wait_for(group.guests_read, group.guest_owner);
+    }
+    if (!routing_.uploads.empty()) {
         for (const Upload & upload : routing_.uploads) {
             for (Product & product : region.products) {
                 Matrix & matrix = *product.matrix;
@@ -283,7 +285,7 @@ Status Stream::on_slots(Graph * graph, Region & region) {
     if (status == kSuccess && routing_.uploads.empty()) {
         measure_device(region);
     }
-    if (!routing_.uploads.empty()) {
+    if (routing_.guests) {
         record(group.guests_read);
         group.guest_owner = this;
     }

@@ -94,7 +94,8 @@ std::string Wrapper::report() {
     {
         std::lock_guard<std::mutex> lock(streams_mutex);
         n_streams = streams.size();
-        for (const Stream * each : streams) {
+        for (Stream * each : streams) {
+            std::lock_guard<std::recursive_mutex> still(each->api());
             device_bytes += each->device_bytes();
             host_bytes += each->host_bytes();
         }

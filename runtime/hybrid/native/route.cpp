@@ -6,7 +6,7 @@ namespace hybrid {
 
 void Routing::clear() {
     bank = Bank::kSlots;
-    device = false;
+    device = guests = false;
     positions.clear();
     uploads.clear();
     pairs.clear();
@@ -134,6 +134,9 @@ void Router::place(const Choices & choices, const Table & table, Routing & resul
         favourite_ = -1;
     }
     result.device = result.device && any;
+    // Also for a choice that only keeps a place: its row is overwritten, but it is read.
+    result.guests = result.device && result.bank == Bank::kSlots &&
+                    std::any_of(result.positions.begin(), result.positions.end(), [&](int32_t p) { return p >= table.n_slots; });
     result.n_cpu = static_cast<int64_t>(result.pairs.size());
     std::sort(result.pairs.begin(), result.pairs.end(), [](const Pair & a, const Pair & b) {
         return a.expert != b.expert ? a.expert < b.expert : a.token != b.token ? a.token < b.token : a.place < b.place;

@@ -48,6 +48,7 @@ enum class Bank { kSlots, kStage };
 struct Routing {
     Bank bank = Bank::kSlots;
     bool device = false;               // whether the device computes anything
+    bool guests = false;               // whether it reads slots that are written in a step
     std::vector<int32_t> positions;    // by token and place: the choices, renamed
     std::vector<Upload> uploads;       // to be made before the device computes
     std::vector<Pair> pairs;           // for the CPU, those of an expert together; `input` is not set

@@ -327,19 +327,25 @@ void Store::part(Stream * stream) {
 
 // ---- slots
 
-void Store::fill(Stream & stream) {
+// Only what this graph computes with: another model may be in the middle of being loaded, which nothing tells
+// when its loader reads a file straight into the experts' memory.
+void Store::fill(Stream & stream, const Graph & graph) {
     if (!unfilled_.load(std::memory_order_acquire)) {
         return;
+    }
+    {
+        Step step(gate);
+        if (unfilled_in(graph).empty()) {
+            return;
+        }
     }
     Change change(gate);
     stream.synchronize();
     const int64_t begin = nanoseconds();
     int64_t bytes = 0;
-    for (auto & model : models_) {
-        for (auto & group : model->groups) {
-            if (!group->filled) {
-                fill_group(*group, stream, bytes);
-            }
+    for (Group * group : unfilled_in(graph)) {
+        if (!group->filled) {
+            fill_group(*group, stream, bytes);
         }
     }
     stream.synchronize();
@@ -347,7 +353,23 @@ void Store::fill(Stream & stream) {
     if (!bus_bytes_us.load() && bytes > (16 << 20)) {
         bus_bytes_us = std::max<int64_t>(bytes / micros, 1);
     }
-    unfilled_ = false;
+    unfilled_ = std::any_of(models_.begin(), models_.end(), [](auto & model) {
+        return std::any_of(model->groups.begin(), model->groups.end(), [](auto & group) { return !group->filled; });
+    });
+}
+
+std::vector<Group *> Store::unfilled_in(const Graph & graph) const {
+    std::vector<Group *> found;
+    for (int i = 0; i < graph.n_nodes; i++) {
+        const Tensor * node = graph.nodes[i];
+        if (node->op == host.op_mul_mat_id && owns(node->src[0])) {
+            const Matrix * matrix = find(node->src[0]);
+            if (matrix && !matrix->group->filled) {
+                found.push_back(matrix->group);
+            }
+        }
+    }
+    return found;
 }
 
 // Neighbours in the file that are neighbours in the slots go in one copy.

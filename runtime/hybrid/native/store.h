@@ -102,7 +102,8 @@ class Store {
     Matrix * find(const Tensor * weights) const;  // of a tensor in one of our buffers, or of a view of it
     bool owns(const Tensor * tensor) const;
     int64_t version() const { return version_.load(std::memory_order_acquire); }
-    void fill(Stream & stream);                   // slots that do not hold what their table says
+    // Slots of a graph's experts that do not hold what their table says.
+    void fill(Stream & stream, const Graph & graph);
     const std::vector<float> * bias(Group & group, const Tensor * tensor);
 
     // ---- streams with work queued
@@ -134,6 +135,7 @@ class Store {
     bool make_slots(Matrix & matrix);
     void set_table(Group & group);
     void beside(ExpertBuffer & buffer, Tensor * tensor, Status & status);
+    std::vector<Group *> unfilled_in(const Graph & graph) const;
     void fill_group(Group & group, Stream & stream, int64_t & bytes);
     std::string describe(const Group & group, int model) const;
 

@@ -131,7 +131,7 @@ Plan * Stream::plan_of(Graph * graph, std::string & fault) {
 }
 
 Status Stream::compute(Graph * graph) {
-    store_.fill(*this);
+    store_.fill(*this, *graph);
     Step step(store_.gate);
     std::lock_guard<std::recursive_mutex> lock(api_);
     std::string fault;
