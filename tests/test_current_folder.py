@@ -42,6 +42,8 @@ CHAIN: tuple[tuple[str, str], ...] = (
     ("solve moe.gguf --machine rtx4060-8gb-ddr5 --budget 600 --ctx 256 -o plan.yaml", SAME),
     ("sweep moe.gguf --machine rtx4060-8gb-ddr5 --budgets 500:600:100 --ctx 256 --plot sweep.svg", SAME),
     ("explain plan.yaml --model moe.gguf --plot plan.svg", SAME),
+    ("machines rtx4060-8gb-ddr5", SAME),
+    ("fit moe.gguf --machine rtx4060-8gb-ddr5 -c 256", SAME),
     ("check plans --model moe.gguf --no-resolve", SAME),
     ("diff plan.yaml plan.yaml", SAME),
     ("fmt --check plan.yaml", SAME),
@@ -49,7 +51,7 @@ CHAIN: tuple[tuple[str, str], ...] = (
     ("rewrite moe.gguf --plan plan.yaml -o planned.gguf", MADE),
     ("verify moe.gguf planned.gguf --plan plan.yaml", TIMED),
     (" ".join(("run planned.gguf -p ant -n 8 --raw", *LOAD)), SAME),
-    (" ".join(("bench planned.gguf --against cpu --rounds 1 --prompts 8 -n 2", *LOAD)), TIMED),
+    (" ".join(("bench planned.gguf --against all-cpu --rounds 1 --prompts 8 -n 2", *LOAD)), TIMED),
     ("doctor", TIMED),
 )
 
