@@ -223,7 +223,7 @@ def test_check_smoke_decodes_short_and_long_prompts(dense_model: Path, tmp_path:
     assert done.exit_code == 0, done.output
     assert [line.split()[2] for line in done.stdout.splitlines()] == ["4", "40", "152"]
     refused = call("check", path, "--smoke")
-    assert refused.exit_code == 2 and "give it with --model" in refused.stderr
+    assert refused.exit_code == 2 and "no inventory of" in refused.stdout
     gone = call("check", path, "--model", dense_model, "--smoke", "--engine", tmp_path)
     assert gone.exit_code == 3 and "no libllama in this folder" in gone.stderr
     assert "the plan is kept" in gone.stderr

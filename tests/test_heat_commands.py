@@ -171,7 +171,8 @@ def test_favourites_of_each_prompt_alone_are_no_skew(tmp_path: Path) -> None:
     assert max(judged["transfer"][i][j] for i in range(4) for j in range(4) if i != j) < 0.5
 
 
-def test_many_sources_have_no_transfer_table(tmp_path: Path) -> None:
+def test_many_sources_have_no_transfer_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # its heads are whole in a wide table
     files = [write(tmp_path / f"{i}.csv", zipf_rows(i, 1.0), f"s{i}", 500) for i in range(17)]
     judged = json.loads(run("heat", "report", *files, "--json").stdout)
     assert judged["transfer"] == [] and judged["exploitable"]

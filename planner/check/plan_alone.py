@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from planner.block_names import block_of
 from planner.check.recorded_rules import objective_ns
 from planner.constants import CPU
+from planner.machine.engine_builds import mixing_fault
 from planner.plan.load_spec import LayerGap, plan_layer_devices
 from planner.plan.patterns import listed
 from planner.plan.plan import DeviceUse, Placement, Plan
@@ -124,7 +125,9 @@ def _times(plan: Plan) -> Iterator[Fault]:
         if rule.feasible and not (rule.tpot_ns and (rule.prefill_ns or not plan.workload.prompt)):
             yield Fault("cost", f"{rule.name} fits and has no time", ("baselines", i))
     free = plan.constraints
-    asked = free.pins or free.contiguous or free.no_cpu or told.status == "edited"
+    # A fault of the engine keeps a plan from what its stock rules do all the same.
+    fault = mixing_fault(plan.model.architecture, plan.machine.engine, free.budgets)
+    asked = free.pins or free.contiguous or free.no_cpu or told.status == "edited" or fault
     best = min((r for r in plan.baselines if r.feasible), key=lambda r: objective_ns(plan, r), default=None)
     if best is not None and not asked and request > objective_ns(plan, best):
         what = f"slower than the stock rule {best.name} ({best.setting}) that it records"
