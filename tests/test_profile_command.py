@@ -33,7 +33,12 @@ def atsplan(*arguments: str | Path, cache: Path, seconds: int = 1) -> subprocess
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **os.environ,
+            "XDG_CACHE_HOME": str(cache),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "COLUMNS": "200",
+        },
     )
 
 
