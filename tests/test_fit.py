@@ -161,7 +161,7 @@ def test_fit_of_an_engine_with_a_gpu(
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
     profile, path = on(tmp_path, "Vulkan0", 1024), tmp_path / "plan.yaml"
     words = (moe_model, "--profile", profile, "--ctx", "512", "--fit", vulkan_engine)
-    found = run("solve", *words, "--budget", budget, "-o", path)
+    found = run("solve", *words, "--budget", f"{budget}MiB", "-o", path)
     assert found.exit_code == 0, found.output
     made = from_text(path.read_text(), str(path))
     assert made.fit is not None and made.fit.n_ctx == 512 and made.fit.devices == ("Vulkan0",)
