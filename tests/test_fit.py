@@ -180,7 +180,7 @@ def test_a_curve_with_fit(
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
     words = (moe_model, "--profile", on(tmp_path, "Vulkan0", 1024), "--ctx", "512", "--fit", vulkan_engine)
     picture = tmp_path / "sweep.svg"
-    found = run("sweep", *words, "--budgets", "20:40:20", "--json", "--plot", picture)
+    found = run("sweep", *words, "--budgets", "20MiB:40MiB:20MiB", "--json", "--plot", picture)
     assert found.exit_code == 0, found.output
     assert all(p["tpot_ns"] <= p["best_stock_tpot_ns"] * 1.05 for p in json.loads(found.stdout))
     assert "<!-- fit -->" in picture.read_text()
