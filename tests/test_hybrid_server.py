@@ -58,15 +58,22 @@ def settings(folder: Path, **more: Any) -> Path:
     return path
 
 
-@pytest.mark.xfail(strict=False, reason="the server closed the connection here; not found out yet why")
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {"cpu_bytes_us": 20000, "bus_bytes_us": 20000},
+        pytest.param({}, marks=pytest.mark.xfail(strict=False, reason="measuring ends the software driver")),
+    ],
+    ids=["given", "measured"],
+)
 def test_the_server_answers_with_the_same_tokens(
-    vulkan_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    costs: Mapping[str, int], vulkan_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = vulkan_engine / "llama-server"
     with serving(program, [*USUAL, "-dev", "Vulkan0"]) as server:
         plain = complete(server.url)
     monkeypatch.setenv(config.LIBRARY, str(build.library()))
-    monkeypatch.setenv(config.ENVIRONMENT, str(settings(tmp_path, residents=RESIDENT, guests=1)))
+    monkeypatch.setenv(config.ENVIRONMENT, str(settings(tmp_path, residents=RESIDENT, guests=1, **costs)))
     experts = [r"-ot", r"ffn_.*_exps=HYBRID0_EXPERTS"]
     with serving(program, [*USUAL, "-dev", "HYBRID0", *experts]) as server:
         hybrid = complete(server.url)
