@@ -56,8 +56,9 @@ def model_bytes(dice: random.Random, layers: int, alignment: int, opaque: bool, 
 
 
 def site_of(dice: random.Random, unit: Unit) -> str:
-    choices = ["cpu", "gpu:CUDA0", "gpu:CUDA1", "cache:CUDA0:250000"]
-    return dice.choice([*choices, f"stripe:CUDA1:{dice.randint(1, EXPERTS)}"] if unit.experts else choices)
+    choices = ["cpu", "gpu:CUDA0", "gpu:CUDA1"]
+    divided = ["cache:CUDA0:250000", f"stripe:CUDA1:{dice.randint(1, EXPERTS)}"]
+    return dice.choice([*choices, *divided] if unit.experts else choices)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

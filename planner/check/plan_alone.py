@@ -14,10 +14,10 @@ from planner.block_names import block_of
 from planner.check.recorded_rules import objective_ns
 from planner.constants import CPU
 from planner.machine.engine_builds import mixing_fault
-from planner.plan.load_spec import LayerGap, plan_layer_devices
+from planner.plan.load_spec import HYBRID_GUESTS, LayerGap, plan_layer_devices
 from planner.plan.patterns import listed
 from planner.plan.plan import DeviceUse, Placement, Plan
-from planner.site import NoSite, Site
+from planner.site import NoSite, Site, SiteKind
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NORM = 2**20  # no norm is larger
@@ -92,7 +92,7 @@ def _weights(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
     for i, use in enumerate(plan.devices):
         loaded = [p for p in plan.units if p.why != _NOT_LOADED]
         whole = sum(p.size_bytes for p in loaded if _on(p, use))
-        parts = sum(p.size_bytes for p in loaded if p.site.divided and not p.site.on_host)
+        parts = sum(_divided_at_most(p) for p in loaded if p.site.divided and not p.site.on_host)
         # A head without a tensor of its own is a copy of the embedding.
         tied = next((p.size_bytes for p in loaded if p.unit == "token_embd"), 0)
         most = whole + parts + (tied if use.name == layers[-1] else 0)
@@ -102,6 +102,14 @@ def _weights(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
             span = f"{whole}" if whole == most else f"{whole} to {most}"
             where = ("devices", i, "weights_bytes")
             yield Fault("memory", f"{use.name}: weights of {have} bytes, its units hold {span}", where)
+
+
+def _divided_at_most(placed: Placement) -> int:
+    """Bytes that a divided unit has on its device at most: the whole, and beside slots those of guests."""
+    if placed.site.kind is not SiteKind.HYBRID:
+        return placed.size_bytes
+    # No expert is larger than the slots' share of the unit: the number of experts is at least theirs.
+    return placed.size_bytes + HYBRID_GUESTS * placed.size_bytes // max(placed.site.amount, 1)
 
 
 def _on(placed: Placement, use: DeviceUse) -> bool:
