@@ -26,8 +26,11 @@ COMMANDS = {
     "simulate": ("commands.heat.simulate", "Replay a routing trace against expert caches."),
     "solve": ("commands.solve.solve", "Place every tensor under a memory budget and write the plan."),
     "sweep": ("commands.solve.sweep", "Budget against predicted speed, as a table and a picture."),
-    "explain": ("commands.explain", "Where the time goes, what limits the plan, what more memory would buy."),
-    "check": ("commands.check", "Check plan files without model or GPU; for CI."),
+    "explain": (
+        "commands.explain.explain",
+        "Where the time goes, what limits the plan, what more memory would buy.",
+    ),
+    "check": ("commands.check.check", "Check plan files without model or GPU; for CI."),
     "diff": ("commands.diff", "What moved between two plans, and what it costs."),
     "fmt": ("commands.fmt", "Rewrite plan files in canonical form."),
     "rewrite": ("commands.rewrite", "Compile a GGUF file to match a plan."),

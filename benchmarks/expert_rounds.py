@@ -24,7 +24,7 @@ from benchmarks import visit
 from benchmarks.consumer import CompetingStream, Pacer, conditions
 from benchmarks.live import Live, Work
 from benchmarks.rounds import Bench, Cell, Contender, Journal, Session, cells, table
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.workload import Workload
 from profiler.routed import model

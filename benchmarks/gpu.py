@@ -25,7 +25,7 @@ from benchmarks import gpu_models, gpu_plan, gpu_predict, gpu_report
 from benchmarks.gpu_link import busy
 from planner.errors import AtsplanError
 from planner.machine.profile import Profile, from_text
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.plan.plan import Plan
 from planner.workload import Workload

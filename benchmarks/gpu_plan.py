@@ -8,7 +8,6 @@ from benchmarks.gpu_contenders import GPU, Contender
 from planner.machine.budgets import budgets_for
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
-from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.plan.known import Known
 from planner.plan.load_spec import load_spec
@@ -16,6 +15,7 @@ from planner.plan.plan import ExpertOrder, Plan
 from planner.plan.request import Request
 from planner.routing.coverage import expected_distinct, judge
 from planner.routing.expert_counts import Heat, Part, Phase
+from planner.solver.clock import Clock
 from planner.workload import Workload
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from planner.machine import profile as profiles
 from planner.model import inventory as inventories
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.workload import Workload
 from profiler import runner, session

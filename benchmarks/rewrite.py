@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from hand_plans import hand_plan  # noqa: E402
 
-from planner.model.gguf_file import ModelFile, read_model  # noqa: E402
+from planner.model.gguf.reader import ModelFile, read_model  # noqa: E402
 from planner.plan.plan import to_text  # noqa: E402
 from profiler.synth.synth import SynthSpec, write  # noqa: E402
 

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from profiler.routed import figures, fit, model, stream
+from profiler.routed import fit, model, stream, trace_figures
 from profiler.routed.presets import PRESETS, Preset
 
 
@@ -47,7 +47,7 @@ def engine_says(preset: Preset, path: Path) -> str:
     ids = stream.ids_of(preset.habits, fit.TOKENS, 2)
     chosen = traced.trace(path, ids, preset.habits.n_expert)
     topics = preset.habits.topic_of(ids - stream.FIRST_ID)
-    found = figures.measure(chosen, preset.habits.n_expert, preset.asked, topics).flat()
+    found = trace_figures.measure(chosen, preset.habits.n_expert, preset.asked, topics).flat()
     worst = max(abs(found[key] - value) for key, value in preset.asked.flat().items())
     told = ", ".join(f"{k} {v:.3f} → {found[k]:.3f}" for k, v in preset.asked.flat().items())
     return f"  engine, asked → found: {told}; largest difference {worst:.3f}"

@@ -147,7 +147,7 @@ def damage(path: Path) -> str:
 
     One without its digest beside it, as former versions left it, must be a whole model.
     """
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
     from runtime.cache.folder import digest_of
 
     if path.is_symlink() or not path.is_file():

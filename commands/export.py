@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.companions import draft_fields, projector_fields, uncounted_draft
 from commands.shared.console import out_text, say, write_text
+from commands.shared.extra_models import draft_fields, projector_fields, uncounted_draft
 from commands.shared.models import load_plan
 from commands.shared.option_types import Target
 from commands.shared.plan_job import parse_map

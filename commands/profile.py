@@ -90,7 +90,7 @@ def _inventory(model: Path | None) -> Inventory | None:
         from planner.model.inventory import from_text
 
         return from_text(console.read_text(model), str(model))
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
 
     return read_model(model).inventory
 
@@ -115,7 +115,7 @@ def _measure(
     request: Request, cases: list[Case], model: tuple[Path, Inventory] | None, calibrate: bool
 ) -> tuple[Measured, Profile]:
     from profiler import session
-    from profiler.whole_model.complete import complete
+    from profiler.whole_model.full_profile import complete
 
     with console.progress() as bar:
         task = bar.add_task("devices and links", total=None, rate="")

@@ -16,7 +16,7 @@ from planner.errors import OptionProblem
 from planner.quoting import utf8
 
 if TYPE_CHECKING:
-    from planner.model.gguf_file import ModelFile
+    from planner.model.gguf.reader import ModelFile
     from rewriter.rewrite import Progress, Report, RewriteOptions, Work
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -55,7 +55,7 @@ def command(
 ) -> None:
     """Write MODEL again in the order of a plan: tensors by device, then as the graph runs, experts
     hot first where the plan says so. Everything else stays as it is, byte by byte."""
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
     from rewriter.rewrite import RewriteOptions, carry_out, decide
     from rewriter.undo import decide_undo
 
@@ -172,7 +172,7 @@ def _recover(model: Path) -> None:
 
 def _show_undone(rewritten: ModelFile, target: Path, as_json: bool) -> None:
     """Whether the header is the original's, byte for byte, and what is not back."""
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
     from rewriter.undo import HEADER_IS_BACK, what_is_back
 
     header, *others = what_is_back(rewritten, read_model(target))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commands.check.smoke_test import smoke as prove
 from commands.shared.console import ms, out, out_json, out_piece, say
 from commands.shared.option_types import Number
 from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
 from commands.shared.spellings import RUN, answers
-from commands.smoke import smoke as prove
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:

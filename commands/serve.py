@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from commands.shared.companions import draft_fields, missing_files, projector_fields, uncounted_draft
 from commands.shared.console import out, say
+from commands.shared.extra_models import draft_fields, missing_files, projector_fields, uncounted_draft
 from commands.shared.plan_job import Job, engine_options, open_job, plan_options, review
 from planner.errors import EngineProblem, FileProblem, OptionProblem
 

@@ -54,7 +54,7 @@ def command(source: Path, output: Path | None, plan_path: Path | None, as_json: 
 
 
 def _with_source(source: Path, output: Path, plan_path: Path | None) -> Verification:
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
     from planner.plan.plan import from_text
     from rewriter.stamp import check_plan
     from rewriter.verify import verify
@@ -69,8 +69,8 @@ def _with_source(source: Path, output: Path, plan_path: Path | None) -> Verifica
 
 
 def _with_manifest(path: Path) -> Verification:
-    from planner.model.gguf_file import read_model
-    from planner.model.gguf_shards import output_name
+    from planner.model.gguf.reader import read_model
+    from planner.model.gguf.shards import output_name
     from rewriter.manifest import from_text, manifest_path
     from rewriter.verify_by_manifest import recheck
 

@@ -28,7 +28,7 @@ from pydantic_core import CoreSchema
 
 from planner import quoting, yaml_reader
 from planner.errors import FieldProblem
-from planner.texts import mistaken
+from planner.file_kinds import mistaken
 from planner.yaml_reader import Lines, spell
 
 

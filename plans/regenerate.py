@@ -15,13 +15,13 @@ from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
 from planner.machine.profile import to_text as profile_text
 from planner.model.inventory import Inventory, from_text
-from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.plan.known import Known
 from planner.plan.plan import to_text
 from planner.plan.request import Request
 from planner.records import Many, Record
 from planner.records import load as load_record
+from planner.solver.clock import Clock
 from planner.workload import usual
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from planner.machine.budgets import METAL
 from planner.machine.op_time import STATE_OPS, Case, bytes_read
 from planner.machine.profile import Device, Fingerprint, Link, OpTiming, Profile, Unsupported
 from profiler.operators.cases import NOT_SUPPORTED, Job, Place
-from profiler.operators.samples import possible
+from profiler.operators.timings import possible
 
 Line = Mapping[str, Any]
 BUSY = 0.3  # load by others, as a share of the cores, from which timings are called contended

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from planner.model.gguf_magic import MAGIC
+from planner.model.gguf.magic import MAGIC
 
 U16, U32, STRING_TYPE, ARRAY_TYPE, U64, I32 = 2, 4, 8, 9, 10, 5
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from planner.constants import SIZE_KEY
 from planner.model.ggml_types import is_known
-from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import DEFAULT_ALIGNMENT, KeyValue, TensorInfo, pad
-from planner.model.gguf_shards import SET_KEY, shard_file
+from planner.model.gguf.header import DEFAULT_ALIGNMENT, KeyValue, TensorInfo, pad
+from planner.model.gguf.reader import ModelFile
+from planner.model.gguf.shards import SET_KEY, shard_file
 from planner.model.inventory import Tensor
 from rewriter import encode
 from rewriter.stamp import PREFIX

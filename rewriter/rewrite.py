@@ -9,9 +9,9 @@ from pathlib import Path
 
 from planner.check.divided_sites import check_sites
 from planner.errors import FileProblem, MachineError
-from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import DEFAULT_ALIGNMENT
-from planner.model.gguf_shards import output_name as output_name
+from planner.model.gguf.header import DEFAULT_ALIGNMENT
+from planner.model.gguf.reader import ModelFile
+from planner.model.gguf.shards import output_name as output_name
 from planner.model.units import units_of
 from planner.plan.plan import Plan
 from rewriter.experts import OrderRefused, gathers

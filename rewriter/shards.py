@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import pad
+from planner.model.gguf.header import pad
+from planner.model.gguf.reader import ModelFile
 from planner.plan.plan import ExpertOrder
 from rewriter.regions import Region
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from planner.constants import EXPERTS_KEY, OWN_PREFIX
 from planner.errors import FileProblem, InputError
-from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import MAX_ALIGNMENT
+from planner.model.gguf.header import MAX_ALIGNMENT
+from planner.model.gguf.reader import ModelFile
 from planner.plan.plan import Plan, to_text
 from planner.records import digest
 

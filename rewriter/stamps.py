@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from planner.model.gguf_file import ModelFile, ShardHeader, mapped
+from planner.model.gguf.reader import ModelFile, ShardHeader, mapped
 from planner.plan.plan import Plan
 from planner.records import digest
 from rewriter import encode

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.errors import FileProblem
-from planner.model.gguf_file import ModelFile
-from planner.model.gguf_header import DEFAULT_ALIGNMENT
-from planner.model.gguf_shards import output_name
+from planner.model.gguf.header import DEFAULT_ALIGNMENT
+from planner.model.gguf.reader import ModelFile
+from planner.model.gguf.shards import output_name
 from rewriter.experts import gathers
 from rewriter.layout import Request, make_layout
 from rewriter.regions import Region

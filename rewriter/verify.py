@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import AnswerIsNo, FileProblem, InputError
-from planner.model.gguf_file import ModelFile, read_model
+from planner.model.gguf.reader import ModelFile, read_model
 from planner.model.inventory import Tensor
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of

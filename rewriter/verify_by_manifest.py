@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from planner.model.gguf_file import ModelFile
+from planner.model.gguf.reader import ModelFile
 from planner.model.inventory import Tensor
 from rewriter.manifest import Manifest
 from rewriter.payloads import Payload, digests

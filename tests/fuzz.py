@@ -326,7 +326,7 @@ def _value(dice: Dice) -> bytes:
 def _entry(data: bytes, dice: Dice, others: Sequence[bytes]) -> bytes:
     """An entry of the header, of metadata or tensors, changes, goes, or comes twice; counts follow."""
     from planner.errors import AtsplanError
-    from planner.model.gguf_header import parse_header
+    from planner.model.gguf.header import parse_header
 
     try:
         header = parse_header(data, "x")
@@ -358,7 +358,7 @@ def _entry(data: bytes, dice: Dice, others: Sequence[bytes]) -> bytes:
 
 
 def _info(info: object, dice: Dice) -> bytes:
-    from planner.model.gguf_header import TensorInfo
+    from planner.model.gguf.header import TensorInfo
 
     assert isinstance(info, TensorInfo)
     name, dims, kind, offset = info.name.encode(), list(info.dims), info.type, info.offset

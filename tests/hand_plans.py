@@ -8,7 +8,7 @@ from sample_plan import sample_plan
 
 from planner.memory.compute_buffer import compute_bytes
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
-from planner.model.gguf_file import ModelFile
+from planner.model.gguf.reader import ModelFile
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, units_of

@@ -16,12 +16,12 @@ from planner.machine.profile import Device, OpTiming, Profile
 from planner.model.ggml_types import tensor_bytes
 from planner.model.inventory import Hparam, Inventory, from_text
 from planner.model.structure import structure_of
-from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import Plan, to_text
 from planner.plan.request import Request
+from planner.solver.clock import Clock
 from planner.solver.problem import Problem
 from planner.workload import Workload
 

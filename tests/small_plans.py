@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hand_plans import hand_plan, with_uses
 
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.units import Kind, units_of
 from planner.plan.overrides import overrides_of
 from planner.plan.plan import LayerRange, Placement, Plan, from_text, to_text

@@ -14,7 +14,7 @@ from small_plans import plan_for
 from atsplan import main
 from planner.check.consistency import Contradiction, check_agreement, check_order
 from planner.errors import InputError
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.plan.load_spec import LoadSpec, Unloadable, load_spec
 from planner.plan.plan import ExpertOrder, Override, Plan, to_text

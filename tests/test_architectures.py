@@ -14,7 +14,7 @@ from made_models import ALL, CONTEXTS, hparams, make
 from planner.memory.compute_buffer import compute_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.weights import context_bytes
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.model.layers import KNOWN, layers_of
 from planner.model.units import units_of

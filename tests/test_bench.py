@@ -18,7 +18,7 @@ from atsplan import main
 from commands.bench import _judge_prediction
 from commands.shared.plan_job import Job
 from planner.errors import AnswerIsNo
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.plan import to_text
 from planner.workload import Workload

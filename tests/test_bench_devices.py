@@ -18,7 +18,7 @@ from small_plans import server_plan
 
 from atsplan import main
 from commands.bench import _say_unequal, _unused
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.plan import to_text
 from planner.workload import Workload

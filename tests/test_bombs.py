@@ -215,7 +215,7 @@ def test_strange_names_are_carried_and_planned_around(tmp_path: Path, name: str)
     # Padding to the alignment takes up the difference in length.
     head = data.index(raw)
     made = data[:head] + struct.pack("<Q", len(name.encode())) + name.encode() + data[head + len(raw) :]
-    from planner.model.gguf_header import parse_header
+    from planner.model.gguf.header import parse_header
 
     before, after = parse_header(data, "x"), parse_header(made, "x")
     (tmp_path / "m.gguf").write_bytes(made[: after.end] + bytes(-after.end % 32) + data[before.data_offset :])

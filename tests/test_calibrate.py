@@ -17,7 +17,7 @@ from planner.model.units import units_of
 from planner.workload import Workload
 from profiler import host, session
 from profiler.journal import Journal
-from profiler.whole_model import calibrate, whole
+from profiler.whole_model import calibrate, calibration_runs
 from profiler.whole_model.calibrate import Parameter, Run, solve
 from profiler.whole_model.placements import Placement, Predictor, calibrating, sensible, shuffled, spec_of
 
@@ -137,18 +137,18 @@ def test_all_on_the_cpu_needs_no_device(table: Inventory) -> None:
 
 def test_a_model_that_no_run_of_ended_is_named_and_the_others_are_kept(table: Inventory) -> None:
     full = Placement("all on the GPU", ("CUDA0",) * 25)
-    none = whole.Model(Path("slow.gguf"), table, (full,), 2, own=True)
-    made = whole.Model(Path("made.gguf"), table, (full,), 1, own=False)
-    run = Run(full, Predictor(table, whole.workload()).evaluate(BASE, full).decode_ns)
-    found = whole.calibrated(BASE, [(made, [run]), (none, [])])
+    none = calibration_runs.Model(Path("slow.gguf"), table, (full,), 2, own=True)
+    made = calibration_runs.Model(Path("made.gguf"), table, (full,), 1, own=False)
+    run = Run(full, Predictor(table, calibration_runs.workload()).evaluate(BASE, full).decode_ns)
+    found = calibration_runs.calibrated(BASE, [(made, [run]), (none, [])])
     assert [c.model for c in found.calibrations] == [""]
     assert any("no whole-model run of slow.gguf tells" in w for w in found.warnings)
 
 
 def test_a_run_that_paged_is_named_and_not_fitted(table: Inventory) -> None:
     full = Placement("all on the GPU", ("CUDA0",) * 25)
-    model = whole.Model(Path("large.gguf"), table, (full,), 2, own=True)
-    found = whole.calibrated(BASE, [(model, [Run(full, 10**12, paged_bytes=9 << 30)])])
+    model = calibration_runs.Model(Path("large.gguf"), table, (full,), 2, own=True)
+    found = calibration_runs.calibrated(BASE, [(model, [Run(full, 10**12, paged_bytes=9 << 30)])])
     assert found.calibrations == BASE.calibrations
     assert any("large.gguf (all on the GPU) read 9216 MiB from disk" in w for w in found.warnings)
 
@@ -168,7 +168,7 @@ def runs_within(table: Inventory, free_bytes: int, folder: Path) -> tuple[Placem
     found = session.Found(
         Journal("m", folder=folder), host.fingerprint(""), ({"kind": "device", **gpu, **figures},), 0.0
     )
-    return whole.of_model(found, Path("m.gguf"), table).placements
+    return calibration_runs.of_model(found, Path("m.gguf"), table).placements
 
 
 def test_a_model_is_run_within_the_memory_there_is(
@@ -207,4 +207,6 @@ def test_placements_of_a_software_gpu_are_told_apart_from_measurements() -> None
         assert kinds.count("sensible") >= 8
         alone, fitted, _ = predict.judge(inventory, rows, profile, (8, 4))
         assert fitted.summary()["decode_median"] < alone.summary()["decode_median"]
-        assert fitted.profile.calibrations[0].residual_ppm > whole.DOUBTFUL_PPM  # it would be warned of
+        assert (
+            fitted.profile.calibrations[0].residual_ppm > calibration_runs.DOUBTFUL_PPM
+        )  # it would be warned of

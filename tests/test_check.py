@@ -24,7 +24,7 @@ from planner.check.findings import Severity
 from planner.cost.pins import parse_pin
 from planner.machine.presets import load
 from planner.model import inventory as inventories
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.passes.make_plan import make_plan
 from planner.plan.plan import Plan, to_text

@@ -24,13 +24,13 @@ from planner.machine.budgets import budgets_for, parse_budget
 from planner.memory.reserves import Extras
 from planner.model.structure import structure_of
 from planner.passes.case import Case
-from planner.passes.clock import Clock
 from planner.passes.largest_context import largest_context
 from planner.passes.make_plan import make_plan
 from planner.passes.refusal import OutOfTime
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.plan import Plan, Search, from_text, to_text
 from planner.plan.request import Beside, Request
+from planner.solver.clock import Clock
 from planner.solver.deadline import Deadline
 from planner.solver.evaluate import evaluate
 from planner.solver.solve import Limits, solve

@@ -11,7 +11,7 @@ from small_plans import plan_for
 
 from atsplan import main
 from planner.check.divided_sites import site_faults
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.plan.plan import Plan, from_text, to_text
 from planner.site import Site
 

@@ -24,7 +24,6 @@ from planner.memory.reserves import Extras
 from planner.model.inventory import Inventory, to_text
 from planner.model.structure import structure_of
 from planner.model.units import Kind, units_of
-from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.passes.settings_to_try import LONGEST_DRAFT, PUBLISHED_PPM, draft_ns
 from planner.plan.engine_settings import EngineSettings
@@ -32,6 +31,7 @@ from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Plan, Speculation, from_text
 from planner.plan.plan import to_text as plan_text
 from planner.plan.request import Beside, Request
+from planner.solver.clock import Clock
 from planner.workload import Workload
 from runtime.tools.llama_server import find_program, serving
 from runtime.tools.options import options, stock

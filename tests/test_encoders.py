@@ -15,7 +15,7 @@ from planner.memory.compute_buffer import compute_bytes, output_bytes
 from planner.memory.kv_cache import kv_bytes
 from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.ggml_types import tensor_bytes
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Hparam, Inventory
 from planner.workload import Workload
 

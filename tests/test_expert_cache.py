@@ -15,7 +15,7 @@ from twin_devices import Ask, ask
 from atsplan import main
 from planner.check.consistency import Contradiction, check_agreement
 from planner.cost.expert_cache import cached
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import to_text as inventory_text
 from planner.plan.known import Known
 from planner.plan.load_spec import LoadSpec, load_spec, map_devices, plan_layer_devices

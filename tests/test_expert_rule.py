@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from engines import ENVIRONMENT, ROOT
 
 from atsplan import main
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.model.inventory import from_text as inventory_from
 from planner.plan.load_spec import LoadSpec, load_spec

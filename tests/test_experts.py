@@ -11,7 +11,7 @@ import pytest
 from gguf_bytes import ARR, I32, U32, T, arch, gguf, kv, save
 from hand_plans import hand_plan
 
-from planner.model.gguf_file import ModelFile, read_model
+from planner.model.gguf.reader import ModelFile, read_model
 from rewriter.experts import OrderRefused, gathers
 from rewriter.rewrite import RewriteOptions, rewrite
 

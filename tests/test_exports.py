@@ -21,7 +21,7 @@ from sample_plan import sample_plan
 from small_plans import plan_for, server_plan, with_experts
 
 from atsplan import main
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.structure import structure_of
 from planner.plan.engine_rules import expected_devices
 from planner.plan.load_spec import LoadSpec, load_spec

@@ -282,7 +282,7 @@ def test_python_without_memory_is_one_line_too(dense_model: Path, monkeypatch: p
     def none_left(path: Path) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("planner.model.gguf_file.read_model", none_left)
+    monkeypatch.setattr("planner.model.gguf.reader.read_model", none_left)
     done = CliRunner().invoke(main, ["inventory", str(dense_model)])
     assert done.exit_code == 3 and done.stderr == "atsplan: no memory is left\n"
 

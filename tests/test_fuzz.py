@@ -56,12 +56,12 @@ def test_damaged_files_as_real_processes() -> None:
 
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzzer sees a traceback, a hang and a file left behind when there is one."""
-    from planner.model import gguf_file
+    from planner.model.gguf import reader
 
     def broken(path: object) -> None:
         raise IndexError("oops")
 
-    monkeypatch.setattr(gguf_file, "read_model", broken)
+    monkeypatch.setattr(reader, "read_model", broken)
     with fuzz.ground() as ground:
         ground.lay(fuzz.TARGETS[0], b"GGUF")
         assert "IndexError: oops" in ground.wrong(("inventory", "model.gguf"))
@@ -70,7 +70,7 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         while True:
             pass
 
-    monkeypatch.setattr(gguf_file, "read_model", endless)
+    monkeypatch.setattr(reader, "read_model", endless)
     monkeypatch.setattr(fuzz, "CPU_SECONDS", 0.05)
     with fuzz.ground() as ground:
         ground.lay(fuzz.TARGETS[0], b"GGUF")

@@ -12,8 +12,8 @@ from gguf_bytes import ARR, F32, I32, STR, U16, U32, T, arch, f32, gguf, info, k
 
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import FORK_TYPES, TYPES, tensor_bytes
-from planner.model.gguf_file import TruncatedTensor, read_model
-from planner.model.gguf_shards import ShardProblems
+from planner.model.gguf.reader import TruncatedTensor, read_model
+from planner.model.gguf.shards import ShardProblems
 from planner.model.layers import layers_of
 from planner.model.sliding_window import sliding_layers
 from planner.model.units import units_of

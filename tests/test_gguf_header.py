@@ -8,7 +8,7 @@ import pytest
 from gguf_bytes import ARR, BOOL, F32, I32, STR, U8, U32, U64, T, arch, gguf, info, kv, text
 
 from planner.errors import FileProblem
-from planner.model.gguf_header import parse_header
+from planner.model.gguf.header import parse_header
 
 LITERAL = (
     b"GGUF\x03\x00\x00\x00"

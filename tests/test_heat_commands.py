@@ -20,7 +20,7 @@ from hand_plans import hand_plan, with_uses
 from tiny_moe import EXPERTS, LAYERS, MODEL
 
 import atsplan
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.units import Kind
 from planner.plan import plan as plans
 from planner.plan.plan import LayerRange

@@ -13,7 +13,7 @@ from engines import ENVIRONMENT
 from tiny_moe import EXPERTS, LAYERS, USED
 
 from planner.errors import AtsplanError, EngineProblem, InputError
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.routed_layers import NotMoe, moe_shape
 from planner.plan.load_spec import LoadSpec
 from planner.routing import expert_counts as heats

@@ -12,7 +12,7 @@ from sparse_model import write_sparse
 
 from atsplan import main
 from benchmarks.tensor_tables import Row, inventory_of
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import from_text, to_text
 from profiler.synth.synth import SynthSpec, write
 

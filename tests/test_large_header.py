@@ -42,7 +42,7 @@ _NUMBERS = {
 }
 
 _READ = (
-    "from pathlib import Path; from planner.model.gguf_file import read_model; read_model(Path(sys.argv[1]))"
+    "from pathlib import Path; from planner.model.gguf import reader; reader.read_model(Path(sys.argv[1]))"
 )
 _COMMAND = "from atsplan import main; main(['inventory', sys.argv[1], '--json'], standalone_mode=False)"
 _TAKEN = """

@@ -27,7 +27,7 @@ ROOMS = (
         "constants",
         "block_names",
         "quoting",
-        "texts",
+        "file_kinds",
         "errors",
         "files",
         "yaml_reader",
@@ -362,7 +362,7 @@ QUOTERS: dict[str, dict[str, str]] = {
     "repr": {
         "rewriter/publishing/journal.py": "in a message, through terminal()",
         "planner/model/inventory.py": "a digest",
-        "planner/model/gguf_magic.py": "bytes, in a message",
+        "planner/model/gguf/magic.py": "bytes, in a message",
         "runtime/session/draft_model.py": "bytes, in a message",
     },
     "isprintable": {},

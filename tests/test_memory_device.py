@@ -9,7 +9,7 @@ import pytest
 from planner.memory.compute_buffer import compute_bytes, host_bytes, staging_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.weights import weight_bytes
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import Kind, units_of

@@ -14,7 +14,7 @@ from sparse_model import write_sparse
 from planner.memory.compute_buffer import compute_bytes
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes, unstated_heads
 from planner.memory.weights import context_bytes, loaded_tensors, tied_copy_bytes, weight_bytes
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from profiler.synth.synth import ARCHITECTURES, SynthSpec, write
 

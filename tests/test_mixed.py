@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rpc_servers import rpc_serving
 
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.units import Kind, units_of

@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from atsplan import main
 from commands.shared.console import replacing
 from planner.errors import FileProblem
+from planner.file_kinds import kind_of
 from planner.files import try_lock
 from planner.quoting import utf8
-from planner.texts import kind_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "plans/inputs/Qwen3.5-0.8B-q8_0.inventory.yaml"

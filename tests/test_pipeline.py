@@ -12,7 +12,7 @@ from twin_devices import Answer, Ask, ask
 from planner.check.consistency import check_agreement
 from planner.machine.profile import Profile
 from planner.memory.compute_buffer import compute_bytes, host_bytes
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.passes.prompt_pipeline import unpiped
 from planner.plan.load_spec import LoadSpec, load_spec

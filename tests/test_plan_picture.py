@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from sample_plan import sample_plan
 
 from atsplan import main
-from commands.plan_picture import draw_plan
+from commands.explain.plan_picture import draw_plan
 from planner.plan.plan import to_text
 
 

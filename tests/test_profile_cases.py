@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from profiler.operators.cases import Job, Place, attention_shapes, cases_of, job_of, jobs_of, state_shape
 

@@ -16,8 +16,8 @@ from profiler import host, session, summarise
 from profiler.journal import MAX_AGE_S, Journal
 from profiler.operators import thermal
 from profiler.operators.cases import Job, Place
-from profiler.operators.pace import LONGEST_S, SHORTEST_S, Pace
-from profiler.operators.samples import possible, reduce, repeat
+from profiler.operators.time_share import LONGEST_S, SHORTEST_S, Pace
+from profiler.operators.timings import possible, reduce, repeat
 from profiler.runner import Stop
 
 CPU = Place("CPU", "CPU", "own")

@@ -22,8 +22,8 @@ from hand_plans import hand_plan
 import atsplan
 from planner.errors import AtsplanError, FileProblem, InputError
 from planner.files import place_new
-from planner.model.gguf_file import ModelFile, read_model
-from planner.model.gguf_shards import ShardProblems, parse_name, shard_file
+from planner.model.gguf.reader import ModelFile, read_model
+from planner.model.gguf.shards import ShardProblems, parse_name, shard_file
 from planner.model.units import Unit
 from planner.plan.plan import Plan, to_text
 from rewriter.rewrite import RewriteOptions, rewrite

@@ -496,7 +496,7 @@ def check_file_name(text: str, suffix: str, folder: Path) -> None:
 @pytest.fixture
 def plots() -> Any:
     matplotlib = pytest.importorskip("matplotlib")
-    from commands.shared.figures import pyplot
+    from commands.shared.pictures import pyplot
 
     with matplotlib.rc_context({"text.usetex": True}):
         made = pyplot()
@@ -507,7 +507,7 @@ def plots() -> Any:
 @pytest.mark.parametrize("text", CRAFTED)
 def test_pictures_show_texts_as_they_are(plots: Any, text: str, tmp_path: Path) -> None:
     """Also where the user's own settings send every text through TeX."""
-    from commands.shared.figures import save
+    from commands.shared.pictures import save
 
     figure, axes = plots.subplots()
     axes.plot([0, 1], label=quoting.mathtext(text or "x"))

@@ -17,8 +17,8 @@ from planner.check.findings import Severity
 from planner.errors import OptionProblem
 from planner.machine.budgets import budgets_for
 from planner.machine.presets import load as load_machine
+from planner.memory.buffer_parts import room_of
 from planner.memory.memory import Reserve
-from planner.memory.memory_limits import room_of
 from planner.model.inventory import Inventory
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of

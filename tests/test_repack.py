@@ -13,7 +13,7 @@ from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.machine.budgets import budgets_for
 from planner.machine.op_time import roofline_ns
 from planner.machine.profile import OpTiming, Profile
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.passes.make_plan import make_plan
 from planner.plan.load_spec import load_spec

@@ -13,7 +13,7 @@ from planner.memory.reserves import (
     projector_compute_bytes,
     reserves,
 )
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write

@@ -18,7 +18,7 @@ from gguf_bytes import ARR, STR, U32, T, arch, f32, gguf, kv, save
 from hand_plans import hand_plan
 
 import atsplan
-from planner.model.gguf_file import ModelFile, read_model
+from planner.model.gguf.reader import ModelFile, read_model
 from planner.plan.plan import Plan, to_text
 from rewriter import stream
 from rewriter.publishing import publish

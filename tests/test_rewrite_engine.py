@@ -11,7 +11,7 @@ import pytest
 from engine_logits import logits
 from hand_plans import hand_plan
 
-from planner.model.gguf_file import ModelFile, read_model
+from planner.model.gguf.reader import ModelFile, read_model
 from planner.model.units import Unit, units_of
 from profiler.synth.synth import SynthSpec, write
 from rewriter import experts

@@ -12,7 +12,7 @@ from hand_plans import hand_plan
 
 from planner.errors import FileProblem
 from planner.model.ggml_types import TYPES, tensor_bytes
-from planner.model.gguf_file import ModelFile, read_model
+from planner.model.gguf.reader import ModelFile, read_model
 from planner.model.units import Unit
 from rewriter.experts import gathers
 from rewriter.layout import Copy, Gather, Layout, Literal, Request, Zeros, file_names, make_layout

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from planner.errors import FileProblem
 from planner.model.ggml_types import BY_NAME, TYPES, tensor_bytes
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.units import Unit
 from rewriter.rewrite import RewriteOptions, carry_out, decide, rewrite
 from rewriter.undo import decide_undo

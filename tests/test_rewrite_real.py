@@ -10,7 +10,7 @@ import pytest
 from hand_plans import hand_plan
 from sparse_model import write_sparse
 
-from planner.model.gguf_file import ModelFile, read_model
+from planner.model.gguf.reader import ModelFile, read_model
 from planner.model.inventory import from_text
 from planner.model.units import units_of
 from rewriter.layout import Copy, Gather

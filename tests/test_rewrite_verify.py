@@ -11,7 +11,7 @@ from gguf_bytes import ARR, STR, U8, U32, T, arch, f32, gguf, kv, save
 from hand_plans import hand_plan
 
 from planner.errors import FileProblem
-from planner.model.gguf_file import ModelFile, read_model
+from planner.model.gguf.reader import ModelFile, read_model
 from planner.plan.plan import Override, Plan
 from planner.site import Site
 from rewriter.manifest import from_text, manifest_path, to_text

@@ -21,7 +21,7 @@ from engines import ENVIRONMENT, ROOT, python
 from rpc_servers import moved, rpc_serving
 from small_plans import server_plan
 
-from commands.shared.companions import draft_fields, missing_files, projector_fields
+from commands.shared.extra_models import draft_fields, missing_files, projector_fields
 from planner.errors import AtsplanError
 from planner.plan.load_spec import load_spec, map_devices
 from planner.plan.plan import Plan, Projector, Speculation, to_text

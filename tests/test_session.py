@@ -16,7 +16,7 @@ import pytest
 from engines import ROOT
 
 from planner.errors import AtsplanError, EngineProblem, InputError
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.structure import structure_of
 from planner.plan.engine_rules import expected_devices
 from planner.plan.load_spec import LoadSpec

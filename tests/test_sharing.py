@@ -11,7 +11,7 @@ from twin_devices import Ask, ask
 
 from planner.check.consistency import check_agreement
 from planner.memory.kv_cache import kv_bytes
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.plan.load_spec import LoadSpec, load_spec, plan_layer_devices
 from planner.plan.request import Pin, Request

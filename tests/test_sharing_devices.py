@@ -20,7 +20,6 @@ from planner.model.ggml_types import tensor_bytes
 from planner.model.inventory import Hparam, Inventory
 from planner.model.structure import structure_of
 from planner.passes.case import Case
-from planner.passes.clock import Clock
 from planner.passes.largest_context import Keep, fits, free_of_charge, largest_context, with_context
 from planner.passes.make_plan import make_plan
 from planner.passes.refusal import Infeasible
@@ -28,6 +27,7 @@ from planner.plan.engine_settings import EngineSettings
 from planner.plan.load_spec import plan_layer_devices
 from planner.plan.plan import to_text
 from planner.plan.request import Request
+from planner.solver.clock import Clock
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Problem
 from planner.solver.solve import solve, solve_cp

@@ -13,7 +13,7 @@ from commands.shared.inputs import known_of_heat
 from planner.cost.pins import parse_pin
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.passes.make_plan import make_plan
 from planner.plan.known import Known
 from planner.plan.plan import CachePoint, Plan, to_text

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import brute_force, random_problem, with_budget
 
-from planner.solver import counts, frontier
+from planner.solver import counting, frontier
 from planner.solver.evaluate import evaluate
-from planner.solver.prefixes import parts
+from planner.solver.host_prefixes import parts
 from planner.solver.problem import Problem, Solution
 from planner.solver.solve import Solved, price_of, solve, solve_cp
 
@@ -90,10 +90,10 @@ def test_the_counting_relaxation_is_a_lower_bound(seed: int) -> None:
 
     problem = random_problem(seed, length=3)
     best = brute_force(problem)
-    if best is None or not counts.applies(problem):
+    if best is None or not counting.applies(problem):
         return
     solver = cp_model.CpSolver()
-    assert solver.solve(counts.CountModel(cp_model, problem).model) == cp_model.OPTIMAL
+    assert solver.solve(counting.CountModel(cp_model, problem).model) == cp_model.OPTIMAL
     assert round(solver.objective_value) <= best
 
 

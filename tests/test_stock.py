@@ -23,7 +23,7 @@ from small_plans import SMALL, plan_for, server_plan, with_experts
 
 from atsplan import main
 from planner.errors import EngineProblem
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.overrides import escape
 from planner.plan.plan import LayerRange, Override, to_text

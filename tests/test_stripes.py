@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engines import ROOT, device_names, python
 
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write

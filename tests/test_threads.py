@@ -13,7 +13,7 @@ from small_plans import plan_for
 
 from atsplan import main
 from planner.machine.profile import Profile
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import load_spec, map_devices
 from planner.plan.plan import Plan, from_text, to_text
 from planner.site import ON_CPU

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.routed_layers import moe_shape
 from planner.plan.load_spec import LoadSpec
 from planner.routing.trace import Trace

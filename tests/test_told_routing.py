@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from profiler.routed import figures, fit, model, traced
+from profiler.routed import fit, model, trace_figures, traced
 from profiler.routed.codes import Habits, UnfitRouting, chosen_by_code, frequencies
 from profiler.routed.presets import PRESETS
 from profiler.routed.stream import FIRST_ID, codes_of, ids_of
@@ -179,7 +179,7 @@ def test_hot_experts_come_first_where_asked() -> None:
 def test_topics_and_drift_are_as_asked() -> None:
     """The sharper the topics, the less a profile of one is worth in another; drift makes profiles age."""
     base = Habits(64, 8, ((32, 0.6),), n_passages=16, n_tokens=32, passage=1.0, topic=0.2)
-    asked = figures.Figures(static={32: 0.6}, other_topic={32: 0.45})
+    asked = trace_figures.Figures(static={32: 0.6}, other_topic={32: 0.45})
     found = fit.fit(base, asked, ("topic",), 16)
     assert found.topic > 2 * base.topic
     stream = codes_of(found, TOKENS, SEED)
@@ -191,7 +191,7 @@ def test_topics_and_drift_are_as_asked() -> None:
 
 def test_the_fit_finds_habits_from_figures_or_says_which_it_cannot() -> None:
     start = Habits(32, 4, passage=0.1, n_passages=32, n_tokens=32)
-    asked = figures.Figures(static={8: 0.40}, consecutive=0.35)
+    asked = trace_figures.Figures(static={8: 0.40}, consecutive=0.35)
     found = fit.fit(start, asked, ("passage",), 14)
     assert fit.fit(start, asked, ("passage",), 14) == found
     stream = codes_of(found, TOKENS, SEED)

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from small_plans import plan_for
 
 from atsplan import main
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.plan.plan import DeviceUse, Plan, from_text, to_text
 from planner.workload import Workload
 from runtime.engine.logs import cache_buffers

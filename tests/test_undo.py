@@ -12,7 +12,7 @@ from hand_plans import hand_plan
 
 import atsplan
 from planner.errors import FileProblem
-from planner.model.gguf_file import ModelFile, read_model
+from planner.model.gguf.reader import ModelFile, read_model
 from planner.model.units import Unit
 from rewriter.rewrite import RewriteOptions, rewrite
 from rewriter.stamp import read_stamp

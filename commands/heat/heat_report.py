@@ -62,13 +62,13 @@ def report(
         out(describe(heat))
         _print(judged)
     if map_path or curve_path:
-        from commands.heat import heat_figures
+        from commands.heat import heat_pictures
 
         if map_path:
-            heat_figures.heat_map(heat, map_path)
+            heat_pictures.heat_map(heat, map_path)
             say(f"{map_path}: layers x experts")
         if curve_path:
-            heat_figures.coverage_curves(heat, judged, curve_path)
+            heat_pictures.coverage_curves(heat, judged, curve_path)
             say(f"{curve_path}: coverage by resident share")
     if check and not judged.exploitable:
         raise AnswerIsNo(judged.verdict)

@@ -16,7 +16,7 @@ from commands.shared.plan_job import device_map_option, open_job
 from planner.errors import FieldProblem, FileProblem, OptionProblem
 
 if TYPE_CHECKING:
-    from planner.model.gguf_file import ModelFile
+    from planner.model.gguf.reader import ModelFile
     from planner.model.routed_layers import MoeShape
     from planner.plan.load_spec import LoadSpec
     from planner.routing.trace import Trace
@@ -75,7 +75,7 @@ def trace(
 
     Ids are those of the original model, also when MODEL was rewritten with its experts permuted.
     """
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
     from planner.model.routed_layers import moe_shape
     from planner.routing import expert_counts as heats
     from planner.routing import trace as traces

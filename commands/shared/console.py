@@ -15,8 +15,8 @@ import click
 
 from planner import quoting
 from planner.errors import FileProblem
+from planner.file_kinds import kind_of, named
 from planner.files import lock, place_new, sync_folder, try_lock
-from planner.texts import kind_of, named
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -162,7 +162,7 @@ def read_text(path: Path) -> str:
 
 
 def check_target(path: Path, kind: str) -> None:
-    """FileProblem where a file of that kind (of planner.texts; PICTURE; "" for others) may not be written.
+    """FileProblem where a file of another kind (planner.file_kinds; PICTURE; "") must not be written over.
 
     Only a file of the same kind is ever replaced, and a model never.
     """

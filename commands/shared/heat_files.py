@@ -13,7 +13,7 @@ from commands.shared.models import load_inventory
 from planner.errors import FileProblem, InputError
 
 if TYPE_CHECKING:
-    from planner.model.gguf_header import Bytes
+    from planner.model.gguf.header import Bytes
     from planner.model.routed_layers import MoeShape
     from planner.routing.expert_counts import Heat
     from planner.routing.formats.detect import Imported

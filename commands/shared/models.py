@@ -23,7 +23,7 @@ def load_inventory(path: Path) -> Inventory:
         from planner.model.inventory import from_text
 
         return from_text(read_text(path), str(path))
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
 
     model = read_model(path)
     for note in model.notes:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from commands.shared.companions import first_gpu
 from commands.shared.console import say
+from commands.shared.extra_models import first_gpu
 from commands.shared.models import load_plan
 from planner.errors import OptionProblem
 from planner.model.structure import structure_of
@@ -18,7 +18,7 @@ from planner.model.units import units_of
 
 if TYPE_CHECKING:
     from planner.machine.engine_builds import Demands
-    from planner.model.gguf_file import ModelFile
+    from planner.model.gguf.reader import ModelFile
     from planner.plan.load_spec import LoadSpec
     from planner.plan.plan import Plan
     from runtime.engine.locate import Place
@@ -164,7 +164,7 @@ def open_job(
     from dataclasses import replace
 
     from planner.check.consistency import check_agreement, check_order
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
     from planner.model.units import foreign_note, units_of
     from planner.plan.load_spec import load_spec, map_devices
     from rewriter.stamp import check_plan, read_stamp
@@ -195,7 +195,7 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
     """
     from planner.constants import CPU
     from planner.memory.reserves import check_extras
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
     from planner.model.layers import layers_of
     from planner.plan.engine_rules import expected_devices
     from planner.plan.load_spec import LoadSpec

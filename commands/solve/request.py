@@ -45,8 +45,8 @@ class Inputs:
 
     def plan(self, *, advise: bool = True) -> Plan:
         """The plan; what was decided for it is said. `advise`: a refusal says what was tried and fits."""
-        from planner.passes.clock import Clock
         from planner.passes.make_plan import make_plan
+        from planner.solver.clock import Clock
 
         return make_plan(
             self.inventory,
@@ -60,7 +60,7 @@ class Inputs:
         )
 
     def _engine_fit(self, workload: Workload, settings: EngineSettings) -> EngineFit:
-        from commands.solve.fitting import Target, engine_fit
+        from commands.solve.engine_fit import Target, engine_fit
 
         where = Target(self.model, self.inventory, self.profile, self.request.budgets)
         return engine_fit(self.fit_engine, where, workload, settings)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.shared.console import PICTURE, mib, out_json, out_table, progress, say, table
-from commands.shared.figures import check_name, pyplot, save
 from commands.shared.option_types import Target
+from commands.shared.pictures import check_name, pyplot, save
 from commands.shared.spellings import ask_unit
 from commands.solve.options import Asked, asking
 from commands.solve.request import Inputs, inputs_of

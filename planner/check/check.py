@@ -20,7 +20,6 @@ from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.structure import Structure, structure_of
 from planner.model.units import foreign_note
-from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.passes.margin import STOCK_TOLERANCE_PPM
 from planner.passes.prompt_pipeline import restated
@@ -30,6 +29,7 @@ from planner.plan.known import Known
 from planner.plan.override_match import disagreements
 from planner.plan.overrides import wanted_buffers
 from planner.plan.plan import Plan, from_text, to_text
+from planner.solver.clock import Clock
 from planner.solver.deadline import Deadline
 from planner.yaml_reader import Lines
 

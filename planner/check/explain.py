@@ -11,13 +11,13 @@ from planner.check.reprice import known_of, request_of, settings_of
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
-from planner.passes.clock import Clock
 from planner.passes.make_plan import make_plan
 from planner.passes.predict import Breakdown
 from planner.plan.known import Known
 from planner.plan.load_spec import pins_host_weights, works_from_host
 from planner.plan.plan import Baseline, DeviceUse, Plan, Speculation
 from planner.site import ON_CPU, Site, SiteKind
+from planner.solver.clock import Clock
 
 _SHOWN = 6  # largest parts of a token's time
 

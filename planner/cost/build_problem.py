@@ -18,8 +18,8 @@ from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_bound
 from planner.memory import kv_cache
+from planner.memory.buffer_parts import Room, room_of
 from planner.memory.memory import NOTHING, Memory
-from planner.memory.memory_limits import Room, room_of
 from planner.model.inventory import Inventory
 from planner.model.layers import Layers, shared_kv
 from planner.model.structure import Structure

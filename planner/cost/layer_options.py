@@ -14,8 +14,8 @@ from planner.cost.unit_time import Prices, Times
 from planner.machine.attention_kernels import attends
 from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device
+from planner.memory.buffer_parts import Room
 from planner.memory.memory import Memory
-from planner.memory.memory_limits import Room
 from planner.model.units import BOUND, Kind, Unit
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known

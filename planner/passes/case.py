@@ -12,12 +12,12 @@ from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.structure import Structure
 from planner.passes.chosen import Chosen
-from planner.passes.clock import Clock
 from planner.passes.margin import simplest_within_error
 from planner.passes.stock_rules import Candidate
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.request import Request
+from planner.solver.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)

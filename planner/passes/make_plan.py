@@ -14,7 +14,6 @@ from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
-from planner.passes.clock import Clock
 from planner.passes.margin import simplest_within_error
 from planner.passes.placements import placements
 from planner.passes.record import record, search_of
@@ -24,6 +23,7 @@ from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import Plan
 from planner.plan.request import Request
+from planner.solver.clock import Clock
 from planner.solver.deadline import Deadline
 
 

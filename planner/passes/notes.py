@@ -12,8 +12,8 @@ from planner.machine.attention_kernels import kv_note
 from planner.machine.budgets import tight
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
+from planner.memory.buffer_parts import room_of
 from planner.memory.kv_cache import unstated_heads
-from planner.memory.memory_limits import room_of
 from planner.memory.reserves import estimates
 from planner.model.layers import CACHELESS
 from planner.model.units import BOUND, Kind, Unit, foreign_note

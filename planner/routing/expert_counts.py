@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from planner.errors import FieldProblem, InputError
+from planner.file_kinds import mistaken
 from planner.model.routed_layers import MoeShape
 from planner.quoting import heat_name
-from planner.texts import mistaken
 
 MAGIC = "# heat: 1"
 COLUMNS = "layer,expert,count"

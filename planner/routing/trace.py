@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import FieldProblem
+from planner.file_kinds import mistaken
 from planner.quoting import heat_name
 from planner.routing import expert_counts as heats
 from planner.routing.expert_counts import MAX_EXPERTS, MAX_LAYERS, Heat, Part, Phase
-from planner.texts import mistaken
 
 Ints = NDArray[np.int32]
 

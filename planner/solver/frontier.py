@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.solver.capacities import Bools, Floats, binding, grain_of, share_memory, share_sets, with_modes
 from planner.solver.labels import NEVER, Ints, Labels, joined, pareto
-from planner.solver.limits import Bools, Floats, binding, grain_of, share_memory, share_sets, with_modes
 from planner.solver.problem import Problem, Solution
 from planner.solver.stages import FORBIDDEN, stage_cost, stage_of, stage_over
 

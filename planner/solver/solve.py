@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.solver import counts, frontier
+from planner.solver import counting, frontier
+from planner.solver.capacities import binding, free_shares
 from planner.solver.cp_sat import ExactModel
 from planner.solver.deadline import Deadline
-from planner.solver.limits import binding, free_shares
-from planner.solver.prefixes import Part, parts
+from planner.solver.host_prefixes import Part, parts
 from planner.solver.problem import Problem, Solution
 
 _LEAST_S = 0.01  # CP-SAT takes no limit of zero for a limit
@@ -58,7 +58,7 @@ def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None 
     best = Solved("unknown", hint, price_of(problem, hint) if hint else 0, 0)
     if frontier.applies(problem) and frontier.simple(problem):
         best = _frontier(problem, best, limits)
-    if best.status == "unknown" and counts.applies(problem) and not limits.deadline.over():
+    if best.status == "unknown" and counting.applies(problem) and not limits.deadline.over():
         best = _counted(problem, best, limits)
     found = solve_cp(problem, best, limits) if best.status == "unknown" else best
     if found.status not in ("optimal", "infeasible"):
@@ -117,7 +117,7 @@ class Clock:
 
 def _relaxed(cp: Any, problem: Problem, below_ns: int | None, clock: Clock, limits: Limits) -> Relaxed | None:
     """The relaxation's optimum; None when nothing below `below_ns` exists."""
-    relaxed = counts.CountModel(cp, problem)
+    relaxed = counting.CountModel(cp, problem)
     if below_ns is not None:
         relaxed.model.add(relaxed.objective < below_ns)
     work = limits.work(max(clock.left_s, 0.1))
@@ -201,7 +201,7 @@ def _closed(
     return best, False
 
 
-def _focus(relaxed: counts.CountModel, solver: Any) -> frontier.Focus:
+def _focus(relaxed: counting.CountModel, solver: Any) -> frontier.Focus:
     """Where the relaxation's optimum lies: the shares it pays, the mixed costs it pays or avoids."""
     paid = free_shares(relaxed.problem, binding(relaxed.problem)) | {
         i for i, var in enumerate(relaxed.used) if solver.boolean_value(var)

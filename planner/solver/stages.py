@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.solver.capacities import Floats, Memory
 from planner.solver.labels import Ints
-from planner.solver.limits import Floats, Memory
 from planner.solver.problem import Problem
 
 FORBIDDEN = 2**52  # a hand-over that must not be: above every price, and its sums stay exact

@@ -12,7 +12,7 @@ from planner.errors import EngineProblem
 from planner.machine.op_time import Case
 from profiler.operators import graphs
 from profiler.operators.arena import Arena, MiB, sane_bytes
-from profiler.operators.samples import MIN_PASSES, WARM_PASSES, Sample, reduce, repeat
+from profiler.operators.timings import MIN_PASSES, WARM_PASSES, Sample, reduce, repeat
 from runtime.engine.ggml import Device, Ggml, Handle
 
 MAX_NODES = 1024

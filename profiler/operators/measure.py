@@ -14,11 +14,11 @@ from planner.constants import CPU
 from planner.errors import AtsplanError, MachineError
 from planner.machine.op_time import Case
 from profiler import host
-from profiler.operators import figures, links, thermal
+from profiler.operators import device_figures, links, thermal
 from profiler.operators.arena import MiB
 from profiler.operators.bench import Bench
 from profiler.operators.cases import NOT_SUPPORTED, Place, job_of
-from profiler.operators.pace import Pace
+from profiler.operators.time_share import Pace
 from runtime.child.serve import Message as Line
 from runtime.child.serve import serve_lines
 from runtime.engine import gpu_usage
@@ -82,9 +82,9 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
     for device in devices:
         place = next(p for p in all_places if p.device == device.name)
         size = arena_bytes(device, caches.last_bytes)
-        with figures.bench(ggml, device, place, 0, size, caches.last_bytes) as at:
+        with device_figures.bench(ggml, device, place, 0, size, caches.last_bytes) as at:
             threads, rates = _threads(at, request["threads"], limit_s)
-            measured = figures.measure(at, limit_s)
+            measured = device_figures.measure(at, limit_s)
             taken = _taken(device_id(ggml, device), before, at.arena.size_bytes)
         yield {
             "kind": "device",
@@ -116,8 +116,8 @@ def _taken(pci_id: str, before: Mapping[str, int], arena_bytes: int) -> int:
 def _zero_copy(ggml: Ggml, place: Place, limit_s: float) -> Line:
     """How fast kernels of a device read pinned host memory."""
     device = ggml.device(place.device)
-    with figures.bench(ggml, device, place, 0, 256 * MiB, 0) as at:
-        rate = figures.rate(at, figures.PRODUCT, limit_s)
+    with device_figures.bench(ggml, device, place, 0, 256 * MiB, 0) as at:
+        rate = device_figures.rate(at, device_figures.PRODUCT, limit_s)
     return {"kind": "zero-copy", "device": place.device, "bytes_per_s": rate}
 
 
@@ -128,7 +128,8 @@ def _threads(at: Bench, asked: int, limit_s: float) -> tuple[int, dict[int, int]
         at.ggml.set_threads(at.device, at.backend, asked)
         return asked, {}
     cores = host.cores()
-    return figures.best_threads(at, figures.thread_candidates(cores.physical, cores.usable), limit_s)
+    candidates = device_figures.thread_candidates(cores.physical, cores.usable)
+    return device_figures.best_threads(at, candidates, limit_s)
 
 
 def _links(ggml: Ggml, devices: list[Device]) -> Iterator[Line]:
@@ -166,7 +167,8 @@ def _cases(ggml: Ggml, request: Line) -> Iterator[Line]:
     cache = host.caches().last_bytes
     for place, group in groupby(jobs, key=lambda job: job.place):
         device = ggml.device(place.device)
-        with figures.bench(ggml, device, place, request["threads"], arena_bytes(device, cache), cache) as at:
+        size = arena_bytes(device, cache)
+        with device_figures.bench(ggml, device, place, request["threads"], size, cache) as at:
             for job in group:
                 yield {"kind": "start", "key": job.key}
                 with pace.case() as limit_s:
@@ -174,7 +176,7 @@ def _cases(ggml: Ggml, request: Line) -> Iterator[Line]:
                 yield {"kind": "case", "key": job.key, **time}
             if place.kind == "own":  # the machine may have been busier when the stream was first measured
                 why = list(thermal.gpu_reasons()) if device.kind != "cpu" else []
-                rate = figures.stream_rate(at, limit_s)
+                rate = device_figures.stream_rate(at, limit_s)
                 yield {"kind": "stream", "device": place.device, "bytes_per_s": rate, "slowed": why}
     if (events := thermal.cpu_events() - slowed) > 0:
         yield {"kind": "heat", "events": events}

@@ -8,8 +8,8 @@ from math import exp, log
 from typing import TYPE_CHECKING, Any
 
 from profiler.routed.codes import Habits, UnfitRouting, chosen_by_code
-from profiler.routed.figures import Figures, measure
 from profiler.routed.stream import codes_of
+from profiler.routed.trace_figures import Figures, measure
 
 if TYPE_CHECKING:
     import numpy as np

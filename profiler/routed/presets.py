@@ -34,9 +34,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from profiler.routed.codes import Habits
-from profiler.routed.figures import Figures
 from profiler.routed.fit import fit
 from profiler.routed.stream import FIRST_ID
+from profiler.routed.trace_figures import Figures
 from profiler.synth.build import SynthSpec
 
 

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from planner.errors import FileProblem
 from planner.files import sync_folder
-from planner.model.gguf_shards import output_name, parse_name
-from planner.model.half_published import JOURNAL
+from planner.model.gguf.half_published import JOURNAL
+from planner.model.gguf.shards import output_name, parse_name
 from planner.records import Record, digest, dump, load
 
 OLD = "old"  # folder of what is replaced, beside the journal

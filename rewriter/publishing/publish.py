@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import AtsplanError, FileProblem, MachineError
+from planner.file_kinds import kind_of, named
 from planner.files import locked, try_lock
-from planner.model.gguf_shards import output_name
-from planner.model.half_published import JOURNAL, staging_prefix
-from planner.texts import kind_of, named
+from planner.model.gguf.half_published import JOURNAL, staging_prefix
+from planner.model.gguf.shards import output_name
 from rewriter.manifest import MOST_BYTES, Manifest, from_text
 from rewriter.publishing.journal import belongs
 from rewriter.publishing.put_in_place import put_in_place, recover

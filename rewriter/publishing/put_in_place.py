@@ -16,7 +16,7 @@ from pathlib import Path
 
 from planner.errors import MachineError
 from planner.files import place_new, sync_folder
-from planner.model.half_published import JOURNAL
+from planner.model.gguf.half_published import JOURNAL
 from rewriter.publishing.journal import OLD, Journal, is_first, known, looks_like, read_journal, write_journal
 
 

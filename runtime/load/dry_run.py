@@ -141,7 +141,7 @@ def _less_stripes(devices: dict[str, Breakdown], model_path: Path, spec: LoadSpe
     """Here a striped tensor counts whole on its device; its cold part will lie in host memory."""
     if not any(Site.of_buffer(buffer).divided for _, buffer in spec.overrides):
         return devices
-    from planner.model.gguf_file import read_model
+    from planner.model.gguf.reader import read_model
     from runtime.stripes.widths import host_bytes, slot_bytes
 
     found = dict(devices)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from planner.constants import CPU, EXPERTS_KEY
 from planner.errors import MachineError
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import LoadSpec, Residents
 from planner.site import Site, SiteKind
 from runtime.hybrid.config import Config, Resident

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import FileProblem
-from planner.model.gguf_header import Bytes, Header, KeyValue, parse_header
+from planner.model.gguf.header import Bytes, Header, KeyValue, parse_header
 from planner.routing.expert_counts import MAX_EXPERTS, Phase
 from planner.routing.found import Found, RawPart
 from planner.routing.trace import Trace

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.errors import FileProblem
-from planner.model.gguf_header import Bytes
+from planner.model.gguf.header import Bytes
 from planner.model.routed_layers import MoeShape
 from planner.routing import expert_counts as heats
 from planner.routing import trace as traces

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from planner.constants import EXPERTS_KEY
 from planner.errors import FileProblem
-from planner.model.gguf_header import Bytes, parse_header
+from planner.model.gguf.header import Bytes, parse_header
 from planner.plan import plan as plans
 from planner.routing.formats.binary import mbolt_orders, numbers
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from planner.constants import SIZE_KEY
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
-from planner.model.gguf_header import Header, KeyValue, TensorInfo, pad, parse_header
-from planner.model.gguf_magic import MAGIC, part_advice
-from planner.model.gguf_sanity import check_counts, check_layers, wrong_types
-from planner.model.gguf_shards import (
+from planner.model.gguf.half_published import half_published
+from planner.model.gguf.header import Header, KeyValue, TensorInfo, pad, parse_header
+from planner.model.gguf.magic import MAGIC, part_advice
+from planner.model.gguf.sanity import check_counts, check_layers, wrong_types
+from planner.model.gguf.shards import (
     ShardProblems,
     check_set,
     find_first,
@@ -30,7 +31,6 @@ from planner.model.gguf_shards import (
     parse_name,
     shard_paths,
 )
-from planner.model.half_published import half_published
 from planner.model.inventory import Hparam, Inventory, Shard, Tensor, is_count
 from planner.quoting import short, utf8
 

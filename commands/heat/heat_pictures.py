@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from commands.shared.figures import pyplot, save
+from commands.shared.pictures import pyplot, save
 
 if TYPE_CHECKING:
     from planner.routing.expert_counts import Heat

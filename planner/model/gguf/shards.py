@@ -9,8 +9,8 @@ from pathlib import Path
 from planner.constants import OWN_PREFIX
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import type_name
-from planner.model.gguf_header import Header
-from planner.model.half_published import half_published
+from planner.model.gguf.half_published import half_published
+from planner.model.gguf.header import Header
 
 SET_KEY = OWN_PREFIX + "set"  # in every shard of a rewritten model: the same text, of this set alone
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from planner.constants import OWN_PREFIX
 from planner.errors import FileProblem
-from planner.model.gguf_magic import MAGIC, not_gguf, part_advice
+from planner.model.gguf.magic import MAGIC, not_gguf, part_advice
 from planner.quoting import short
 
 DEFAULT_ALIGNMENT = 32

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.shared.console import PICTURE, out, out_json, say
-from commands.shared.figures import check_name
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.models import load_plan
 from commands.shared.option_types import Number, Target
+from commands.shared.pictures import check_name
 from planner.solver.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def command(
         for note in plan.notes:
             say(f"note: {note}")
     if plot is not None:
-        from commands.plan_picture import draw_plan
+        from commands.explain.plan_picture import draw_plan
 
         draw_plan(plan, plot)
         say(f"wrote {plot}")
@@ -78,7 +78,7 @@ def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float | N
     """The plan with 1 GiB more on the device that limits it."""
     from planner.check.explain import binding, with_more
     from planner.constants import GIB
-    from planner.passes.clock import Clock
+    from planner.solver.clock import Clock
 
     tight = binding(plan)
     inputs = library.of(plan, path)

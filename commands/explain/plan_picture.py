@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands.shared.figures import pyplot, save
+from commands.shared.pictures import pyplot, save
 from planner.quoting import mathtext
 from planner.site import Site, SiteKind
 

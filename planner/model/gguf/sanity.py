@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from planner.block_names import block_digits
 from planner.constants import MAX_LAYERS
 from planner.errors import FileProblem
-from planner.model.gguf_header import Header
+from planner.model.gguf.header import Header
 from planner.model.inventory import Hparam, is_count, too_many_used, wrong_counts
 from planner.quoting import short
 

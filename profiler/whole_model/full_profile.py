@@ -8,13 +8,13 @@ from pathlib import Path
 
 from planner.machine.op_time import Case
 from planner.machine.profile import Profile
-from planner.model.gguf_file import read_model
+from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from profiler import session
 from profiler.session import Found, Measured, Request, Watcher
-from profiler.whole_model import whole
+from profiler.whole_model import calibration_runs
 from profiler.whole_model.calibrate import Run
-from profiler.whole_model.whole import Model
+from profiler.whole_model.calibration_runs import Model
 
 
 def complete(
@@ -30,9 +30,9 @@ def complete(
     found = session.look(request, watch)
     with tempfile.TemporaryDirectory(prefix="atsplan-") as folder:
         ran = _runs(request, found, Path(folder), model, watch)
-    extra = [c for m, _ in ran if not m.own for c in whole.generated_cases(m.inventory)]
+    extra = [c for m, _ in ran if not m.own for c in calibration_runs.generated_cases(m.inventory)]
     measured = session.operators(request, found, [*cases, *extra], watch)
-    return measured, whole.calibrated(measured.profile, ran)
+    return measured, calibration_runs.calibrated(measured.profile, ran)
 
 
 def _runs(
@@ -40,13 +40,13 @@ def _runs(
 ) -> list[tuple[Model, list[Run]]]:
     """Every model with its runs; one that no device but the CPU could run in time is not asked twice."""
     ran: list[tuple[Model, list[Run]]] = []
-    if whole.gpus_of(found):
+    if calibration_runs.gpus_of(found):
         watch.stage("generated model")
-        path = whole.generated(folder)
-        made = whole.of_machine(found, path, read_model(path).inventory)
-        ran.append((made, whole.measured(found, made, request, watch)))
+        path = calibration_runs.generated(folder)
+        made = calibration_runs.of_machine(found, path, read_model(path).inventory)
+        ran.append((made, calibration_runs.measured(found, made, request, watch)))
     if model is not None and all(runs for _, runs in ran):
         watch.stage(model[0].name)
-        own = whole.of_model(found, *model)
-        ran.append((own, whole.measured(found, own, request, watch)))
+        own = calibration_runs.of_model(found, *model)
+        ran.append((own, calibration_runs.measured(found, own, request, watch)))
     return ran

@@ -96,7 +96,7 @@ def command(
 
 def _list(path: Path, library: InputLibrary) -> None:
     from planner.check.check import read_plan
-    from planner.plan.listing import device_lines, override_lines
+    from planner.plan.plan_lines import device_lines, override_lines
 
     plan, _ = read_plan(read_text(path), str(path))
     if plan is None:
@@ -113,9 +113,9 @@ def _smoke(
     engine: str | None,
     llama_h: Path | None,
 ) -> None:
+    from commands.check.smoke_test import smoke
     from commands.shared.models import load_plan
     from commands.shared.plan_job import open_job
-    from commands.smoke import smoke
 
     model = library.model_file(load_plan(path))
     say(f"{path}: smoke test")

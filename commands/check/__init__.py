@@ -1,0 +1,1 @@
+"""Plans checked again, without model or GPU, and on request with them."""

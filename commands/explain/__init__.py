@@ -1,0 +1,1 @@
+"""What a plan is limited by, in words and as a picture."""

@@ -1,0 +1,1 @@
+"""GGUF files as bytes: header, tensor table, shards, and what damage looks like."""
