@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tensor_tables import Row, inventory_of
+from benchmarks.inputs.tensor_tables import Row, inventory_of
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Finding
 from planner.cost.build_problem import Priced, analyse, build_problem

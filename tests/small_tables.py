@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.tensor_tables import Row, inventory_of
+from benchmarks.inputs.tensor_tables import Row, inventory_of
 from planner.model.inventory import Hparam, Inventory
 
 

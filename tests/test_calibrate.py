@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import predict, replay
+from benchmarks.predict import judge, replay
 from planner.machine import presets
 from planner.machine import profile as profiles
 from planner.machine.profile import Calibration
@@ -82,9 +82,9 @@ def test_placements_measured_on_an_h200_are_predicted(name: str) -> None:
     profile = profiles.from_text((folder / "profile.yaml").read_text(), "profile.yaml")
     path = next(folder.glob("*.inventory.yaml"))
     inventory = inventories.from_text(path.read_text(), path.name)
-    rows = predict.read_rows(folder / "runs.csv", inventory.name)
+    rows = judge.read_rows(folder / "runs.csv", inventory.name)
     assert sum(row.kind == "random" for row in rows) >= 12
-    alone, fitted, _ = predict.judge(inventory, rows, profile, (512, 24))
+    alone, fitted, _ = judge.judge(inventory, rows, profile, (512, 24))
     summary = fitted.summary()
     assert summary["placements"] >= 18
     assert summary["decode_median"] <= 0.055
@@ -114,8 +114,8 @@ def test_published_points_that_spill_or_thrash_are_named_not_fitted() -> None:
 
 
 def test_spearman_is_that_of_ranks() -> None:
-    assert predict.spearman([(1, 10), (2, 100), (3, 1000)]) == pytest.approx(1)
-    assert predict.spearman([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1)
+    assert judge.spearman([(1, 10), (2, 100), (3, 1000)]) == pytest.approx(1)
+    assert judge.spearman([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1)
 
 
 def test_every_placement_is_told_to_the_engine_and_known_to_the_planner(table: Inventory) -> None:
@@ -201,11 +201,11 @@ def test_placements_of_a_software_gpu_are_told_apart_from_measurements() -> None
     assert any(w.startswith("unsteady") for w in profile.warnings)
     for path in sorted(folder.glob("*.inventory.yaml")):
         inventory = inventories.from_text(path.read_text(), path.name)
-        rows = predict.read_rows(folder / "runs.csv", inventory.name)
+        rows = judge.read_rows(folder / "runs.csv", inventory.name)
         kinds = [row.kind for row in rows]
         assert kinds.count("random") >= 24
         assert kinds.count("sensible") >= 8
-        alone, fitted, _ = predict.judge(inventory, rows, profile, (8, 4))
+        alone, fitted, _ = judge.judge(inventory, rows, profile, (8, 4))
         assert fitted.summary()["decode_median"] < alone.summary()["decode_median"]
         assert (
             fitted.profile.calibrations[0].residual_ppm > calibration_runs.DOUBTFUL_PPM

@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 from engines import ROOT
 
-from benchmarks import consumer
-from benchmarks.consumer import ByEnvironment, CompetingStream, NotPaced, Pace, calibrated, conditions, pick
+from benchmarks.rounds import consumer
+from benchmarks.rounds.consumer import (
+    ByEnvironment,
+    CompetingStream,
+    NotPaced,
+    Pace,
+    calibrated,
+    conditions,
+    pick,
+)
 
 FREE = 55.0
 
@@ -86,7 +94,7 @@ def _words(pid: str) -> bytes:
 
 
 def test_the_child_copies_as_told() -> None:
-    command = [sys.executable, "-m", "benchmarks.link_stream", "host"]
+    command = [sys.executable, "-m", "benchmarks.rounds.link_stream", "host"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, input="2 0.5\n0 0\n", capture_output=True, text=True, env=environment, cwd=ROOT, check=True

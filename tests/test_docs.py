@@ -129,7 +129,7 @@ BENCHMARKS = sorted(
     {
         match[0]
         for path in DOCUMENTS
-        for match in re.findall(r"`python ((-m )?benchmarks[./]\w+(\.py)?)", path.read_text(encoding="utf-8"))
+        for match in re.findall(r"`python ((-m )?benchmarks([./]\w+)+)", path.read_text(encoding="utf-8"))
     }
 )
 

@@ -10,7 +10,7 @@ from made_models import CONTEXTS, hparams, make
 from planning_models import MIB, machine, plan, sites
 from sparse_model import write_sparse
 
-from benchmarks.tensor_tables import Row, inventory_of
+from benchmarks.inputs.tensor_tables import Row, inventory_of
 from planner.memory.compute_buffer import compute_bytes, output_bytes
 from planner.memory.kv_cache import kv_bytes
 from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes

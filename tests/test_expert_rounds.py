@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import expert_rounds as bench
-from benchmarks.consumer import CompetingStream
-from benchmarks.live import Live, Work
-from benchmarks.rounds import Bench, Cell, Journal, whole_rounds
+from benchmarks.rounds import experts as bench
+from benchmarks.rounds.consumer import CompetingStream
+from benchmarks.rounds.live import Live, Work
+from benchmarks.rounds.paired import Bench, Cell, Journal, whole_rounds
 from planner.errors import EngineProblem
 from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
@@ -75,4 +75,4 @@ def test_a_contender_that_dies_is_recorded_and_leaves_nothing(tmp_path: Path) ->
 
 
 def test_another_contender_is_plugged_in_by_name() -> None:
-    assert bench.plugged("benchmarks.expert_rounds:n_cpu_moe") is bench.n_cpu_moe
+    assert bench.plugged("benchmarks.rounds.experts:n_cpu_moe") is bench.n_cpu_moe

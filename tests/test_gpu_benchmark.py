@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_contenders, gpu_models, gpu_report
+from benchmarks.gpu import contenders, generated_models, report
 from planner.workload import Workload
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -22,11 +22,11 @@ def runs() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name, spec in gpu_models.MODELS.items() if spec.n_expert])
+@pytest.mark.parametrize("name", [name for name, spec in generated_models.MODELS.items() if spec.n_expert])
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
 def test_widths_fill_the_budget_to_the_granule(name: str, share: float) -> None:
-    shape = gpu_contenders.shape_of(gpu_models.inventory(name))
-    made = gpu_contenders.stripes(shape, Workload(), share)
+    shape = contenders.shape_of(generated_models.inventory(name))
+    made = contenders.stripes(shape, Workload(), share)
     widths = [int(buffer.rpartition(":")[2]) for _, buffer in made.spec.overrides]
     assert len(widths) == len(shape.moe_layers)
     used, budget = sum(map(shape.hot_bytes, widths)), share * shape.expert_bytes
@@ -34,9 +34,9 @@ def test_widths_fill_the_budget_to_the_granule(name: str, share: float) -> None:
     assert budget - 2 * MIB * len(shape.slabs) * 2 < used <= budget
 
 
-@pytest.mark.parametrize("name", list(gpu_models.MODELS))
+@pytest.mark.parametrize("name", list(generated_models.MODELS))
 def test_models_are_of_real_size(name: str) -> None:
-    assert gpu_models.inventory(name).size_bytes >= 16 * 2**30
+    assert generated_models.inventory(name).size_bytes >= 16 * 2**30
 
 
 def test_striped_runs_gave_the_logits_of_whole_vram(runs: list[dict[str, Any]]) -> None:
@@ -47,7 +47,7 @@ def test_striped_runs_gave_the_logits_of_whole_vram(runs: list[dict[str, Any]]) 
 
 def test_striped_memory_is_what_granules_predict(runs: list[dict[str, Any]]) -> None:
     for run in (r for r in runs if r["contender"] == "stripes"):
-        shape = gpu_contenders.shape_of(gpu_models.inventory(run["model"]))
+        shape = contenders.shape_of(generated_models.inventory(run["model"]))
         hot = sum(part["device"] for part in run["stripes"])
         outside = next(
             r["vram_bytes"]
@@ -60,7 +60,7 @@ def test_striped_memory_is_what_granules_predict(runs: list[dict[str, Any]]) -> 
 
 
 def test_strong_skew_wins_by_the_aim_in_every_cell(runs: list[dict[str, Any]]) -> None:
-    strong = [r for r in gpu_report.compare(runs) if r["cell"][1] == "strong" and "decode" in r["measure"]]
+    strong = [r for r in report.compare(runs) if r["cell"][1] == "strong" and "decode" in r["measure"]]
     assert len(strong) == 8
     assert all(r["stock"][0] / r["ours"]["stripes"] >= 1.3 for r in strong)
 
@@ -78,7 +78,7 @@ def cells() -> list[dict[str, Any]]:
 
 
 def test_the_documents_say_what_plans_reached(cells: list[dict[str, Any]]) -> None:
-    compared = [r for r in gpu_report.compare(cells) if "plan" in r["ours"]]
+    compared = [r for r in report.compare(cells) if "plan" in r["ours"]]
     ratios = {(*r["cell"], r["measure"]): round(r["stock"][0] / r["ours"]["plan"], 2) for r in compared}
     assert len(ratios) == 26
     assert [ratios["gpt-oss", "moderate", n, "decode@0"] for n in (50, 25)] == [1.26, 1.31]

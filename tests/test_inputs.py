@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tensor_tables import inventory_of, read_table
+from benchmarks.inputs.tensor_tables import inventory_of, read_table
 from planner.errors import FieldProblem
 from planner.memory.compute_buffer import compute_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
@@ -160,7 +160,7 @@ def test_more_experts_used_than_there_are_is_refused_at_its_line() -> None:
 
 
 def test_the_page_beside_the_inventories_names_each_and_its_origin() -> None:
-    made = runpy.run_path(str(INPUTS.parent.parent / "benchmarks" / "make_inputs.py"))
+    made = runpy.run_path(str(INPUTS.parent.parent / "benchmarks" / "inputs" / "make_inputs.py"))
     assert (INPUTS / "README.md").read_text() == made["notes"]()
     assert {source.name for source in made["SOURCES"]} == {
         f.name.removesuffix(".inventory.yaml") for f in FILES

@@ -11,7 +11,7 @@ from gguf_bytes import STR, U32, T, arch, gguf, kv
 from sparse_model import write_sparse
 
 from atsplan import main
-from benchmarks.tensor_tables import Row, inventory_of
+from benchmarks.inputs.tensor_tables import Row, inventory_of
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import from_text, to_text
 from profiler.synth.synth import SynthSpec, write

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from sparse_model import write_sparse
 
 from atsplan import main
-from benchmarks.tensor_tables import Row, inventory_of
+from benchmarks.inputs.tensor_tables import Row, inventory_of
 from planner.memory.reserves import projector_compute_bytes
 from planner.plan.plan import Plan, from_text
 

@@ -11,7 +11,7 @@ from planning_models import MIB, machine, moe, plan, real, sites, timed
 from sparse_model import write_sparse
 
 from atsplan import main
-from benchmarks.tensor_tables import Row, inventory_of
+from benchmarks.inputs.tensor_tables import Row, inventory_of
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Severity
 from planner.errors import OptionProblem

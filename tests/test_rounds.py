@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from engines import ROOT
 
-from benchmarks.rounds import (
+from benchmarks.rounds.paired import (
     BadJournal,
     Bench,
     Cell,
@@ -132,7 +132,7 @@ def test_without_room_for_all_each_is_loaded_for_its_run(tmp_path: Path) -> None
 _INTERRUPTED = """
 import os, signal, sys
 from pathlib import Path
-from benchmarks.rounds import Bench, Cell, Contender, Journal, Session
+from benchmarks.rounds.paired import Bench, Cell, Contender, Journal, Session
 
 class Slow(Session):
     def __init__(self, name): self.name = name
@@ -266,8 +266,8 @@ def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
 
 def test_loaded_models_take_turns_over_the_same_stream(tmp_path: Path) -> None:
     """The real engine in two processes, which read the same tokens and find the same logits."""
-    from benchmarks import visit
-    from benchmarks.live import Live, Work
+    from benchmarks.rounds import visit
+    from benchmarks.rounds.live import Live, Work
     from planner.plan.load_spec import LoadSpec
     from planner.workload import Workload
     from profiler.routed import model

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning_models import MIB, machine, priced
 from random_problems import brute_force, sharing_problem
 
-from benchmarks.tensor_tables import Row, inventory_of
+from benchmarks.inputs.tensor_tables import Row, inventory_of
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.profile import Profile

@@ -1,6 +1,6 @@
 """Published runs replayed: calibrate on one point of each set, predict the others.
 
-    python -m benchmarks.replay [--runs]
+    python -m benchmarks.predict.replay [--runs]
 
 The figures in data/replay_runs.csv were typed from public reports; the host's memory rate is stated in
 none of them, so the calibrating point (the one in the middle) fits mostly the CPU's scale; the card
@@ -27,7 +27,7 @@ from planner.workload import Workload
 from profiler.whole_model.calibrate import Parameter, solve
 from profiler.whole_model.placements import Placement, Predictor, movable
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent
 INPUTS = HERE.parent / "plans" / "inputs"
 HOST_SIGMA, CARD_SIGMA = 2.0, 0.3  # how far a scale may lie from 1: memory is not stated, cards are
 LINEAR = ("S05c", "S12")  # sets that lie on a straight line: here 5 % is asked

@@ -1,6 +1,6 @@
-"""Predicted against measured decode and prefill: python -m benchmarks.predict FOLDER
+"""Predicted against measured decode and prefill: python -m benchmarks.predict.judge FOLDER
 
-FOLDER comes from predict_measure.py. The cost model is calibrated on the runs marked "calibration"
+FOLDER comes from measure.py. The cost model is calibrated on the runs marked "calibration"
 (and once more without any, to show what calibration is worth) and judged on the sensible and random
 placements, which the fit never saw.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.predict_measure import workload_of
+from benchmarks.predict.measure import workload_of
 from planner.machine import profile as profiles
 from planner.machine.profile import Profile
 from planner.model import inventory as inventories

@@ -1,7 +1,7 @@
 """Copies that take their share of the link between host and GPU, in a process of their own.
 
-    python -m benchmarks.link_stream cuda:0        copies as told on stdin, a line `STREAMS BUSY` at a time
-    python -m benchmarks.link_stream cuda:0 0.3    measures for 0.3 s and prints what it got, in GB/s
+    python -m benchmarks.rounds.link_stream cuda:0      copies as told on stdin, lines of `STREAMS BUSY`
+    python -m benchmarks.rounds.link_stream cuda:0 0.3  measures for 0.3 s and prints what it got, in GB/s
 
 STREAMS copies run at once, each for the share BUSY of the time. `host` instead of `cuda:N` copies inside
 host memory: the same on a machine without a GPU.

@@ -1,6 +1,6 @@
 """A busy link: copies from pinned host memory to a GPU until ended, as another program would cause.
 
-    python -m benchmarks.gpu_link ENGINE [DEVICE]
+    python -m benchmarks.gpu.link ENGINE [DEVICE]
 
 Prints what it copies, in GB/s, once a second. The nearest thing to a slower bus where the card's own
 settings must stay as they are: what runs beside it gets the rest of the bandwidth.
@@ -45,7 +45,7 @@ def copy_for_ever(engine_path: str, device: str) -> None:
 @contextmanager
 def busy(engine_path: str, device: str) -> Iterator[None]:
     """Copies in a child process inside the block."""
-    command = python("-m", "benchmarks.gpu_link", engine_path, device)
+    command = python("-m", "benchmarks.gpu.link", engine_path, device)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as child:
         assert child.stdout is not None
         child.stdout.readline()

@@ -1,7 +1,7 @@
 #!/bin/bash
 # What one profile of a GPU machine takes and is worth, on a 48-layer MoE of 16 GiB that this makes first:
 #
-#     bash benchmarks/gpu_profile.sh ENGINE_FOLDER RESULTS_FOLDER [WORK_FOLDER]
+#     bash benchmarks/gpu/profile.sh ENGINE_FOLDER RESULTS_FOLDER [WORK_FOLDER]
 #
 # 1. one profile, timed; 2. one interrupted after 20 s and continued; 3. plans for three budgets from the first;
 # 4. those plans measured beside the best --n-cpu-moe. About 8 minutes on an H200.
@@ -19,8 +19,8 @@ timed() { # NAME COMMAND...: the seconds of a command, into times.txt
     echo "$name: $((SECONDS - begin)) s, exit code $code" | tee -a "$out/times.txt"
 }
 make_model() {
-    "$python" -c "import sys; from pathlib import Path; from benchmarks import gpu_models
-gpu_models.make('qwen3moe', Path(sys.argv[1]))" "$work"
+    "$python" -c "import sys; from pathlib import Path; from benchmarks.gpu import generated_models
+generated_models.make('qwen3moe', Path(sys.argv[1]))" "$work"
 }
 whole() { atsplan profile "$model" --engine "$engine" -o "$out/profile.yaml" >"$out/profile.txt"; }
 interrupted() {

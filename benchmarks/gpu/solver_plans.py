@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.gpu_contenders import GPU, Contender
+from benchmarks.gpu.contenders import GPU, Contender
 from planner.machine.budgets import budgets_for
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory

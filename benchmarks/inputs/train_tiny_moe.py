@@ -1,8 +1,8 @@
 """Trains tests/data/tiny-moe.gguf: a byte-level qwen3moe that has learned which expert to ask.
 
-    python -m benchmarks.train_tiny_moe --out tests/data/tiny-moe.gguf --steps 1500
-    python -m benchmarks.train_tiny_moe --out tests/data/tiny-moe-64.gguf --experts 64 --used 8 --ff 32 \
-        --steps 450
+    python -m benchmarks.inputs.train_tiny_moe --out tests/data/tiny-moe.gguf --steps 1500
+    python -m benchmarks.inputs.train_tiny_moe --out tests/data/tiny-moe-64.gguf --experts 64 --used 8 \
+        --ff 32 --steps 450
 
 The first has 16 experts, 4 for a token; the second is trained in the same way with 64, of which a token
 uses 8.
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.tiny_moe_model import Shape, TinyMoe
+from benchmarks.inputs.tiny_moe_model import Shape, TinyMoe
 from profiler.synth.vocab import byte_letters
 
 BATCH, SEQUENCE = 24, 192

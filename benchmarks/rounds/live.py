@@ -1,7 +1,7 @@
 """A contender that stays loaded: one child process that measures each time it is asked.
 
-The parent's side is `Live`, a Session of rounds.py; the child's is `python -m benchmarks.live`. Tokens are a
-stream of the model's own habits (profiler.routed), the same for every contender in the same round, so that
+The parent's side is `Live`, a Session of paired.py; the child's is `python -m benchmarks.rounds.live`.
+Tokens are a stream of the model's own habits (profiler.routed), the same for every contender in the same round, so that
 caches meet the locality the model was made for; a model without habits is given random tokens.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import rounds
+from benchmarks.rounds import paired
 from planner.errors import AtsplanError, EngineProblem
 from planner.plan.load_spec import LoadSpec
 from runtime.child import process
@@ -47,7 +47,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class Live(rounds.Session):
+class Live(paired.Session):
     """A loaded model in a child process; entering loads it."""
 
     engine: str
@@ -60,7 +60,7 @@ class Live(rounds.Session):
 
     def __enter__(self) -> Live:
         self._process = subprocess.Popen(
-            python("-m", "benchmarks.live"),
+            python("-m", "benchmarks.rounds.live"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
-"""Hybrid experts as contenders of benchmarks.expert_rounds, at no more VRAM than the stock rules hold:
+"""Hybrid experts as contenders of benchmarks.rounds.experts, at no more VRAM than the stock rules hold:
 
-    python -m benchmarks.expert_rounds … --ours "all lanes=benchmarks.hybrid_contender:all_lanes"
+    python -m benchmarks.rounds.experts … --ours "all lanes=benchmarks.rounds.hybrid_contender:all_lanes"
 
 Slots hold the experts that are hottest on a stream of the same habits and another seed than the measured one.
 """
@@ -12,9 +12,9 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks import gpu_contenders as rules
-from benchmarks.expert_rounds import Setup
-from benchmarks.rounds import Session
+from benchmarks.gpu import contenders as rules
+from benchmarks.rounds.experts import Setup
+from benchmarks.rounds.paired import Session
 from planner.plan.load_spec import LoadSpec
 from planner.site import Site, SiteKind
 from profiler.routed import codes, stream

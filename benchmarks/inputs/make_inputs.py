@@ -1,6 +1,6 @@
 """Make plans/inputs/*.inventory.yaml from collected tensor tables and model configurations.
 
-    python benchmarks/make_inputs.py DATA [MODEL…]
+    python benchmarks/inputs/make_inputs.py DATA [MODEL…]
 
 DATA holds tables (`name,ne,type,bytes`) and Hugging Face `config.json` copies in the folders that
 SOURCES names. The hyperparameters get the keys that llama.cpp's converter would write.
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tensor_tables import inventory_of, read_table
+from benchmarks.inputs.tensor_tables import inventory_of, read_table
 from planner.model.inventory import Hparam, Inventory, to_text
 
-INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
+INPUTS = Path(__file__).resolve().parent.parent.parent / "plans" / "inputs"
 PUBLISHED = Path(__file__).parent / "published_configs.json"  # of models whose config.json was not collected
 Config = Mapping[str, Any]
 Hparams = dict[str, Hparam]
@@ -221,7 +221,7 @@ TIED = "Output tied to the embedding."
 FROM_TYPES = "Sizes from type and shape."
 HEADING = """# Inventories of real models
 
-Tensor tables with names, shapes, types and sizes; no weights. Written by `benchmarks/make_inputs.py`.
+Tensor tables with names, shapes, types and sizes; no weights. Written by `benchmarks/inputs/make_inputs.py`.
 Totals are those of the tensors; a real file adds its header.
 """
 NO_MTP = "Text model alone: the MTP block and the vision projector are files of their own, not in the table."

@@ -1,8 +1,8 @@
 """Writes generated models whose routing follows published figures, and times that.
 
-    python -m benchmarks.write_presets --folder /tmp/models                     all presets, large
-    python -m benchmarks.write_presets --folder /tmp/models strong --check     and simulate the figures
-    python -m benchmarks.write_presets --reroute /tmp/models/strong.gguf moderate
+    python -m benchmarks.inputs.write_presets --folder /tmp/models                     all presets, large
+    python -m benchmarks.inputs.write_presets --folder /tmp/models strong --check     and simulate the figures
+    python -m benchmarks.inputs.write_presets --reroute /tmp/models/strong.gguf moderate
 
 One line a file: bytes, seconds, GB/s, and with --check every figure as asked and as found. Presets of equal
 sizes (uniform, strong and moderate; 128 experts, 4096 codes) need one file: --reroute changes its routing in

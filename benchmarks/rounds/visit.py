@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import consumer
+from benchmarks.rounds import consumer
 from runtime.load.load_params import usable_cores
 
 READ_BYTES = 128 * 2**20  # of each thread: far above any cache

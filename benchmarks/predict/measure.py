@@ -1,9 +1,9 @@
-"""Measure what benchmarks/predict.py judges: a profile of this machine, and runs of many placements.
+"""Measure what benchmarks/predict/judge.py judges: a profile of this machine, and runs of many placements.
 
 Needs nothing but the engine: both models are generated. Writes profile.yaml, one inventory a model and
-runs.csv into a folder, which `python -m benchmarks.predict FOLDER` evaluates on any machine:
+runs.csv into a folder, which `python -m benchmarks.predict.judge FOLDER` evaluates on any machine:
 
-    python -m benchmarks.predict_measure FOLDER --engine BUILD --gpu CUDA0
+    python -m benchmarks.predict.measure FOLDER --engine BUILD --gpu CUDA0
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _profile(options: argparse.Namespace, tables: list[Inventory]) -> int:
         seconds=options.seconds,
         strict=False,
         name="",
-        command="benchmarks/predict_measure.py",
+        command="benchmarks/predict/measure.py",
     )
     watch = session.Watcher(
         stage=say,

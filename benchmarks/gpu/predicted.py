@@ -1,4 +1,4 @@
-"""Predicted against measured cells of a GPU benchmark: python -m benchmarks.gpu_predict RESULTS PROFILE
+"""Predicted against measured cells of a GPU benchmark: python -m benchmarks.gpu.predicted RESULTS PROFILE
 
 PROFILE is a profile of a machine of the same kind, of whatever model; nothing of the benchmark's own runs
 goes into a prediction. Beside RESULTS lies its `.routing.csv`: choices of each expert over all layers.
@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from benchmarks import gpu_models, gpu_plan, gpu_report
+from benchmarks.gpu import generated_models, report, solver_plans
 from planner.machine.profile import from_text
 from planner.plan.plan import Plan
 from planner.site import SiteKind
@@ -31,18 +31,18 @@ def main(results: Path, profile_path: Path) -> None:
     print("| model | routing | in VRAM | contender | decode | | | prefill 512 | | |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     rows = json.loads(results.read_text())["runs"]
-    for (model, level, percent), runs in gpu_report.cells(rows).items():
-        inventory = gpu_models.inventory(model)
+    for (model, level, percent), runs in report.cells(rows).items():
+        inventory = generated_models.inventory(model)
         layers, traced = range(inventory.number("block_count")), routing[model, level]
         choices = dict.fromkeys(map(str, layers), traced) if traced else {}
         work = Workload(n_ctx=1280, prompt=512, depth=0)
-        budget = next(r["budget_bytes"] for r in runs if gpu_report.decode_ns(r, 0))
+        budget = next(r["budget_bytes"] for r in runs if report.decode_ns(r, 0))
         whole = next(r["vram_bytes"] for r in rows if (r["model"], r["residency"]) == (model, 100))
-        _, plan = gpu_plan.solve(inventory, profile, budget, whole, work, choices, stripes=True)
+        _, plan = solver_plans.solve(inventory, profile, budget, whole, work, choices, stripes=True)
         for name, predicted in predictions(plan).items():
-            measured = [r for r in runs if r["contender"] == name and gpu_report.decode_ns(r, 0)]
+            measured = [r for r in runs if r["contender"] == name and report.decode_ns(r, 0)]
             if measured:
-                row = (gpu_report.decode_ns(measured[0], 0), gpu_report.prefill_ns(measured[0], 512))
+                row = (report.decode_ns(measured[0], 0), report.prefill_ns(measured[0], 512))
                 parts = [
                     pair for ours, theirs in zip(predicted, row, strict=True) for pair in shown(ours, theirs)
                 ]

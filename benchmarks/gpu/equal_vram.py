@@ -1,6 +1,6 @@
 """Stripes against llama.cpp's own rules at equal measured VRAM, on models of real size.
 
-    python -m benchmarks.gpu --engine BUILD_FOLDER --out benchmarks/results/MACHINE.json
+    python -m benchmarks.gpu.equal_vram --engine BUILD_FOLDER --out benchmarks/results/MACHINE.json
 
 Needs an NVIDIA GPU, 64 GiB of host memory, and disk for one model at a time. Every configuration runs
 in a child process; each result is written as soon as it is there.
@@ -20,9 +20,8 @@ from typing import Any
 
 import click
 
-from benchmarks import gpu_contenders as contenders
-from benchmarks import gpu_models, gpu_plan, gpu_predict, gpu_report
-from benchmarks.gpu_link import busy
+from benchmarks.gpu import contenders, generated_models, predicted, report, solver_plans
+from benchmarks.gpu.link import busy
 from planner.errors import AtsplanError
 from planner.machine.profile import Profile, from_text
 from planner.model.gguf.reader import read_model
@@ -54,7 +53,7 @@ class Bench:
     header: Json = field(default_factory=dict)
     routing: Json = field(default_factory=dict)  # traced choices by layer
     profile: Profile | None = None
-    ours: tuple[str, ...] = gpu_report.OURS
+    ours: tuple[str, ...] = report.OURS
 
     def run(self, cell: Json, model: Path, one: contenders.Contender, **changes: Any) -> Json | None:
         """Measure one contender; None when it failed, which is recorded too."""
@@ -72,13 +71,13 @@ class Bench:
         row = {**cell, "contender": one.name, "setting": one.setting}
         started = time.monotonic()
         try:
-            row |= ask("benchmarks.gpu_run", request, str(self.engine), CHILD_S)
+            row |= ask("benchmarks.gpu.run", request, str(self.engine), CHILD_S)
         except AtsplanError as problem:
             row["failed"] = str(problem)
         row["wall_s"] = round(time.monotonic() - started, 1)
         if "choices" not in row:
             self.results.append(row)
-            click.echo(gpu_report.line(row), err=True)
+            click.echo(report.line(row), err=True)
         self.save()
         return None if "failed" in row else row
 
@@ -95,7 +94,7 @@ class Bench:
     def save(self) -> None:
         """Write what is there."""
         self.out.write_text(json.dumps({**self.header, "runs": self.results}, indent=1))
-        gpu_predict.write_routing(self.out.with_suffix(".routing.csv"), self.routing)
+        predicted.write_routing(self.out.with_suffix(".routing.csv"), self.routing)
 
     @property
     def over(self) -> bool:
@@ -120,7 +119,7 @@ class Bench:
 @click.option(
     "--profile", type=click.Path(exists=True, path_type=Path), help="Of this machine: adds the solver."
 )
-@click.option("--ours", default=",".join(gpu_report.OURS), show_default=True, help="Which of our own.")
+@click.option("--ours", default=",".join(report.OURS), show_default=True, help="Which of our own.")
 @click.option("--busy-link", is_flag=True, help="Other copies use the bus all the time.")
 @click.option("--keep", is_flag=True, help="Leave the models in --folder.")
 @click.option("--minutes", default=60.0, show_default=True, help="Start nothing new after this.")
@@ -162,18 +161,18 @@ def main(
         for name in models.split(","):
             one_model(bench, name, folder, routing.split(","), _numbers(residency), rules.split(","))
             if not keep:
-                gpu_models.path(name, folder).unlink()
-    click.echo(gpu_report.table(bench.results))
+                generated_models.path(name, folder).unlink()
+    click.echo(report.table(bench.results))
 
 
 def one_model(
     bench: Bench, name: str, folder: Path, levels: list[str], residency: list[int], rules: list[str]
 ) -> None:
     """All routings of one model; a dense one has none."""
-    model = gpu_models.make(name, folder)
-    dense = not gpu_models.MODELS[name].n_expert
+    model = generated_models.make(name, folder)
+    dense = not generated_models.MODELS[name].n_expert
     for level in ["no"] if dense else levels:
-        gpu_models.set_routing(model, level)
+        generated_models.set_routing(model, level)
         one_routing(bench, name, model, level, residency, rules)
 
 
@@ -229,7 +228,7 @@ def own(
     if bench.profile is not None:
         sizes = cell["budget_bytes"], full["vram_bytes"]
         entries += [
-            gpu_plan.solve(inventory, bench.profile, *sizes, work, choices, allowed)
+            solver_plans.solve(inventory, bench.profile, *sizes, work, choices, allowed)
             for allowed, name in ((True, "plan"), (False, "plan without stripes"))
             if name in bench.ours
         ]

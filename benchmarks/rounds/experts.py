@@ -1,7 +1,7 @@
 """Experts that exceed the memory: every way to load them at equal VRAM, in paired rounds, cell by cell.
 
-    python -m benchmarks.expert_rounds --engine FOLDER --journal results.jsonl --minutes 25
-    python -m benchmarks.expert_rounds --journal results.jsonl --report
+    python -m benchmarks.rounds.experts --engine FOLDER --journal results.jsonl --minutes 25
+    python -m benchmarks.rounds.experts --journal results.jsonl --report
 
 CELLS is the one list of what is compared. The journal is appended to; the same command goes on where a
 visit ended. `--ours MODULE:FUNCTION` adds a contender: FUNCTION(Setup) returns the Live session to measure.
@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_contenders as rules
-from benchmarks import visit
-from benchmarks.consumer import CompetingStream, Pacer, conditions
-from benchmarks.live import Live, Work
-from benchmarks.rounds import Bench, Cell, Contender, Journal, Session, cells, table
+from benchmarks.gpu import contenders as rules
+from benchmarks.rounds import visit
+from benchmarks.rounds.consumer import CompetingStream, Pacer, conditions
+from benchmarks.rounds.live import Live, Work
+from benchmarks.rounds.paired import Bench, Cell, Contender, Journal, Session, cells, table
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.workload import Workload

@@ -74,7 +74,7 @@ class CompetingStream(Pacer):
         if rate is None:
             yield Pace("nothing", None, probe(self.link))
             return
-        command = python("-m", "benchmarks.link_stream", self.link)
+        command = python("-m", "benchmarks.rounds.link_stream", self.link)
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             command,
@@ -134,7 +134,7 @@ class ByEnvironment(Pacer):
 
 def probe(link: str) -> float:
     """What a process of its own gets of a link now, in GB/s."""
-    command = python("-m", "benchmarks.link_stream", link, str(PROBE_S))
+    command = python("-m", "benchmarks.rounds.link_stream", link, str(PROBE_S))
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     if done.returncode:
         raise NotPaced(0.0, 0.0, (done.stderr.strip().splitlines() or ["the probe failed"])[-1])

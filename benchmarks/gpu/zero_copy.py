@@ -1,6 +1,6 @@
 """How fast CUDA kernels multiply experts that lie in pinned host memory, by type; a line of JSON a case.
 
-    python -m benchmarks.gpu_zero_copy --engine BUILD_FOLDER [--types q4_K,mxfp4] [--tokens 1,512]
+    python -m benchmarks.gpu.zero_copy --engine BUILD_FOLDER [--types q4_K,mxfp4] [--tokens 1,512]
 
 Each case is MUL_MAT_ID over a tensor of 128 experts, 8 used, all of it in host memory (K = 0) or all of it
 in VRAM (K = 128) of one striped buffer type; the graph holds several with different experts.

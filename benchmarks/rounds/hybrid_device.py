@@ -1,6 +1,6 @@
 """Hybrid experts against the engine's own rules, in one process and in rounds, at equal VRAM.
 
-    python -m benchmarks.hybrid_device --engine BUILD_FOLDER --work FOLDER --layers 16 --routing strong
+    python -m benchmarks.rounds.hybrid_device --engine BUILD_FOLDER --work FOLDER --layers 16 --routing strong
 
 Makes the model if need be (128 experts of which 8 are used, q4_K), loads every contender at once, and
 measures them in turn in every round, so that a machine that changes its pace changes it for all. Contenders:
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import gpu_models
+from benchmarks.gpu import generated_models
 from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 from profiler.synth.synth import write
@@ -98,7 +98,7 @@ def _arguments() -> argparse.Namespace:
         "--work", type=Path, default=Path("/tmp/atsplan-hybrid"), help="folder for made models"
     )
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--routing", choices=sorted(gpu_models.ROUTING), default="strong")
+    parser.add_argument("--routing", choices=sorted(generated_models.ROUTING), default="strong")
     parser.add_argument(
         "--small", action="store_true", help="a model of a few MiB, to try this program itself"
     )
@@ -118,7 +118,7 @@ def _model(given: argparse.Namespace) -> Path:
     if given.model:
         return Path(given.model)
     given.work.mkdir(parents=True, exist_ok=True)
-    spec = replace(gpu_models.MODELS["qwen3moe"], n_layers=given.layers, n_vocab=32000)
+    spec = replace(generated_models.MODELS["qwen3moe"], n_layers=given.layers, n_vocab=32000)
     if given.small:
         spec = replace(
             spec,
@@ -136,7 +136,7 @@ def _model(given: argparse.Namespace) -> Path:
     if not path.exists():
         said(f"making {path}")
         write(path, spec)
-        gpu_models.set_routing(path, given.routing)
+        generated_models.set_routing(path, given.routing)
     return path
 
 
