@@ -1,8 +1,9 @@
 """A contender that stays loaded: one child process that measures each time it is asked.
 
 The parent's side is `Live`, a Session of paired.py; the child's is `python -m benchmarks.rounds.live`.
-Tokens are a stream of the model's own habits (profiler.routed), the same for every contender in the same round, so that
-caches meet the locality the model was made for; a model without habits is given random tokens.
+Tokens are a stream of the model's own habits (profiler.routed), the same for every contender in the same
+round, so that caches meet the locality the model was made for; a model without habits is given random
+tokens.
 """
 
 from __future__ import annotations
