@@ -18,7 +18,9 @@ from runtime.tools.llama_server import serving
 
 MODEL = ROOT / "tests" / "data" / "tiny-moe.gguf"  # trained, 4 layers of 16 experts: its tokens are text
 RESIDENT = {block: Resident(16, (5, 1, 15 - block)) for block in range(4)}
-PROMPT = list(range(40, 52))
+# With experts on the CPU the stock server itself ends in the software driver for prompts of 8 to 12 tokens
+# (docs/findings-hybrid.md): this one has more.
+PROMPT = list(range(40, 60))
 N = 16
 # One slot: with more the software Vulkan device ends by itself. The software device and the CPU lane round
 # differently: probabilities agree to that.
@@ -60,10 +62,7 @@ def settings(folder: Path, **more: Any) -> Path:
 
 @pytest.mark.parametrize(
     "costs",
-    [
-        {"cpu_bytes_us": 20000, "bus_bytes_us": 20000},
-        pytest.param({}, marks=pytest.mark.xfail(strict=False, reason="measuring ends the software driver")),
-    ],
+    [{"cpu_bytes_us": 20000, "bus_bytes_us": 20000}, {}],
     ids=["given", "measured"],
 )
 def test_the_server_answers_with_the_same_tokens(
@@ -83,8 +82,9 @@ def test_the_server_answers_with_the_same_tokens(
     blocks = read_blocks((tmp_path / "report.json").read_text())
     assert {block.block: block.resident for block in blocks} == {b: r.experts for b, r in RESIDENT.items()}
     for block in blocks:
-        # Every lane had its share, nothing was lost on the way.
-        assert min(block.hits, block.uploaded, block.cpu) > 0
+        # Every lane had its share (where the costs say so), nothing was lost on the way.
+        assert min(block.hits, block.uploaded + block.cpu) > 0
+        assert not costs or min(block.uploaded, block.cpu) > 0
         assert sum(block.chosen) == block.hits + block.uploaded + block.cpu
         assert block.device_bytes >= (3 + 1) * block.expert_bytes
 
