@@ -28,7 +28,7 @@ from planner.plan.stock_rule import ALL_CPU, FIT, N_CPU_MOE, NGL
 if TYPE_CHECKING:
     from runtime.bench.intervals import Interval
     from runtime.bench.measure import Comparison, Result
-    from runtime.bench.rivals import Arm
+    from runtime.bench.rivals import Rival
     from runtime.engine.locate import Place
     from runtime.session.draft_model import Draft
 
@@ -85,10 +85,10 @@ def command(
     lengths = _lengths(prompts, tokens, job)
     review(job, engine, llama_h)
     guesser = open_draft(draft, job, draft_max, draft_device)
-    arms, checks = _arms(job, against, find_engine(engine, llama_h), device_maps, threads, guesser)
-    twins = _twins(job, arms)
+    rivals, checks = _rivals(job, against, find_engine(engine, llama_h), device_maps, threads, guesser)
+    twins = _twins(job, rivals)
     terms = Terms(engine, llama_h, job.path, lengths, tokens, rounds)
-    results = run(terms, arms, checks, on_step=say)
+    results = run(terms, rivals, checks, on_step=say)
     comparisons = [c for rival in results[1:] for c in compare(results[0], rival)]
     if prometheus:
         from runtime.bench.prometheus import prometheus as metrics
@@ -103,43 +103,44 @@ def command(
     _judge([c for c in comparisons if c.rival not in twins], rounds)
 
 
-def _arms(
+def _rivals(
     job: Job, against: str, engine: Place, maps: tuple[str, ...], threads: int, draft: Draft | None
-) -> tuple[list[Arm], dict[str, Any]]:
+) -> tuple[list[Rival], dict[str, Any]]:
     """The plan and its rivals, each with what is proven at its load."""
     from dataclasses import replace
 
-    from planner.plan.engine_rules import expected_devices
-    from runtime.bench.rivals import field_of, plan_arm, rivals, without_draft
+    from planner.plan.engine_rules import tensor_devices
+    from runtime.bench.rivals import field_of, plan_rival, without_draft
+    from runtime.bench.rivals import rivals as rivals_of
     from runtime.worker import Checks
 
     say("dry runs: the plan's memory, and rivals that fit into it")
-    mine = plan_arm(engine, job.path, replace(job.spec, rollback=draft.tokens if draft else 0), draft)
+    mine = plan_rival(engine, job.path, replace(job.spec, rollback=draft.tokens if draft else 0), draft)
     names = [name.strip() for name in against.split(",") if name.strip()]
     field = field_of(engine, job.path, job.file.inventory, mine)
     # A stock rule runs with the engine's own count of threads, whatever suits the plan.
     stock = replace(job.spec, threads=threads, op_offload=True, use_extra_bufts=True)
-    arms, missing = rivals(field, stock, tuple(name for name in names if name in RULES))
+    rivals, missing = rivals_of(field, stock, tuple(name for name in names if name in RULES))
     for why in missing:
         say(f"no rival {why}")
     if draft:
-        arms.insert(0, without_draft(plan_arm(engine, job.path, job.spec)))
+        rivals.insert(0, without_draft(plan_rival(engine, job.path, job.spec)))
     for name in (n for n in names if n not in RULES):
         if not Path(name).is_file():
             raise OptionProblem("--against", name, f"is no rule ({', '.join(RULES)}) and no plan file")
         other = open_job(job.path, Path(name), maps, threads, job.spec.use_mmap, job.elsewhere)
-        called = _unused(Path(name).stem, ["plan", *(arm.name for arm in arms)])
-        arms.append(replace(plan_arm(engine, other.path, other.spec), name=called, setting=name))
-        _say_unequal(mine, arms[-1])
-    if names and not arms:
+        called = _unused(Path(name).stem, ["plan", *(rival.name for rival in rivals)])
+        rivals.append(replace(plan_rival(engine, other.path, other.spec), name=called, setting=name))
+        _say_unequal(mine, rivals[-1])
+    if names and not rivals:
         raise MachineError(
             f"there is nothing to compare with: {'; '.join(missing)}; --against all-cpu or a plan can be"
         )
-    checks = {a.name: Checks(None, expected_devices(structure_of(job.file.inventory), a.spec)) for a in arms}
-    return [mine, *arms], {"plan": job.checks(), **checks}
+    checks = {a.name: Checks(None, tensor_devices(structure_of(job.file.inventory), a.spec)) for a in rivals}
+    return [mine, *rivals], {"plan": job.checks(), **checks}
 
 
-def _say_unequal(mine: Arm, other: Arm) -> None:
+def _say_unequal(mine: Rival, other: Rival) -> None:
     """Another plan brings its own placement, and with it its own memory: said where it is more."""
     for device, size in other.device_bytes.items():
         more = size - mine.device_bytes.get(device, 0)
@@ -152,13 +153,13 @@ def _unused(name: str, taken: list[str]) -> str:
     return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)
 
 
-def _twins(job: Job, arms: list[Arm]) -> list[str]:
+def _twins(job: Job, rivals: list[Rival]) -> list[str]:
     """Rivals that load exactly as the plan does, said: against them any difference is noise."""
     from runtime.bench.rivals import same_load
 
-    mine, rivals = arms[0], arms[1:]
-    alike = (same_load(job.file.inventory, mine.spec, arm.spec) for arm in rivals)
-    twins = [arm.name for arm, same in zip(rivals, alike, strict=True) if same and not mine.draft]
+    mine, rivals = rivals[0], rivals[1:]
+    alike = (same_load(job.file.inventory, mine.spec, rival.spec) for rival in rivals)
+    twins = [rival.name for rival, same in zip(rivals, alike, strict=True) if same and not mine.draft]
     for name in twins:
         say(f"{name} is the plan's own load: what differs between the two is noise")
     return twins
@@ -200,8 +201,8 @@ def _show(results: list[Result], comparisons: list[Comparison]) -> None:
             decode, prefill = summary(result.decode[prompt]), summary(result.prefill[prompt])
             assert decode is not None and prefill is not None
             made.add_row(
-                result.arm.name,
-                result.arm.setting,
+                result.rival.name,
+                result.rival.setting,
                 mib(memory),
                 str(prompt),
                 f"{prompt * 1e9 / prefill.median:.0f}",
@@ -215,7 +216,7 @@ def _show(results: list[Result], comparisons: list[Comparison]) -> None:
     for result in results:
         for failure in result.failures:
             when = "computing" if failure.loaded else "loading"
-            say(f"{failure.at} {result.arm.name} failed while {when}: {failure.why}")
+            say(f"{failure.at} {result.rival.name} failed while {when}: {failure.why}")
             for line in failure.lines:
                 say(f"    {line}")
 
@@ -266,16 +267,16 @@ def _report(
         "predicted_tpot_ns": job.plan.predicted.tpot_ns,
         "contenders": [
             {
-                "name": r.arm.name,
-                "setting": r.arm.setting,
-                "threads": r.arm.spec.threads or usable_cores(),
-                "op_offload": r.arm.spec.op_offload,
-                "host_memory": "mmap" if r.arm.spec.use_mmap else "read",
+                "name": r.rival.name,
+                "setting": r.rival.setting,
+                "threads": r.rival.spec.threads or usable_cores(),
+                "op_offload": r.rival.spec.op_offload,
+                "host_memory": "mmap" if r.rival.spec.use_mmap else "read",
                 "decode_ns": times(r.decode),
                 "prefill_ns": times(r.prefill),
                 "load_ns": r.load_ns,
                 "memory": {name: asdict(sizes) for name, sizes in r.memory.items()},
-                "same_load_as_plan": r.arm.name in twins,
+                "same_load_as_plan": r.rival.name in twins,
                 "guessed": r.guessed,
                 "accepted": r.accepted,
                 "gpu_percent": r.utilisation,

@@ -89,11 +89,11 @@ def measure(request: Request, cases: Choose, watch: Watcher) -> Measured:
 
     Raises EngineProblem, and Contended when the request is strict and the machine is not quiet.
     """
-    found = look(request, watch)
+    found = find_devices(request, watch)
     return operators(request, found, cases(found.places), watch)
 
 
-def look(request: Request, watch: Watcher) -> Found:
+def find_devices(request: Request, watch: Watcher) -> Found:
     """The devices and links of this machine, or what an interrupted profile knows of them."""
     until_s = time.monotonic() + request.seconds
     fingerprint = host.fingerprint("")

@@ -41,13 +41,13 @@ def digests(payloads: Sequence[Payload], advance: Callable[[int], None]) -> list
     stop = threading.Event()
     lock = threading.Lock()
 
-    def told(count: int) -> None:
+    def on_progress(count: int) -> None:
         with lock:
             advance(count)
 
     pool = ThreadPoolExecutor(THREADS)
     try:
-        return list(pool.map(lambda payload: _digest(payload, told, stop), payloads))
+        return list(pool.map(lambda payload: _digest(payload, on_progress, stop), payloads))
     finally:
         stop.set()  # an interrupt must not wait for the rest of a large model
         pool.shutdown(wait=True, cancel_futures=True)

@@ -70,18 +70,18 @@ class Seen:
         return self.value(key)[12:].decode("utf-8", errors="replace")
 
 
-def look(path: Path) -> Seen:
+def read_header(path: Path) -> Seen:
     """Read the header of a file; FileProblem when it cannot be one."""
     seen = Seen(path)
     try:
         with path.open("rb") as file:
-            _look(file, seen)
+            _read_header(file, seen)
     except (struct.error, UnicodeDecodeError, IndexError, OverflowError):
         raise FileProblem(str(path), "the second reader cannot follow this header") from None
     return seen
 
 
-def _look(file: BinaryIO, seen: Seen) -> None:
+def _read_header(file: BinaryIO, seen: Seen) -> None:
     magic, _, n_weights, n_entries = struct.unpack("<4sIQQ", file.read(24))
     if magic != b"GGUF":
         raise FileProblem(str(seen.path), "the second reader finds no GGUF here")

@@ -22,7 +22,7 @@ from planner.plan.plan import Plan
 from planner.quoting import short
 from rewriter.manifest import ManifestTensor
 from rewriter.payloads import Payload, digests
-from rewriter.second_reader import Seen, Weight, look
+from rewriter.second_reader import Seen, Weight, read_header
 from rewriter.stamp import (
     EXPERTS,
     PLAN_DIGEST,
@@ -85,8 +85,8 @@ def verify(
     difference found.
     """
     started = time.monotonic()
-    ours = [look(path) for path in source.paths]
-    theirs = [look(path) for path in outputs]
+    ours = [read_header(path) for path in source.paths]
+    theirs = [read_header(path) for path in outputs]
     problems = [*_metadata(ours, theirs), *_table(ours, theirs), *_offsets(theirs)]
     if plan is not None:
         problems += _stamp(source, theirs, plan)
@@ -130,10 +130,10 @@ def _moved(before: Orders, after: Orders) -> tuple[int, ...]:
     """Layers whose experts stand in another order than in the source that was compared."""
     layers = sorted(before.keys() | after.keys())
     pairs = {n: (before.get(n), after.get(n)) for n in layers}
-    return tuple(n for n, (old, new) in pairs.items() if _settled(old, new) != _settled(new, old))
+    return tuple(n for n, (old, new) in pairs.items() if _composed(old, new) != _composed(new, old))
 
 
-def _settled(order: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...]:
+def _composed(order: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...]:
     return order if order is not None else tuple(range(len(other or ())))
 
 
@@ -195,7 +195,7 @@ def _stamp(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[str]:
     first = theirs[0]
     if first.text(PLAN_DIGEST) != plan_digest(plan):
         yield "it was made by another plan"
-    recorded = look(source.paths[0]).text(SOURCE_HEADER) or source.inventory.header_digest
+    recorded = read_header(source.paths[0]).text(SOURCE_HEADER) or source.inventory.header_digest
     if first.text(SOURCE_HEADER) != recorded:
         yield "it was made from another source"
     if first.numbers(SOURCE_ORDER) != _original_places(source, theirs):
@@ -210,7 +210,7 @@ def _stamp(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[str]:
 
 def _original_places(source: ModelFile, theirs: list[Seen]) -> tuple[int, ...]:
     """Where each tensor of the output stood in the original source."""
-    recorded = look(source.paths[0]).numbers(SOURCE_ORDER)
+    recorded = read_header(source.paths[0]).numbers(SOURCE_ORDER)
     names = [tensor.name for tensor in source.inventory.tensors]
     place = dict(zip(names, recorded or range(len(names)), strict=True))
     return tuple(place.get(name, -1) for seen in theirs for name in seen.weights)

@@ -36,9 +36,9 @@ from runtime.verify.memory_against_plan import (
     StrayWork,
     check_budgets,
     check_caches,
+    check_free_memory,
     check_items,
     check_loaded,
-    check_room,
 )
 
 T = TypeVar("T")
@@ -273,7 +273,7 @@ def _review(job: _Job, emit: Emit) -> dry_run.DryRun:
         parts = ((job.path, job.spec), (job.draft.path, job.draft.spec))
         both = [dry_run.measure_here(engine, model, spec).devices for model, spec in parts]
         dry = replace(dry, devices=_sum(*both))
-    check_room(dry.devices, engine.ggml.devices(), job.spec.use_mmap)
+    check_free_memory(dry.devices, engine.ggml.devices(), job.spec.use_mmap)
     if checks and checks.plan is not None:
         check_items(checks.plan, alone)
         check_budgets(checks.plan, alone)

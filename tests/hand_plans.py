@@ -12,7 +12,7 @@ from planner.model.gguf.reader import ModelFile
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, units_of
-from planner.plan.engine_rules import expected_devices
+from planner.plan.engine_rules import tensor_devices
 from planner.plan.load_spec import load_spec, plan_layer_devices
 from planner.plan.plan import DeviceUse, ExpertOrder, ModelRef, Placement, Plan
 
@@ -60,7 +60,7 @@ def with_uses(plan: Plan, inventory: Inventory) -> Plan:
     layers, work = plan_layer_devices(plan), plan.workload
     kv = (*kv_bytes(inventory, work), *(nextn_kv_bytes(inventory, work) if work.mtp else ()))
     state = state_bytes(inventory, work)
-    placed = expected_devices(structure_of(inventory), load_spec(plan.model_copy(update={"devices": ()})))
+    placed = tensor_devices(structure_of(inventory), load_spec(plan.model_copy(update={"devices": ()})))
 
     def use(name: str) -> DeviceUse:
         return DeviceUse(

@@ -27,28 +27,28 @@ from runtime.bench.intervals import interval, ratio
 from runtime.bench.measure import Failure, Result, compare, schedule, slower
 from runtime.bench.prometheus import prometheus
 from runtime.bench.prompts import text
-from runtime.bench.rivals import RULES, Arm, _most, field_of, plan_arm, rivals
+from runtime.bench.rivals import RULES, Rival, _most, field_of, plan_rival, rivals
 from runtime.engine import locate
 from runtime.engine.ggml import Device
-from runtime.engine.host_memory_left import host_room
+from runtime.engine.host_memory_left import host_memory_left
 from runtime.load.dry_run import Breakdown
-from runtime.verify.memory_against_plan import MoreThanDry, NoRoom, check_loaded, check_room
+from runtime.verify.memory_against_plan import MemoryShort, MoreThanDry, check_free_memory, check_loaded
 
 SPEC = LoadSpec((), (), 0, (), Workload())
 
 
-def arm(name: str) -> Arm:
+def rival(name: str) -> Rival:
     """A contender that nobody runs."""
-    return Arm(name, SPEC, name, {})
+    return Rival(name, SPEC, name, {})
 
 
 def result(name: str, *decode: float) -> Result:
     """A contender with these samples at a prompt of 50 tokens."""
-    return Result(arm(name), {50: list(decode)}, {50: [2 * d for d in decode]})
+    return Result(rival(name), {50: list(decode)}, {50: [2 * d for d in decode]})
 
 
 def test_every_contender_comes_once_a_round_in_alternating_order() -> None:
-    order = [a.name for _, a in schedule([arm("a"), arm("b"), arm("c")], 3)]
+    order = [a.name for _, a in schedule([rival("a"), rival("b"), rival("c")], 3)]
     assert "".join(order) == "abc" + "cba" + "abc"
 
 
@@ -67,7 +67,7 @@ def test_a_plan_is_slower_only_beyond_the_interval() -> None:
     assert slower(compare(plan, result("fit", 5, 5.5, 6, 5, 5.5)))
     assert not slower(compare(plan, result("fit", 10, 11, 12, 11, 10)))
     assert not slower(compare(plan, result("fit", 20, 22, 21)))
-    assert compare(plan, Result(arm("dead"))) == []
+    assert compare(plan, Result(rival("dead"))) == []
 
 
 @pytest.mark.parametrize("limit", range(8))
@@ -87,7 +87,7 @@ def test_prometheus_text() -> None:
         "llama_moe_cache: ubatch <= 8: hits = 241, misses = 147, hit rate = 62.1%, uploaded = 1 MiB",
     )
     plan.tokens = 128
-    dead = Result(arm("fit"), failures=[Failure("2026-01-01T00:00:00+0000", "gone")])
+    dead = Result(rival("fit"), failures=[Failure("2026-01-01T00:00:00+0000", "gone")])
     lines = prometheus('a "model"', [plan, dead]).splitlines()
     assert r'atsplan_tpot_seconds{model="a \"model\"",arm="plan",prompt="50"} 0.003' in lines
     assert r'atsplan_device_bytes{model="a \"model\"",arm="plan",device="CUDA0"} 9' in lines
@@ -99,20 +99,22 @@ def test_prometheus_text() -> None:
 def test_room_is_what_is_free_now() -> None:
     gib = 2**30
     gpu = Device(1, "CUDA0", "gpu", "", 3 * gib, 24 * gib)
-    check_room({"CUDA0": Breakdown(2 * gib, 0, 0)}, (gpu,))
-    with pytest.raises(NoRoom, match=r"CUDA0: needs 4 096.0 MiB, free are 3 072.0 MiB .*21 504.0 MiB in use"):
-        check_room({"CUDA0": Breakdown(4 * gib, 0, 0)}, (gpu,))
-    available = host_room()
+    check_free_memory({"CUDA0": Breakdown(2 * gib, 0, 0)}, (gpu,))
+    with pytest.raises(
+        MemoryShort, match=r"CUDA0: needs 4 096.0 MiB, free are 3 072.0 MiB .*21 504.0 MiB in use"
+    ):
+        check_free_memory({"CUDA0": Breakdown(4 * gib, 0, 0)}, (gpu,))
+    available = host_memory_left()
     assert available
     # Engines call a CPU entirely free, and a GPU on the host's memory may say anything.
     for kind, name in (("cpu", "CPU"), ("igpu", "Vulkan0")):
         host = Device(1, name, kind, "", 2**50, 2**50)
-        with pytest.raises(NoRoom, match=name):
-            check_room({name: Breakdown(0, 2 * available, 0)}, (host,))
+        with pytest.raises(MemoryShort, match=name):
+            check_free_memory({name: Breakdown(0, 2 * available, 0)}, (host,))
     mapped = Device(1, "CPU", "cpu", "", 2**50, 2**50)
-    check_room({"CPU": Breakdown(2 * available, 0, 0)}, (mapped,))
-    with pytest.raises(NoRoom):
-        check_room({"CPU": Breakdown(2 * available, 0, 0)}, (mapped,), mapped=False)
+    check_free_memory({"CPU": Breakdown(2 * available, 0, 0)}, (mapped,))
+    with pytest.raises(MemoryShort):
+        check_free_memory({"CPU": Breakdown(2 * available, 0, 0)}, (mapped,), mapped=False)
 
 
 def test_a_load_may_not_take_more_than_its_dry_run() -> None:
@@ -139,7 +141,7 @@ def test_rivals_get_no_more_memory_than_the_plan(
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
     engine = locate.find(str(server_engine))  # dry runs only: nothing is computed
     spec = load_spec(server_plan(moe_model))
-    plan = plan_arm(engine, moe_model, spec)
+    plan = plan_rival(engine, moe_model, spec)
     inventory = read_model(moe_model).inventory
     found, missing = rivals(
         field_of(engine, moe_model, inventory, plan), spec, ("fit", "ngl", "n-cpu-moe", "all-cpu")
@@ -208,10 +210,10 @@ def test_a_contender_that_dies_is_recorded_and_the_others_go_on(tmp_path: Path) 
 
     model = write(tmp_path / "model.gguf", SynthSpec("llama", n_layers=1, type="q4_K"))
     small = LoadSpec((), (), 0, (), Workload(n_ctx=256, n_batch=64, n_ubatch=64), threads=1)
-    good = Arm("good", small, "", {})
+    good = Rival("good", small, "", {})
     # The engine aborts on a table of embeddings in a layout for matrix products, and reads past norms in one.
-    aborts = Arm("aborts", replace(small, overrides=(("^token_embd", "CPU_REPACK"),)), "", {})
-    crashes = Arm("crashes", replace(small, overrides=(("attn_norm", "CPU_REPACK"),)), "", {})
+    aborts = Rival("aborts", replace(small, overrides=(("^token_embd", "CPU_REPACK"),)), "", {})
+    crashes = Rival("crashes", replace(small, overrides=(("attn_norm", "CPU_REPACK"),)), "", {})
     terms = measure.Terms(None, None, model, (8,), 3, rounds=2)
     first, second, third = measure.run(terms, [aborts, good, crashes], {})
     for dead, why in ((first, "GGML_ASSERT.*SIGABRT"), (third, "SIGSEGV")):
@@ -231,7 +233,7 @@ def test_a_bench_whose_rival_dies_says_so_with_its_last_words(
     path.write_text(to_text(plan_for(model)))
     doomed = (("^token_embd", "CPU_REPACK"),)
     monkeypatch.setitem(
-        RULES, "all-cpu", lambda field, base: Arm("all-cpu", replace(base, overrides=doomed), "", {})
+        RULES, "all-cpu", lambda field, base: Rival("all-cpu", replace(base, overrides=doomed), "", {})
     )
     base = ["bench", str(model), "--plan", str(path), "--device-map", "CUDA0=CPU", "--threads", "1"]
     done = CliRunner().invoke(

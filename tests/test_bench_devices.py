@@ -25,7 +25,7 @@ from planner.workload import Workload
 from profiler.operators import thermal
 from runtime.bench import memory_settled
 from runtime.bench.memory_settled import Settling
-from runtime.bench.rivals import Arm, same_load
+from runtime.bench.rivals import Rival, same_load
 from runtime.engine import gpu_usage, nvml
 from runtime.engine.gpu_usage import Watch
 from runtime.engine.nvml import Reading
@@ -233,10 +233,10 @@ def test_only_the_gpus_in_use_are_read(
 
 def test_a_plan_that_takes_more_memory_is_no_equal_rival(capsys: pytest.CaptureFixture[str]) -> None:
     spec = LoadSpec((), (), 0, (), Workload())
-    mine = Arm("plan", spec, "", {"CUDA0": 900 * MIB, "CUDA1": 5 * MIB})
-    _say_unequal(mine, Arm("other", spec, "", {"CUDA0": 900 * MIB + 2**19, "CUDA1": 4 * MIB}))
+    mine = Rival("plan", spec, "", {"CUDA0": 900 * MIB, "CUDA1": 5 * MIB})
+    _say_unequal(mine, Rival("other", spec, "", {"CUDA0": 900 * MIB + 2**19, "CUDA1": 4 * MIB}))
     assert capsys.readouterr().err == ""
-    _say_unequal(mine, Arm("other", spec, "", {"CUDA0": 800 * MIB, "CUDA2": 30 * MIB}))
+    _say_unequal(mine, Rival("other", spec, "", {"CUDA0": 800 * MIB, "CUDA2": 30 * MIB}))
     assert capsys.readouterr().err == "note: other takes 30 MiB more of CUDA2 than the plan\n"
 
 

@@ -29,7 +29,7 @@ from planner.passes.make_plan import make_plan
 from planner.passes.refusal import OutOfTime
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.plan import Plan, Search, from_text, to_text
-from planner.plan.request import Beside, Request
+from planner.plan.request import ExtraModels, Request
 from planner.solver.clock import Clock
 from planner.solver.deadline import Deadline
 from planner.solver.evaluate import evaluate
@@ -143,7 +143,7 @@ def test_draft_lengths_share_the_time() -> None:
     profile = machine()
     model = real("Qwen3.6-35B-A3B-q4_K")
     budgets = budgets_for(profile, parse_budget("9000"))
-    request = Request(budgets, beside=Beside(Extras(), "CUDA0", 700_000))
+    request = Request(budgets, extra_models=ExtraModels(Extras(), "CUDA0", 700_000))
     made = make_plan(model, profile, request, clock=within(1, FakeClock(2)))
     assert made.search is not None and made.search.ended_by == "clock"
     assert made.speculation is not None and made.speculation.tokens == 0

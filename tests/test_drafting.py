@@ -30,7 +30,7 @@ from planner.plan.engine_settings import EngineSettings
 from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Plan, Speculation, from_text
 from planner.plan.plan import to_text as plan_text
-from planner.plan.request import Beside, Request
+from planner.plan.request import ExtraModels, Request
 from planner.solver.clock import Clock
 from planner.workload import Workload
 from runtime.tools.llama_server import find_program, serving
@@ -60,8 +60,8 @@ def drafted(
 ) -> Plan:
     profile = on or machine()
     work = (workload or Workload()).model_copy(update={"mtp": draft is None})
-    beside = Beside(Extras(draft=draft), "CUDA0", round(accept * 10**6))
-    request = Request(budgets_for(profile, parse_budget(budget)), work, beside=beside)
+    beside = ExtraModels(Extras(draft=draft), "CUDA0", round(accept * 10**6))
+    request = Request(budgets_for(profile, parse_budget(budget)), work, extra_models=beside)
     return make_plan(model, profile, request, clock=Clock(20))
 
 

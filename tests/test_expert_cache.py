@@ -21,7 +21,7 @@ from planner.plan.known import Known
 from planner.plan.load_spec import LoadSpec, load_spec, map_devices, plan_layer_devices
 from planner.plan.plan import CachePoint, Plan, from_text, to_text
 from planner.plan.request import Pin
-from planner.plan.stock import nearest
+from planner.plan.stock import stock_plan
 from planner.routing import trace as traces
 from planner.routing.cache_curve import hit_curve, lru_depths
 from planner.routing.cache_simulation import POLICIES, Demand, demand_of, replay
@@ -126,7 +126,7 @@ def test_a_plan_that_says_otherwise_is_not_loaded() -> None:
 
 def test_the_nearest_plan_of_a_stock_tool_keeps_the_cache() -> None:
     made = plan(moe(), "1500", known=Known(cache=CURVE))
-    assert sites(nearest(made), "experts") == sites(made, "experts")
+    assert sites(stock_plan(made), "experts") == sites(made, "experts")
 
 
 @pytest.mark.parametrize("n_seq", [1, 8, 64])

@@ -23,7 +23,7 @@ from small_plans import plan_for, server_plan, with_experts
 from atsplan import main
 from planner.model.gguf.reader import read_model
 from planner.model.structure import structure_of
-from planner.plan.engine_rules import expected_devices
+from planner.plan.engine_rules import tensor_devices
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.plan import Override, Plan, to_text
 from planner.plan.stock import MAX_SPLIT
@@ -242,7 +242,7 @@ def test_the_python_script_places_what_the_plan_places(
     assert done.returncode == 0, done.stderr
     held = json.loads(done.stdout)
     inventory = read_model(moe_model).inventory
-    devices = expected_devices(structure_of(inventory), load_spec(plan))
+    devices = tensor_devices(structure_of(inventory), load_spec(plan))
     wanted = sum(t.size_bytes for t in inventory.tensors if devices[t.name] == "Vulkan0")
     assert 0 <= held["Vulkan0"] - wanted < 4096 * len(inventory.tensors)
 

@@ -18,7 +18,7 @@ from planner.check.findings import Severity
 from planner.machine.profile import to_text as profile_text
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
-from planner.passes.engine_fit import dealt, fit_record, readings
+from planner.passes.engine_fit import fit_record, fit_rules, with_counted_layers
 from planner.plan.known import Known
 from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Baseline, EngineFit, Plan, from_text, to_text
@@ -51,24 +51,26 @@ def findings(made: Plan, text: str = "", model: Inventory | None = None) -> list
 
 
 def test_layers_are_dealt_by_the_engine_s_rule() -> None:
-    two = dealt(moe(), load(devices=("CUDA0", "CUDA1"), ngl=10_000))
+    two = with_counted_layers(moe(), load(devices=("CUDA0", "CUDA1"), ngl=10_000))
     assert (two.n_gpu_layers, two.tensor_split) == (9, (5, 4))
     shares = LoadSpec(("CUDA0", "CUDA1"), (24_000, 12_000), 6, (), Workload())
-    assert dealt(moe(), shares).tensor_split == (4, 2)
-    assert dealt(moe(), load(ngl=0)).tensor_split == (0,)
+    assert with_counted_layers(moe(), shares).tensor_split == (4, 2)
+    assert with_counted_layers(moe(), load(ngl=0)).tensor_split == (0,)
 
 
 def test_a_cut_feed_forward_is_read_both_ways() -> None:
-    (whole,) = readings(structure_of(moe()), fitted(EXPERTS.format(0), EXPERTS.format("[12]")), Workload())
+    (whole,) = fit_rules(structure_of(moe()), fitted(EXPERTS.format(0), EXPERTS.format("[12]")), Workload())
     assert whole.layer_devices == ("CUDA0",) * 9 and whole.setting == "-ngl 9, 2 overrides"
     assert set(whole.sites) == {"blk.0.experts", "blk.1.experts", "blk.2.experts"}
-    gpu, cpu = readings(structure_of(moe()), fitted(EXPERTS.format(0), DOWN.format(2)), Workload())
+    gpu, cpu = fit_rules(structure_of(moe()), fitted(EXPERTS.format(0), DOWN.format(2)), Workload())
     assert set(gpu.sites) == {"blk.0.experts"} and gpu.setting.endswith("blk.2 cut: counted on the GPU")
     assert set(cpu.sites) == {"blk.0.experts", "blk.2.experts"} and cpu.setting.endswith("on the CPU")
 
 
 def test_layers_on_the_cpu_and_patterns_of_layers_that_are_not_there() -> None:
-    (given,) = readings(structure_of(moe()), fitted(EXPERTS.format(4), EXPERTS.format(40), ngl=4), Workload())
+    (given,) = fit_rules(
+        structure_of(moe()), fitted(EXPERTS.format(4), EXPERTS.format(40), ngl=4), Workload()
+    )
     assert given.layer_devices == ("CPU",) * 5 + ("CUDA0",) * 4
     assert given.sites == {}  # layer 4 is on the CPU as a whole
 

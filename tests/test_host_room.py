@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.engine.host_memory_left import host_room
+from runtime.engine.host_memory_left import host_memory_left
 
 MIB = 2**20
 
@@ -23,8 +23,8 @@ def test_the_smaller_of_machine_and_control_group(limit: str, left: int, tmp_pat
         (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.current").write_text(str(3000 * MIB))
         (group / "memory.stat").write_text(f"anon {1800 * MIB}\nfile {1200 * MIB}\n")
-    assert host_room(meminfo, group) == left * MIB
+    assert host_memory_left(meminfo, group) == left * MIB
 
 
 def test_a_system_that_does_not_say(tmp_path: Path) -> None:
-    assert host_room(tmp_path / "none") is None
+    assert host_memory_left(tmp_path / "none") is None

@@ -469,7 +469,7 @@ def test_one_card_is_among_the_stock_rules_of_two() -> None:
 def test_layers_of_one_device_stand_together_where_that_costs_nothing() -> None:
     from planner.solver.evaluate import evaluate
     from planner.solver.problem import Capacity, Decision, Edge, Option, Problem, Solution
-    from planner.solver.tie_break import tidied
+    from planner.solver.tie_break import break_ties
 
     def option(device: int, host: bool) -> Option:
         return Option(device, 0 if host else device, (str(device),), 10, 0, (0, 0, 0))
@@ -493,7 +493,7 @@ def test_layers_of_one_device_stand_together_where_that_costs_nothing() -> None:
         max_runs=16,
     )
     mingled = Solution((1, 3, 1, 3, 1, 3))
-    found = tidied(problem, mingled)
+    found = break_ties(problem, mingled)
     before, after = evaluate(problem, mingled), evaluate(problem, found)
     assert (before.runs, after.runs) == (6, 2)
     assert after.objective_ns <= before.objective_ns

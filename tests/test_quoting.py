@@ -41,7 +41,7 @@ from planner.routing import trace as traces
 from planner.workload import Workload
 from runtime.bench.measure import Result
 from runtime.bench.prometheus import prometheus
-from runtime.bench.rivals import Arm
+from runtime.bench.rivals import Rival
 from runtime.tools.export import FORMATS, NotHeld, Published, arguments, export
 from runtime.tools.options import ENVIRONMENT, Stock, options, stock
 
@@ -361,10 +361,10 @@ def test_reports_hold_one_finding(path: str, message: str) -> None:
 @crafted("model", "arm")
 @often
 def test_metrics_have_their_labels_and_no_other_series(model: str, arm: str) -> None:
-    results = [Result(Arm(arm, SPEC, "", {}), {50: [2e6]}, {50: [4e6]})]
+    results = [Result(Rival(arm, SPEC, "", {}), {50: [2e6]}, {50: [4e6]})]
     text = prometheus(model, results)
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    plain = prometheus("m", [Result(Arm("a", SPEC, "", {}), {50: [2e6]}, {50: [4e6]})])
+    plain = prometheus("m", [Result(Rival("a", SPEC, "", {}), {50: [2e6]}, {50: [4e6]})])
     benign = [s for family in text_string_to_metric_families(plain) for s in family.samples]
     assert [(s.name, s.value, set(s.labels)) for s in samples] == [
         (s.name, s.value, set(s.labels)) for s in benign

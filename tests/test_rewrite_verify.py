@@ -17,7 +17,7 @@ from planner.site import Site
 from rewriter.manifest import from_text, manifest_path, to_text
 from rewriter.payloads import Payload, PayloadCut, digests
 from rewriter.rewrite import RewriteOptions, rewrite
-from rewriter.second_reader import look
+from rewriter.second_reader import read_header
 from rewriter.stamp import PlanMismatch, read_stamp
 from rewriter.verify import LOGITS_CLOSE, LOGITS_EXACT, WEIGHTS_EXACT, WEIGHTS_PERMUTED, NotFaithful, verify
 
@@ -201,7 +201,7 @@ def test_both_readers_and_gguf_py_see_the_same(made: tuple[ModelFile, Path, Plan
     from gguf import GGUFReader
 
     for path in (made[1], moe_model):
-        ours, second, theirs = read_model(path), look(path), GGUFReader(path)
+        ours, second, theirs = read_model(path), read_header(path), GGUFReader(path)
         tensors = ours.inventory.tensors
         assert [t.name for t in tensors] == list(second.weights) == [t.name for t in theirs.tensors]
         assert [t.offset for t in tensors] == [t.data_offset for t in theirs.tensors]

@@ -18,7 +18,7 @@ from engines import ROOT
 from planner.errors import AtsplanError, EngineProblem, InputError
 from planner.model.gguf.reader import read_model
 from planner.model.structure import structure_of
-from planner.plan.engine_rules import expected_devices
+from planner.plan.engine_rules import tensor_devices
 from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 from runtime.child.ask import ask
@@ -158,7 +158,7 @@ def test_every_weight_is_where_the_rules_say(engine: Engine, moe_model: Path) ->
         found = session.weights()
         assert {w.name for w in found} == {t.name for t in inventory.tensors}
         assert sum(w.size_bytes for w in found) == inventory.size_bytes
-        loaded_placement.compare(engine, found, expected_devices(structure_of(inventory), spec))
+        loaded_placement.compare(engine, found, tensor_devices(structure_of(inventory), spec))
         with pytest.raises(
             loaded_placement.Misplaced, match=r"token_embd.weight was loaded into CPU, the plan says CUDA0"
         ):
@@ -211,7 +211,7 @@ def test_quantised_v_without_flash_attention_names_both_fields(engine: Engine, d
 
 
 def test_a_worker_streams_and_reports(engine: Engine, moe_model: Path) -> None:
-    checks = Checks(None, expected_devices(structure_of(read_model(moe_model).inventory), CPU_ONLY))
+    checks = Checks(None, tensor_devices(structure_of(read_model(moe_model).inventory), CPU_ONLY))
     heard: list[str] = []
     ask = Ask(tuple(TOKENS), 5, ignore_end=True)
     outcome = work(

@@ -116,7 +116,7 @@ def test_the_search_agrees_with_cp_sat(model: Path) -> None:
     profile = machine()
     budgets = {"CUDA0": 420 * MIB, "CPU": 2**34}
     problem = problem_of(inventory(model), profile, Request(budgets, WORK))
-    assert any(o.away for _, _, o in problem.each_option())
+    assert any(o.away for _, _, o in problem.all_options())
     found, exact = solve(problem), solve_cp(problem)
     assert found.solution is not None and evaluate(problem, found.solution).feasible
     assert (found.status, found.objective_ns) == ("optimal", exact.objective_ns)

@@ -31,7 +31,7 @@ from planner.solver.clock import Clock
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Problem
 from planner.solver.solve import solve, solve_cp
-from planner.solver.tie_break import tidied
+from planner.solver.tie_break import break_ties
 from planner.workload import Workload
 
 SEEDS = st.integers(min_value=0, max_value=2**40)
@@ -48,7 +48,7 @@ def agrees(problem: Problem, best: int | None) -> None:
         assert (found.solution is None) == (best is None), found
         if found.solution is None:
             continue
-        for chosen in (found.solution, tidied(problem, found.solution)):
+        for chosen in (found.solution, break_ties(problem, found.solution)):
             judged = evaluate(problem, chosen)
             assert (judged.violations, judged.objective_ns) == ((), best)
 

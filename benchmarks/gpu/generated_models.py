@@ -11,7 +11,7 @@ import numpy as np
 from planner.model.inventory import Hparam, Inventory, Shard, Tensor
 from profiler.synth.build import Builder
 from profiler.synth.bytes import PEAK, size_bytes
-from profiler.synth.synth import ARCHITECTURES, SynthSpec, settled, write
+from profiler.synth.synth import ARCHITECTURES, SynthSpec, with_defaults, write
 from profiler.synth.synth import _type as tensor_type
 
 # Factor of the exponential law of the experts' constant logits; coverage of the hottest half beside it.
@@ -102,7 +102,7 @@ def path(name: str, folder: Path) -> Path:
 
 def inventory(name: str) -> Inventory:
     """The tensor table of the model of that name, without writing it."""
-    spec = settled(MODELS[name])
+    spec = with_defaults(MODELS[name])
     builder = Builder(spec)
     ARCHITECTURES[spec.arch].build(builder)
     tensors, offset = [], 0

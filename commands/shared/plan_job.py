@@ -51,14 +51,14 @@ class Job:
 
         from planner.machine.fingerprint import host_facts
         from planner.model.layers import layers_of, shared_kv
-        from planner.plan.engine_rules import expected_devices
+        from planner.plan.engine_rules import tensor_devices
         from profiler import host
         from runtime.worker import Checks
 
         inventory = self.file.inventory
         shared = sorted(set(shared_kv(inventory, layers_of(inventory)).values()))
         plan = None if self.mapped else self.plan
-        placed = expected_devices(structure_of(inventory), self.spec)
+        placed = tensor_devices(structure_of(inventory), self.spec)
         checks = Checks(plan, placed, tuple(shared), self._demands(placed), path=str(self.plan_path))
         known = self.plan.machine.measured_on
         if not known or self.mapped or self.elsewhere:
@@ -197,7 +197,7 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
     from planner.memory.reserves import check_extras
     from planner.model.gguf.reader import read_model
     from planner.model.layers import layers_of
-    from planner.plan.engine_rules import expected_devices
+    from planner.plan.engine_rules import tensor_devices
     from planner.plan.load_spec import LoadSpec
     from runtime.load.load_params import most_rollback
     from runtime.session.draft_model import Draft
@@ -229,7 +229,7 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
         use_mmap=job.spec.use_mmap,
         rollback=n_guess,
     )
-    return Draft(file.paths[0], spec, n_guess, expected_devices(structure_of(file.inventory), spec))
+    return Draft(file.paths[0], spec, n_guess, tensor_devices(structure_of(file.inventory), spec))
 
 
 def review(job: Job, engine: str | None, llama_h: Path | None) -> None:

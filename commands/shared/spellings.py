@@ -129,10 +129,10 @@ def _model(value: str) -> None:
 
 
 def _fixed(what: str, use: str) -> Callable[[str], None]:
-    def told(value: str) -> None:
+    def answer_value(value: str) -> None:
         answered(what, f"the plan says it: atsplan solve {use}", value)
 
-    return told
+    return answer_value
 
 
 _Answers = Mapping[tuple[str, ...], Callable[[str], None]]
@@ -173,10 +173,10 @@ def answers(known: _Answers) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def _hidden(names: tuple[str, ...], answer: Callable[[str], None]) -> Callable[..., Any]:
-    def told(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    def answer_value(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
         if value is not None:
             answer(value)
 
     # Before the others are asked for: `-m model.gguf` lacks the argument only because of -m.
     own = f"answered_{names[-1].strip('-').replace('-', '_')}"  # `model` is an argument's name already
-    return click.option(own, *names, hidden=True, expose_value=False, is_eager=True, callback=told)
+    return click.option(own, *names, hidden=True, expose_value=False, is_eager=True, callback=answer_value)

@@ -115,13 +115,13 @@ def _nearest(
     """The nearest legal plan, priced; None, said, when it cannot be priced, told or does not fit."""
     from planner.check.reprice import edited
     from planner.plan.load_spec import plan_layer_devices
-    from planner.plan.stock import nearest
+    from planner.plan.stock import stock_plan
 
     if inputs.inventory is None or inputs.profile is None:
         say("its cost is not known: give --inventory and --profile to price the nearest plan")
         return None
     try:
-        legal = edited(nearest(plan), inputs.inventory, inputs.profile, inputs.known)
+        legal = edited(stock_plan(plan), inputs.inventory, inputs.profile, inputs.known)
     except AnswerIsNo as problem:
         say(f"the nearest plan of a stock tool does not do: {_in_mib(str(problem))}")
         whys.append(f"the nearest plan: {_in_mib(str(problem))}")

@@ -39,7 +39,7 @@ def engine_fit(name: str, target: Target, workload: Workload, settings: EngineSe
     from runtime.load.engine_fit import NoPlacement, fit
 
     engine = Engine.find(None if name == "auto" else name)
-    room = _room(name, target, settings, engine)
+    room = _margins(name, target, settings, engine)
     spec = LoadSpec(tuple(room), (1,) * len(room), -1, (), workload)
     try:
         found = fit(str(engine.path), target.path, spec, room)
@@ -48,7 +48,7 @@ def engine_fit(name: str, target: Target, workload: Workload, settings: EngineSe
     return fit_record(target.inventory, engine.label, found, workload)
 
 
-def _room(name: str, target: Target, settings: EngineSettings, engine: Engine) -> dict[str, int]:
+def _margins(name: str, target: Target, settings: EngineSettings, engine: Engine) -> dict[str, int]:
     """Bytes that the model may take on each GPU: the budget without driver and reserves."""
     from runtime.engine.rpc import endpoints
 

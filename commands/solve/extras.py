@@ -11,7 +11,7 @@ from planner.constants import CPU
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
-    from commands.solve.options import Asked
+    from commands.solve.options import SolveOptions
     from planner.machine.profile import Profile
     from planner.memory.reserves import Extras
 
@@ -23,7 +23,7 @@ def first_gpu(profile: Profile, budgets: Mapping[str, int]) -> str:
     return next((d.name for d in profile.devices if d.kind != "cpu" and d.name in budgets), CPU)
 
 
-def extras_of(asked: Asked, profile: Profile, budgets: Mapping[str, int]) -> Extras:
+def extras_of(asked: SolveOptions, profile: Profile, budgets: Mapping[str, int]) -> Extras:
     """The files beside the model, read, and the memory of other users; OptionProblem for bad options."""
     from planner.machine.budgets import EVERY, parse_reserve
     from planner.memory.reserves import Extras
@@ -47,7 +47,7 @@ def extras_of(asked: Asked, profile: Profile, budgets: Mapping[str, int]) -> Ext
     )
 
 
-def accept_rate(asked: Asked) -> int | None:
+def accept_rate(asked: SolveOptions) -> int | None:
     """Share of drafted tokens that are right, in ppm; None where the draft length is not to be chosen.
 
     Raises OptionProblem for a rate that is none.

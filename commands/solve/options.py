@@ -121,7 +121,7 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SolveOptions:
     """The command line, unread; spellings of other tools are those of this one already."""
 
     model: Path
@@ -153,9 +153,9 @@ class Asked:
     time_limit: float | None
 
 
-def asking(function: Callable[..., Any]) -> Callable[..., Any]:
+def solve_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command these options, handed over as one `asked`."""
-    names = Asked.__slots__
+    names = SolveOptions.__slots__
 
     @functools.wraps(function)
     def wrapped(**values: Any) -> Any:
@@ -165,7 +165,7 @@ def asking(function: Callable[..., Any]) -> Callable[..., Any]:
         every, layers = values.pop("cpu_moe"), values.pop("cpu_moe_layers")
         values["pins"] = expert_pins(values["pins"], layers, every)
         own = {name: values.pop(name) for name in names}
-        return function(asked=Asked(**own), **values)
+        return function(asked=SolveOptions(**own), **values)
 
     for option in reversed(_OPTIONS):
         wrapped = option(wrapped)

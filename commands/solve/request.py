@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
 from commands.solve.extras import accept_rate, extras_of, first_gpu
-from commands.solve.options import Asked
+from commands.solve.options import SolveOptions
 from planner.constants import CPU
 from planner.errors import OptionProblem
 from planner.quoting import shell
@@ -66,14 +66,14 @@ class Inputs:
         return engine_fit(self.fit_engine, where, workload, settings)
 
 
-def inputs_of(asked: Asked) -> Inputs:
+def inputs_of(asked: SolveOptions) -> Inputs:
     """Read every file and option of a command line; raises InputError with the option at fault."""
     from planner.cost.pins import parse_pin
     from planner.machine.budgets import budgets_for, parse_budget
     from planner.memory.reserves import check_extras
     from planner.model.layers import layers_of
     from planner.model.nextn import nextn_fault
-    from planner.plan.request import Beside, Request
+    from planner.plan.request import ExtraModels, Request
 
     deadline = Deadline(asked.time_limit or math.inf)
     profile = load_profile(asked.profile_path, asked.machine)
@@ -105,7 +105,7 @@ def inputs_of(asked: Asked) -> Inputs:
         page=asked.page,
         stripes=asked.stripes,
         hybrid=asked.hybrid,
-        beside=Beside(extras, gpu, accept_rate(asked), movable),
+        extra_models=ExtraModels(extras, gpu, accept_rate(asked), movable),
         command=shell(["atsplan", *sys.argv[1:]]),
         **_host_memory(asked),
     )
@@ -134,7 +134,7 @@ def _note_changes(profile: Profile, path: Path | None) -> None:
         say(f"note: if {path} is of this machine, profile again: {'; '.join(changes)}")
 
 
-def workload_of(asked: Asked, inventory: Inventory) -> Workload:
+def workload_of(asked: SolveOptions, inventory: Inventory) -> Workload:
     """The workload of a command line; OptionProblem for what makes no sense."""
     from pydantic import ValidationError
 
@@ -187,7 +187,7 @@ def _use(text: str) -> dict[str, int]:
     return found
 
 
-def _host_memory(asked: Asked) -> dict[str, Any]:
+def _host_memory(asked: SolveOptions) -> dict[str, Any]:
     """The memory asked for; the limit is for the program's own choice."""
     from planner.machine.budgets import EVERY, parse_budget
     from planner.machine.host_memory import HostMemory
@@ -201,7 +201,7 @@ def _host_memory(asked: Asked) -> dict[str, Any]:
     return {"host_memory": HostMemory(kind)}
 
 
-def _known(asked: Asked, inventory: Inventory, workload: Workload) -> Known:
+def _known(asked: SolveOptions, inventory: Inventory, workload: Workload) -> Known:
     """What files say of the model's routing."""
     from commands.shared.inputs import cache_curve, known_of_heat
     from planner.plan.known import Known

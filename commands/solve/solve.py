@@ -11,7 +11,7 @@ import click
 from commands.shared.console import mib, ms, out, out_json, out_table, say, table, write_text
 from commands.shared.option_types import Target
 from commands.shared.refusals import refusal_data
-from commands.solve.options import Asked, asking
+from commands.solve.options import SolveOptions, solve_options
 from commands.solve.request import inputs_of
 from planner.errors import AnswerIsNo, OptionProblem
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@asking
+@solve_options
 @click.option("-o", "--output", "--out", "output", type=Target("plan"), help="Where to write the plan.")
 @click.option(
     "--quant", "quants", multiple=True, help="What if: REGEX=TYPE, for example 'ffn_.*_exps=iq2_xs'."
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--tensor-types", type=Target(), help="Write --quant as a llama-quantize map.")
 @click.option("--json", "as_json", is_flag=True, help="The plan as JSON.")
 def command(
-    asked: Asked,
+    asked: SolveOptions,
     output: Path | None,
     quants: tuple[str, ...],
     tensor_types: Path | None,

@@ -13,7 +13,7 @@ from commands.shared.console import PICTURE, mib, out_json, out_table, progress,
 from commands.shared.option_types import Target
 from commands.shared.pictures import check_name, pyplot, save
 from commands.shared.spellings import ask_unit
-from commands.solve.options import Asked, asking
+from commands.solve.options import SolveOptions, solve_options
 from commands.solve.request import Inputs, inputs_of
 from planner.constants import MIB
 from planner.errors import AnswerIsNo, OptionProblem
@@ -50,14 +50,14 @@ class Point:
 
 
 @click.command()
-@asking
+@solve_options
 @click.option(
     "--budgets", required=True, help="FIRST:LAST:STEP on the swept device: 4000:24000:1000 (MiB), 4G:24G:1G."
 )
 @click.option("--device", help="The device whose budget is swept [default: the first GPU].")
 @click.option("--plot", type=Target(PICTURE), help="Write a picture: .png, .svg or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
-def command(asked: Asked, budgets: str, device: str | None, plot: Path | None, as_json: bool) -> None:
+def command(asked: SolveOptions, budgets: str, device: str | None, plot: Path | None, as_json: bool) -> None:
     """Plan MODEL for a range of budgets."""
     from planner.machine.budgets import parse_budget
 

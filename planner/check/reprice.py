@@ -15,7 +15,7 @@ from planner.model.structure import structure_of
 from planner.passes import stock_rules
 from planner.passes.case import Case, loading_of
 from planner.passes.chosen import Chosen
-from planner.passes.placements import cpu_alone, rows
+from planner.passes.placements import baselines, cpu_alone
 from planner.passes.predict import Breakdown, breakdown
 from planner.passes.record import record
 from planner.plan.engine_settings import EngineSettings
@@ -116,7 +116,7 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
         stored = replace(settings, gpus=False, repack=False)
         priced = loading.free(stored) if plan.repack is False else alone[0]
     chosen = _chosen(plan, priced)
-    made = record(chosen, rows(alone, stock), profile, case.request, case.known)
+    made = record(chosen, baselines(alone, stock), profile, case.request, case.known)
     parts = breakdown(priced, chosen.solution, chosen.evaluation)
     told = made.model_copy(update={"notes": plan.notes, "search": plan.search})
     return Repriced(told, chosen.evaluation.violations, parts)

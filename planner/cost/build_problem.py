@@ -18,7 +18,7 @@ from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_bound
 from planner.memory import kv_cache
-from planner.memory.buffer_parts import Room, room_of
+from planner.memory.buffer_parts import BufferParts, buffer_parts
 from planner.memory.memory import NOTHING, Memory
 from planner.model.inventory import Inventory
 from planner.model.layers import Layers, shared_kv
@@ -127,11 +127,11 @@ def build_problem(
     repack = settings.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
     workload, drafts, memory = model.workload, settings.speculation, settings.host_memory
     prices = Prices(model.structure, profile, workload, known.distinct, repack, drafts, memory)
-    rooms = {d.name: room_of(model.inventory, workload, d, settings.op_offload) for d in devices}
-    fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, rooms[d.name])]
+    buffers = {d.name: buffer_parts(model.inventory, workload, d, settings.op_offload) for d in devices}
+    fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, buffers[d.name])]
     fixed += cache_shares(model.structure, devices, known.cache)
     fixed += _stages(model, devices) if settings.slots else ()
-    chooser = Chooser(prices, devices, Choices.of(request, settings, known), rooms)
+    chooser = Chooser(prices, devices, Choices.of(request, settings, known), buffers)
     units = [u for _, g in model.groups for u in g]
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
@@ -140,7 +140,7 @@ def build_problem(
     sharing = Sharing(model.owners, model.kv, devices, prices, len(fixed))
     fixed += [(share, NOTHING) for share in sharing.shares()]
     placed = {
-        name: sharing.told(name, _placed(chooser, model, name, units, request, wanted))
+        name: sharing.with_shares(name, _placed(chooser, model, name, units, request, wanted))
         for name, units in model.groups
     }
     decisions = tuple(
@@ -199,15 +199,15 @@ def _budget(device: Device, request: Request) -> int:
     return 2**62 if device.kind == "cpu" and request.page else request.budgets[device.name]
 
 
-def _shares(index: int, device: Device, room: Room) -> tuple[Once, ...]:
+def _shares(index: int, device: Device, buffer: BufferParts) -> tuple[Once, ...]:
     """What the use of a device costs once, in the order of `layer_options.PER_DEVICE`."""
-    shared = room.shared_bytes
-    in_use = Memory(compute=room.base_bytes, reserve=device.context_bytes)
+    shared = buffer.shared_bytes
+    in_use = Memory(compute=buffer.base_bytes, reserve=device.context_bytes)
     return (
         once(f"{device.name} in use", index, in_use),
         once(f"{device.name} streams or has the head", index, Memory(compute=shared)),
-        once(f"{device.name} streams", index, Memory(compute=room.staging_bytes - shared)),
-        once(f"{device.name} has the head", index, Memory(compute=room.head_bytes - shared)),
+        once(f"{device.name} streams", index, Memory(compute=buffer.staging_bytes - shared)),
+        once(f"{device.name} has the head", index, Memory(compute=buffer.head_bytes - shared)),
     )
 
 

@@ -49,7 +49,7 @@ def cache_shares(
     return (*found, once("experts on the host without a cache", 0, NOTHING))
 
 
-def told(placements: Sequence[Placement], curve: Sequence[CachePoint]) -> list[str]:
+def cache_notes(placements: Sequence[Placement], curve: Sequence[CachePoint]) -> list[str]:
     """What a plan made with a hit curve says of the cache."""
     if not curve:
         return []

@@ -14,7 +14,7 @@ from planner.cost.unit_time import Prices, Times
 from planner.machine.attention_kernels import attends
 from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device
-from planner.memory.buffer_parts import Room
+from planner.memory.buffer_parts import BufferParts
 from planner.memory.memory import Memory
 from planner.model.units import BOUND, Kind, Unit
 from planner.plan.engine_settings import EngineSettings
@@ -65,9 +65,9 @@ class Chooser:
         prices: Prices,
         devices: tuple[Device, ...],
         choices: Choices,
-        rooms: Mapping[str, Room],
+        buffers: Mapping[str, BufferParts],
     ) -> None:
-        self.prices, self.devices, self.choices, self.rooms = prices, devices, choices, rooms
+        self.prices, self.devices, self.choices, self.buffers = prices, devices, choices, buffers
         self.workload = prices.workload
         self.cpu = next((i for i, d in enumerate(devices) if d.kind == "cpu"), -1)
         self.first_gpu = next((i for i, d in enumerate(devices) if d.kind == "gpu"), -1)
@@ -105,7 +105,7 @@ class Chooser:
         found: list[Placed] = []
         for d, device in enumerate(self.devices):
             limit = device.max_alloc_bytes
-            if (limit and self.rooms[device.name].largest_bytes > limit) or (
+            if (limit and self.buffers[device.name].largest_bytes > limit) or (
                 (kept.kv or reads) and not attends(device, self.workload, self.prices.profile.timings)
             ):
                 continue

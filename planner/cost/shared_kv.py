@@ -47,7 +47,7 @@ class Sharing:
     def _lies(self, name: str, device: int) -> int:
         return self.first + self.caches.index(name) * len(self.devices) + device
 
-    def told(self, name: str, options: Sequence[Placed]) -> list[Placed]:
+    def with_shares(self, name: str, options: Sequence[Placed]) -> list[Placed]:
         """Options of a decision that say where the cache lies; a reader has each twice, with the cache and
         away from it.
         """

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 from planner.errors import InputError
-from planner.machine.presets import nearest
+from planner.machine.presets import similar_names
 from planner.records import Record, load
 
 PATH = Path(__file__).with_name("cards.yaml")
@@ -75,7 +75,7 @@ def find(name: str, memory_bytes: int = 0) -> Card:
     if len(found) > 1:
         raise UnknownCard(name, tuple(card.name for card in found), several=True)
     if not found:
-        raise UnknownCard(name, nearest(asked, tuple(card.name for card in cards)))
+        raise UnknownCard(name, similar_names(asked, tuple(card.name for card in cards)))
     return found[0]
 
 

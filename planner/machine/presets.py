@@ -21,11 +21,11 @@ class UnknownMachine(InputError):
     known: tuple[str, ...]
 
     def message(self) -> str:
-        near = nearest(self.name, self.known)
+        near = similar_names(self.name, self.known)
         return f"no machine named {self.name}; there are {', '.join(near or self.known)}"
 
 
-def nearest(name: str, known: Sequence[str], most: int = 4) -> tuple[str, ...]:
+def similar_names(name: str, known: Sequence[str], most: int = 4) -> tuple[str, ...]:
     """Known names that begin with the given one, then those spelt alike; empty for a name like none."""
     plain = {_plain(each): each for each in known}
     asked = _plain(name)

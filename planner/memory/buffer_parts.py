@@ -20,7 +20,7 @@ from planner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BufferParts:
     """Bytes on one device; the buffer is `base + max(staging if streaming, head if it has the head)`."""
 
     base_bytes: int  # the layers' largest stage, masks, inputs
@@ -42,17 +42,21 @@ class Room:
         return self.base_bytes + max(self.staging_bytes * streams, self.head_bytes * head)
 
 
-def room_of(inventory: Inventory, workload: Workload, device: Device, op_offload: bool = True) -> Room:
+def buffer_parts(
+    inventory: Inventory, workload: Workload, device: Device, op_offload: bool = True
+) -> BufferParts:
     """The compute buffer of a device by formula, without a pipeline's copies."""
     converts = converts_caches(device.name)
     base = compute_bytes(inventory, workload, head=False, converts=converts)
     head = compute_bytes(inventory, workload, converts=converts) - base
     if device.kind == "cpu":
-        return Room(base + host_bytes(inventory, workload) + output_bytes(inventory, workload), 0, head)
+        return BufferParts(
+            base + host_bytes(inventory, workload) + output_bytes(inventory, workload), 0, head
+        )
     if device.kind != "gpu":
-        return Room(base, 0, head)
+        return BufferParts(base, 0, head)
     hybrid = any(layers_of(inventory).recurrent)
-    return Room(
+    return BufferParts(
         base, staging_bytes(_streamed(inventory), workload, op_offload=op_offload, hybrid=hybrid), head
     )
 

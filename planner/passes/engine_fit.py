@@ -10,7 +10,7 @@ from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.structure import Structure
 from planner.model.units import Kind
-from planner.plan.engine_rules import expected_devices, spec_layer_devices
+from planner.plan.engine_rules import spec_layer_devices, tensor_devices
 from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import EngineFit, FitOverride
 from planner.plan.stock_rule import FIT, Rule
@@ -22,7 +22,7 @@ def fit_record(inventory: Inventory, engine: str, spec: LoadSpec | None, workloa
     """What is written down of a --fit; `spec` None: it found no placement."""
     if spec is None:
         return EngineFit(engine=engine, n_ctx=workload.n_ctx, n_gpu_layers=None)
-    spec = dealt(inventory, spec)
+    spec = with_counted_layers(inventory, spec)
     return EngineFit(
         engine=engine,
         n_ctx=spec.workload.n_ctx,
@@ -33,14 +33,14 @@ def fit_record(inventory: Inventory, engine: str, spec: LoadSpec | None, workloa
     )
 
 
-def dealt(inventory: Inventory, spec: LoadSpec) -> LoadSpec:
+def with_counted_layers(inventory: Inventory, spec: LoadSpec) -> LoadSpec:
     """The same load with its layers counted: --fit may leave shares of memory, and too many layers."""
     layers = Counter(spec_layer_devices(spec, layers_of(inventory).n_all))
     split = tuple(layers[device] for device in spec.devices)
     return replace(spec, tensor_split=split, n_gpu_layers=sum(split))
 
 
-def readings(structure: Structure, fit: EngineFit, workload: Workload) -> tuple[Rule, ...]:
+def fit_rules(structure: Structure, fit: EngineFit, workload: Workload) -> tuple[Rule, ...]:
     """The placement, once or twice; nothing where --fit found none.
 
     --fit cuts the feed-forward of at most one layer a device: some of its tensors on the GPU, some on
@@ -67,7 +67,7 @@ def _on_host(
     structure: Structure, spec: LoadSpec, devices: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Units of GPU layers that are moved to the CPU, and those that are cut or on another GPU."""
-    where, sizes = expected_devices(structure, spec), structure.tensors
+    where, sizes = tensor_devices(structure, spec), structure.tensors
     whole: list[str] = []
     cut: list[str] = []
     for unit in structure.units:

@@ -10,7 +10,7 @@ from functools import partial
 from planner.constants import CELL_STEP
 from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.passes.case import Case
-from planner.passes.refusal import Infeasible, OutOfTime, forced, refuse
+from planner.passes.refusal import Infeasible, OutOfTime, refuse, unavoidable
 from planner.plan.engine_settings import EngineSettings
 from planner.solver.problem import Decision, Edge, Option, Problem
 from planner.solver.solve import Limits, solve
@@ -42,7 +42,7 @@ def largest_context(case: Case, settings: EngineSettings) -> tuple[int, Keep]:
     if case.clock.deadline.over():
         raise OutOfTime
     floor = _priced(case, settings, with_context(request.workload, lowest), Keep.ANY)
-    refusal = forced(floor, request) or refuse(floor, request)
+    refusal = unavoidable(floor, request) or refuse(floor, request)
     raise Infeasible(refusal.needs, refusal.hints, f"not even a context of {lowest} cells fits")
 
 
@@ -91,7 +91,7 @@ def _priced(case: Case, settings: EngineSettings, workload: Workload, keep: Keep
 
 
 def _fits(priced: Priced, case: Case) -> bool:
-    if forced(priced, case.request) is not None:
+    if unavoidable(priced, case.request) is not None:
         return False
     limits = Limits(2.0, deadline=case.clock.deadline)
     return solve(free_of_charge(priced.problem), None, limits).solution is not None

@@ -90,7 +90,7 @@ def _draft_lengths(loadings: list[Loading]) -> list[str]:
         drafts = loading.settings.speculation
         if drafts is not None and loading.found:
             times[drafts.tokens] = simplest_within_error(loading.found).evaluation.decode_ns
-    if not times or loadings[0].case.request.beside is None:
+    if not times or loadings[0].case.request.extra_models is None:
         return []
     drafts = loadings[0].settings.speculation
     assert drafts is not None

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from planner.constants import CPU
 from planner.cost.build_problem import UNFUSED, Model, Priced, unfused_ns
-from planner.cost.expert_cache import told
+from planner.cost.expert_cache import cache_notes
 from planner.machine.attention_kernels import kv_note
 from planner.machine.budgets import tight
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
-from planner.memory.buffer_parts import room_of
+from planner.memory.buffer_parts import buffer_parts
 from planner.memory.kv_cache import unstated_heads
 from planner.memory.reserves import estimates
 from planner.model.layers import CACHELESS
@@ -60,7 +60,7 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
             f"the vision projector {settings.projector.name} computes on the CPU: images take longer"
         )
     found += _unrecognised(subject.priced.model, profile)
-    found += estimates(request.beside.extras) if request.beside else []
+    found += estimates(request.extra_models.extras) if request.extra_models else []
     if text := kv_note(_devices(subject.priced), subject.priced.prices.workload, profile.timings):
         found.append(text)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
@@ -72,7 +72,7 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
     found += _assumed(subject.priced)
     found += [f"profile: {warning}" for warning in profile.warnings]
     found += filter(None, map(_overfull, subject.stock))
-    return (*found, *told(subject.placements, known.cache))
+    return (*found, *cache_notes(subject.placements, known.cache))
 
 
 def _assumed(priced: Priced) -> list[str]:
@@ -148,13 +148,13 @@ def _buffers(subject: Subject, budgets: Mapping[str, int]) -> Iterator[str]:
     inventory, prices = subject.priced.model.inventory, subject.priced.prices
     for device in prices.profile.devices:
         limit, work = device.max_alloc_bytes, prices.workload
-        needed = room_of(inventory, work, device).largest_bytes if limit else 0
+        needed = buffer_parts(inventory, work, device).largest_bytes if limit else 0
         if device.name not in budgets or needed <= limit:
             continue
         smaller = work.n_ubatch
-        while smaller > 1 and room_of(inventory, _batch(work, smaller), device).largest_bytes > limit:
+        while smaller > 1 and buffer_parts(inventory, _batch(work, smaller), device).largest_bytes > limit:
             smaller //= 2
-        fits = room_of(inventory, _batch(work, smaller), device).largest_bytes <= limit
+        fits = buffer_parts(inventory, _batch(work, smaller), device).largest_bytes <= limit
         yield (
             f"{device.name}: takes no layer: its largest buffer has {limit >> 20} MiB, a batch of "
             f"{work.n_ubatch} tokens computes in {needed >> 20}"

@@ -12,13 +12,13 @@ from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
 from planner.passes.margin import error_ppm
-from planner.passes.refusal import Infeasible, OutOfTime, crowded, forced, refuse
+from planner.passes.refusal import Infeasible, OutOfTime, overfilled_by_extras, refuse, unavoidable
 from planner.passes.stock_rules import Candidate, translated
 from planner.plan.engine_settings import EngineSettings
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Option, Solution
 from planner.solver.solve import Solved, solve
-from planner.solver.tie_break import tidied
+from planner.solver.tie_break import break_ties
 
 
 def placements(loading: Loading, settings: EngineSettings, tried: Tried) -> Iterator[Chosen]:
@@ -37,17 +37,17 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
     free = loading.free(settings)
     loading.stock = stock_rules.candidates(free, case.known.fit)
     priced = loading.constrained(settings)
-    if full := crowded(priced, case.request):
+    if full := overfilled_by_extras(priced, case.request):
         loading.crowded = True
         tried.refusals.append(full)
         return
     loading.copying = priced if priced.copies and not loading.fault else None
     usable = [c for c in (translated(priced, each, free) for each in loading.stock) if c and c.feasible]
-    refusal = forced(priced, loading.limits)
+    refusal = unavoidable(priced, loading.limits)
     solved = Solved("infeasible", None, 0, 0) if refusal else _solved(case, priced, usable)
     if solved.solution is not None:
         loading.bound_ns = solved.bound_ns
-        yield _chosen(priced, tidied(priced.problem, solved.solution), solved)
+        yield _chosen(priced, break_ties(priced.problem, solved.solution), solved)
     for stock in usable:
         yield _baseline(priced, stock, solved.bound_ns)
     if solved.solution is None and not usable:
@@ -95,7 +95,7 @@ def cpu_alone(loading: Loading, settings: EngineSettings) -> tuple[Priced, Candi
     return priced, stock_rules.candidates(priced)[0]
 
 
-def rows(alone: tuple[Priced, Candidate] | None, stock: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+def baselines(alone: tuple[Priced, Candidate] | None, stock: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """The baselines as recorded: the CPU alone first, and once."""
     return (alone[1], *(c for c in stock if c.name != alone[1].name)) if alone else stock
 
@@ -108,7 +108,7 @@ def _on_the_cpu(loading: Loading, settings: EngineSettings) -> Iterator[Chosen]:
         return
     priced, candidate = alone
     if settings.repack:
-        loading.stock = rows(alone, loading.stock)
+        loading.stock = baselines(alone, loading.stock)
     best = loading.best
     unopened = best is not None and best.on_host_alone
     if not candidate.feasible or ((case.request.no_cpu or case.request.pins) and not unopened):
@@ -138,13 +138,13 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     streamed = loading.best
     start = _same(streamed, plain)
     worth = streamed is None or _roomier(streamed, start, plain) or _faster(loading.copying, plain)
-    if not worth or forced(plain, case.request) is not None:
+    if not worth or unavoidable(plain, case.request) is not None:
         return
     hint = start.solution if start is not None and start.feasible else None
     solved = solve(plain.problem, hint, case.clock.limits())
     if solved.solution is None:
         return
-    found = _chosen(plain, tidied(plain.problem, solved.solution), solved)
+    found = _chosen(plain, break_ties(plain.problem, solved.solution), solved)
     if streamed is not None and _copies(streamed, start):
         # The speed of a link and that of a CPU do not share their errors, as two placements do.
         doubt = found.evaluation.prefill_ns * error_ppm(plain.prices) // PPM

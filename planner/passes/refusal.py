@@ -68,7 +68,7 @@ def _sentence(need: Need) -> str:
     )
 
 
-def forced(priced: Priced, request: Request) -> Infeasible | None:
+def unavoidable(priced: Priced, request: Request) -> Infeasible | None:
     """What no search can save: a decision without options, or forced bytes above a limit.
 
     None does not promise that a placement exists.
@@ -78,13 +78,13 @@ def forced(priced: Priced, request: Request) -> Infeasible | None:
         if not decision.options:
             why = f"{decision.name} has no allowed place under the pins, modes, KV and tensor types given"
             return Infeasible((), hints(priced, request), why)
-    needs = [_forced(priced, d, request) for d in range(len(problem.devices))]
+    needs = [_least_need(priced, d, request) for d in range(len(problem.devices))]
     short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
     host = any(d.host and n.total_bytes > n.budget_bytes for d, n in zip(problem.devices, needs, strict=True))
     return Infeasible(short, hints(priced, request, host)) if short else None
 
 
-def crowded(priced: Priced, request: Request) -> Infeasible | None:
+def overfilled_by_extras(priced: Priced, request: Request) -> Infeasible | None:
     """Devices that a projector or a draft model overfills by itself, layers or not."""
     opened = dict.fromkeys(
         r.device for r in priced.settings.reserves if r.opens and r.device in request.budgets
@@ -109,14 +109,14 @@ def refuse(priced: Priced, request: Request) -> Infeasible:
     used = [priced.ledger.shares[PER_DEVICE * d] for d in range(len(problem.devices))]
     beside = Memory(reserve=sum(r.size_bytes for r in priced.settings.reserves))
     held = together((*(together(priced.ledger.of(d, o)) for d, o in least), *used, beside))
-    total, name = _room(priced, request)
+    total, name = _total_budget(priced, request)
     need = Need(name, total, held)
     if need.total_bytes <= total:
         return Infeasible((need,), hints(priced, request), "there is room, but not for whole units")
     return Infeasible((need,), hints(priced, request, any(d.host for d in problem.devices)))
 
 
-def _room(priced: Priced, request: Request) -> tuple[int, str]:
+def _total_budget(priced: Priced, request: Request) -> tuple[int, str]:
     """What all devices hold together, memory that several share counted once, and what to call them."""
     problem, total = priced.problem, 0
     for index, pool in enumerate((*problem.pools, None)):
@@ -129,7 +129,7 @@ def _room(priced: Priced, request: Request) -> tuple[int, str]:
     return total, f"the one memory of {names}" if one else "all devices together"
 
 
-def _forced(priced: Priced, device: int, request: Request) -> Need:
+def _least_need(priced: Priced, device: int, request: Request) -> Need:
     problem, name = priced.problem, priced.problem.devices[device].device
     reserve = priced.settings.reserved_bytes(name)
     least = [(d, min(d.options, key=lambda o: o.memory[device])) for d in problem.decisions]

@@ -20,7 +20,7 @@ _UNTRIED = ("--ctx", "--kv-type")
 def with_remedies(refusal: AnswerIsNo, case: Case, start: EngineSettings) -> AnswerIsNo:
     """The refusal with contexts and KV types that fit, and hold the use, in place of those only named."""
     request = case.request
-    moves = request.beside is not None and request.beside.projector_moves
+    moves = request.extra_models is not None and request.extra_models.projector_moves
     if request.lowest_ctx or moves or not isinstance(refusal, Infeasible):
         return refusal
     others = tuple(h for h in refusal.hints if not h.startswith(_UNTRIED))

@@ -24,7 +24,7 @@ from planner.passes.predict import predict
 from planner.passes.record import host_weights_bytes
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.plan import EngineFit, Projector, Speculation
-from planner.plan.request import Beside
+from planner.plan.request import ExtraModels
 from planner.workload import Workload
 
 LONGEST_DRAFT = 7  # with the model's own next token, the batches of 2 to 8 that profiles hold
@@ -41,13 +41,13 @@ def settings_to_try(
     """Projector × context × draft length × host memory, and for each: GPUs or the CPU alone, prompts copied
     or not, weights repacked or not. What `tried` has of the ones before decides which are worth it.
     """
-    for moved, beside in enumerate(projector_places(asked, start)):
+    for moved, placed in enumerate(projector_places(asked, start)):
         try:
-            case = _sized(asked, beside, ask_engine)
+            case = _sized(asked, placed, ask_engine)
         except AnswerIsNo as refusal:
             tried.refusals.append(refusal)
             continue
-        lengths = draft_lengths(case, beside)
+        lengths = draft_lengths(case, placed)
         work_s = case.clock.work_s / len(lengths)  # work and time are for all lengths together
         for n, drafts in enumerate(lengths):
             if n and case.clock.deadline.over():
@@ -63,25 +63,25 @@ def settings_to_try(
 
 def projector_places(case: Case, start: EngineSettings) -> Iterator[EngineSettings]:
     """`start` with what runs beside the model: as asked, then with a projector that may move on the CPU."""
-    beside = case.request.beside
-    if beside is None:
+    extra = case.request.extra_models
+    if extra is None:
         yield start
         return
-    yield _with_beside(case, start, beside)
-    if beside.projector_moves:
-        yield _with_beside(case, start, _projector_on_cpu(beside))
+    yield _with_extra_models(case, start, extra)
+    if extra.projector_moves:
+        yield _with_extra_models(case, start, _projector_on_cpu(extra))
 
 
-def _projector_on_cpu(beside: Beside) -> Beside:
-    return replace(beside, extras=replace(beside.extras, mmproj_device=CPU))
+def _projector_on_cpu(extra: ExtraModels) -> ExtraModels:
+    return replace(extra, extras=replace(extra.extras, mmproj_device=CPU))
 
 
-def _with_beside(case: Case, start: EngineSettings, beside: Beside) -> EngineSettings:
-    eyes, gpu = beside.extras.mmproj, beside.gpu
+def _with_extra_models(case: Case, start: EngineSettings, extra: ExtraModels) -> EngineSettings:
+    eyes, gpu = extra.extras.mmproj, extra.gpu
     projector = None
     if eyes is not None:
-        projector = Projector(name=eyes.name, device=beside.extras.mmproj_device or gpu)
-    lines = reserves(case.inventory, case.request.workload, beside.extras, gpu=gpu)
+        projector = Projector(name=eyes.name, device=extra.extras.mmproj_device or gpu)
+    lines = reserves(case.inventory, case.request.workload, extra.extras, gpu=gpu)
     return replace(start, projector=projector, reserves=lines)
 
 
@@ -102,28 +102,30 @@ def _sized(asked: Case, settings: EngineSettings, ask_engine: AskEngine | None) 
 
 def draft_lengths(case: Case, start: EngineSettings) -> list[EngineSettings]:
     """`start` for each draft length, none first; `start` alone where that is not to be chosen."""
-    beside = case.request.beside
-    if beside is None or beside.accept_ppm is None:
+    extra = case.request.extra_models
+    if extra is None or extra.accept_ppm is None:
         return [start]
     if start.projector is not None and start.projector.device == CPU:
-        beside = _projector_on_cpu(beside)
-    each = speculation(case.inventory, case.profile, case.request.workload, beside)
+        extra = _projector_on_cpu(extra)
+    each = speculation(case.inventory, case.profile, case.request.workload, extra)
     found = []
     for tokens in range(LONGEST_DRAFT + 1):
         drafts = replace(start, speculation=each.model_copy(update={"tokens": tokens}))
-        extras = replace(beside.extras, rollback=tokens)
+        extras = replace(extra.extras, rollback=tokens)
         if not tokens:
             extras = replace(extras, draft=None)
         work = drafts.workload(case.request.workload)
-        lines = reserves(case.inventory, work, extras, gpu=beside.gpu)
+        lines = reserves(case.inventory, work, extras, gpu=extra.gpu)
         found.append(replace(drafts, reserves=lines))
     return found
 
 
-def speculation(inventory: Inventory, profile: Profile, workload: Workload, beside: Beside) -> Speculation:
+def speculation(
+    inventory: Inventory, profile: Profile, workload: Workload, extra: ExtraModels
+) -> Speculation:
     """Who drafts and how often it is right, without a length."""
-    draft, device = beside.extras.draft, beside.extras.draft_device or beside.gpu
-    accept = beside.accept_ppm or 0
+    draft, device = extra.extras.draft, extra.extras.draft_device or extra.gpu
+    accept = extra.accept_ppm or 0
     if draft is None:
         own_ns = calibration_for(profile, inventory.table_digest()).token_ns
         return Speculation(accept_ppm=accept, tokens=0, draft_ns=own_ns)

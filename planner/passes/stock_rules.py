@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Model, Priced
 from planner.model.units import Kind, Unit
-from planner.passes.engine_fit import readings
+from planner.passes.engine_fit import fit_rules
 from planner.passes.prompt_pipeline import pipeline_of
 from planner.plan.engine_rules import layers_by_ngl
 from planner.plan.plan import EngineFit
@@ -54,7 +54,7 @@ def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate,
 
 
 def _fitted(priced: Priced, fit: EngineFit, known: Options) -> Candidate:
-    rules = readings(priced.model.structure, fit, priced.prices.workload)
+    rules = fit_rules(priced.model.structure, fit, priced.prices.workload)
     return _best(priced, FIT, rules, known) if rules else Candidate(FIT, "finds no placement", None, None)
 
 

@@ -37,7 +37,7 @@ def spec_layer_devices(spec: LoadSpec, n_blocks: int) -> tuple[str, ...]:
     return layers_by_ngl(n_blocks, spec.n_gpu_layers, list(zip(spec.devices, spec.tensor_split, strict=True)))
 
 
-def expected_devices(structure: Structure, spec: LoadSpec) -> dict[str, str]:
+def tensor_devices(structure: Structure, spec: LoadSpec) -> dict[str, str]:
     """Tensor to device for every tensor the engine loads; a striped tensor belongs to its device."""
     layers = spec_layer_devices(spec, structure.layers.n_all)
     found: dict[str, str] = {}

@@ -19,7 +19,7 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ExtraModels:
     """What is loaded beside the model, and what of it the planner is to decide."""
 
     extras: Extras
@@ -43,7 +43,7 @@ class Request:
     pinned_limit_bytes: int = 0  # where it does; 0: half of the host's memory
     stripes: bool = True  # single experts may live on a GPU
     hybrid: bool = False  # experts in slots, the others by CPU and bus at the same time
-    beside: Beside | None = None  # None: the settings that are given say it
+    extra_models: ExtraModels | None = None  # None: the settings that are given say it
     command: str = ""
 
     def unconstrained(self) -> Request:

@@ -24,7 +24,7 @@ _FREE = (".experts", ".ffn")  # units that need not be where their layer is
 MAX_SPLIT = MAX_ENGINE_DEVICES - 1  # the tools' option parser refuses llama_max_devices() entries
 
 
-def nearest(plan: Plan) -> Plan:
+def stock_plan(plan: Plan) -> Plan:
     """The plan with its decisions changed to legal ones; price it again before use (planner.check.reprice).
 
     As many layers stay on the CPU as before, but they come first: that is how the tools count. The
@@ -54,7 +54,7 @@ def _site(placement: Placement, before: Sequence[str], after: Sequence[str], cac
     return Site.on(after[layer])
 
 
-def nearest_spec(spec: LoadSpec, n_blocks: int) -> LoadSpec:
+def stock_spec(spec: LoadSpec, n_blocks: int) -> LoadSpec:
     """The spec in the tools' terms, with notes of what stands for what they cannot be told.
 
     `n_blocks` counts NextN blocks.

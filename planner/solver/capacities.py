@@ -41,7 +41,7 @@ def _most(problem: Problem, memory: Memory) -> int:
 def grain_of(problem: Problem) -> int:
     """The greatest common divisor of all prices: no two placements differ by less."""
     grain = problem.price(problem.decode_ns, problem.prefill_ns)
-    for _, _, option in problem.each_option():
+    for _, _, option in problem.all_options():
         grain = math.gcd(grain, problem.price(option.decode_ns, option.prefill_ns))
     for decode, prefill in {(e.decode_ns, e.prefill_ns) for e in problem.edges}:
         for row, prompt in zip(decode, prefill, strict=True):
@@ -65,7 +65,7 @@ def free_shares(problem: Problem, memories: list[Memory]) -> frozenset[int]:
 def share_sets(problem: Problem, memories: list[Memory]) -> list[frozenset[int]]:
     """Every set of shares worth paying: unions of what options ask for, free ones always in."""
     free = free_shares(problem, memories)
-    asked = {frozenset(o.shares) - free for _, _, o in problem.each_option()}
+    asked = {frozenset(o.shares) - free for _, _, o in problem.all_options()}
     unions: set[frozenset[int]] = {frozenset()}
     groups = [frozenset(group) for group in problem.exclusive]
     for each in sorted(asked, key=sorted):

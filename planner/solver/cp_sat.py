@@ -39,7 +39,7 @@ class ExactModel:
 
     def _options(self) -> None:
         problem = self.problem
-        for i, j, option in problem.each_option():
+        for i, j, option in problem.all_options():
             self.cost.append(self.choose[i][j] * problem.price(option.decode_ns, option.prefill_ns))
             for share in option.shares:
                 self.model.add_implication(self.choose[i][j], self.used[share])
@@ -109,7 +109,7 @@ class ExactModel:
     def _load(self, device: int) -> list[Any]:
         terms = [
             self.choose[i][j] * option.memory[device]
-            for i, j, option in self.problem.each_option()
+            for i, j, option in self.problem.all_options()
             if option.memory[device]
         ]
         for share, var in zip(self.problem.shares, self.used, strict=True):
@@ -146,7 +146,7 @@ class ExactModel:
             self.model.add(sum(now) <= sum(then))
 
     def _contiguous(self, starts: dict[int, list[Any]], first: int) -> None:
-        for i, j, option in self.problem.each_option():
+        for i, j, option in self.problem.all_options():
             if not option.whole and self.problem.decisions[i].layer:
                 self.model.add(self.choose[i][j] == 0)
         for d, row in starts.items():

@@ -124,7 +124,7 @@ class _Search:
         self.problem, self.bound_ns, self.focus, self.stop = problem, bound_ns, focus, stop
         self.memories = binding(problem)
         self.turns = (problem.max_runs - 1,) if limit_runs else ()
-        self.ports = sorted({(o.entry, o.exit) for _, _, o in problem.each_option()})
+        self.ports = sorted({(o.entry, o.exit) for _, _, o in problem.all_options()})
         self.stages = [
             stage_of(problem, i, self.memories, self.ports, limit_turns=limit_runs)
             for i in range(len(problem.decisions))

@@ -135,7 +135,7 @@ class Problem:
         """Whether an option counts as on another device than the CPU for a mixed cost."""
         return any(not self.devices[d].host for d in self._touched(mixed, option))
 
-    def each_option(self) -> Iterator[tuple[int, int, Option]]:
+    def all_options(self) -> Iterator[tuple[int, int, Option]]:
         """All options with their decision's index and their own."""
         for i, decision in enumerate(self.decisions):
             for j, option in enumerate(decision.options):

@@ -15,7 +15,7 @@ from planner.solver.problem import Option, Problem, Solution
 _MOST_DEVICES = 5  # orders of more are too many to try
 
 
-def tidied(problem: Problem, solution: Solution) -> Solution:
+def break_ties(problem: Problem, solution: Solution) -> Solution:
     """A placement of the same price, or less, with as few runs as reordering equal layers gives."""
     if sum(not d.host for d in problem.devices) < 2 or len(problem.devices) > _MOST_DEVICES:
         return solution

@@ -19,7 +19,7 @@ from profiler.routed.codes import CODE, STEP, Habits, UnfitRouting, codes, route
 from profiler.routed.stream import FIRST_ID, word
 from profiler.synth.build import SynthSpec, TensorPlan
 from profiler.synth.bytes import BLOCKS, POOL_BYTES, Source, fitting_type, plain_bytes, size_bytes
-from profiler.synth.synth import settled
+from profiler.synth.synth import with_defaults
 from profiler.synth.synth import write as write_synth
 from profiler.synth.vocab import vocabulary
 
@@ -66,7 +66,7 @@ def complete(spec: SynthSpec, habits: Habits) -> SynthSpec:
         "skew": 0.0,
         "coverage": 0.0,
     }
-    return settled(replace(spec, types=types, **chosen))
+    return with_defaults(replace(spec, types=types, **chosen))
 
 
 def metadata(spec: SynthSpec, habits: Habits) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def write(
     Raises SynthProblem for an unknown architecture, type or role. The file appears whole or not at all;
     shards of a split model are written in place.
     """
-    spec = settled(spec)
+    spec = with_defaults(spec)
     builder = Builder(spec)
     ARCHITECTURES[spec.arch].build(builder)
     final = path
@@ -132,7 +132,7 @@ def write(
     return final
 
 
-def settled(spec: SynthSpec) -> SynthSpec:
+def with_defaults(spec: SynthSpec) -> SynthSpec:
     """The specification with every default of its architecture filled in."""
     if spec.arch not in ARCHITECTURES:
         raise SynthProblem("arch", spec.arch, f"expected one of {', '.join(ARCHITECTURES)}")

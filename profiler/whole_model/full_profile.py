@@ -27,7 +27,7 @@ def complete(
 
     Errors of `session.measure`.
     """
-    found = session.look(request, watch)
+    found = session.find_devices(request, watch)
     with tempfile.TemporaryDirectory(prefix="atsplan-") as folder:
         ran = _runs(request, found, Path(folder), model, watch)
     extra = [c for m, _ in ran if not m.own for c in calibration_runs.generated_cases(m.inventory)]

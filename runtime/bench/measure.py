@@ -11,7 +11,7 @@ from planner.errors import MachineError
 from runtime.bench.intervals import Interval, interval, ratio
 from runtime.bench.memory_settled import Settling, reader
 from runtime.bench.prompts import text
-from runtime.bench.rivals import Arm
+from runtime.bench.rivals import Rival
 from runtime.child.ask import Died
 from runtime.engine.gpu_usage import Watch
 from runtime.load.dry_run import Breakdown
@@ -51,7 +51,7 @@ class Failure:
 class Result:
     """All samples of one contender."""
 
-    arm: Arm
+    rival: Rival
     decode: dict[int, list[float]] = field(default_factory=dict)  # prompt tokens -> ns per token
     prefill: dict[int, list[float]] = field(default_factory=dict)  # prompt tokens -> ns per prompt
     load_ns: list[int] = field(default_factory=list)
@@ -83,35 +83,35 @@ class Comparison:
 
 def run(
     terms: Terms,
-    arms: Sequence[Arm],
+    rivals: Sequence[Rival],
     checks: Mapping[str, Checks],
     on_step: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """Measure every contender in every round; one that dies is recorded and the others go on."""
-    results = {arm.name: Result(arm) for arm in arms}
-    devices = [name for arm in arms for name in arm.device_bytes]
+    results = {rival.name: Result(rival) for rival in rivals}
+    devices = [name for rival in rivals for name in rival.device_bytes]
     settling = Settling(reader(terms.engine, terms.llama_h, devices))
-    for number, arm in schedule(arms, terms.rounds):
-        on_step(f"round {number + 1} of {terms.rounds}: {arm.name}")
-        _measure(terms, results[arm.name], checks.get(arm.name))
+    for number, rival in schedule(rivals, terms.rounds):
+        on_step(f"round {number + 1} of {terms.rounds}: {rival.name}")
+        _measure(terms, results[rival.name], checks.get(rival.name))
         if held := settling.wait():
             on_step(held)
-            results[arm.name].unsettled.append(held)
+            results[rival.name].unsettled.append(held)
     return list(results.values())
 
 
-def schedule(arms: Sequence[Arm], rounds: int) -> Iterator[tuple[int, Arm]]:
+def schedule(rivals: Sequence[Rival], rounds: int) -> Iterator[tuple[int, Rival]]:
     """Every contender once a round, forwards and backwards in turn: drift hits all alike."""
     for number in range(rounds):
-        for arm in arms if number % 2 == 0 else reversed(arms):
-            yield number, arm
+        for rival in rivals if number % 2 == 0 else reversed(rivals):
+            yield number, rival
 
 
 def compare(plan: Result, rival: Result, seed: int = 1) -> list[Comparison]:
     """Ratios of the plan to a rival for each prompt length both have samples of."""
     return [
         Comparison(
-            rival.arm.name,
+            rival.rival.name,
             prompt,
             ratio(plan.decode[prompt], rival.decode[prompt], seed),
             ratio(plan.prefill[prompt], rival.prefill[prompt], seed),
@@ -142,18 +142,18 @@ def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
         loaded = True
         watch.begin()
 
-    with Watch(result.arm.device_bytes) as watch:
+    with Watch(result.rival.device_bytes) as watch:
         try:
             outcome = work(
                 terms.engine,
                 terms.llama_h,
                 terms.model,
-                result.arm.spec,
+                result.rival.spec,
                 asks,
                 checks,
                 on_loaded=begin,
                 timeout_s=terms.timeout_s,
-                draft=result.arm.draft,
+                draft=result.rival.draft,
             )
         except MachineError as problem:
             lines = problem.lines if isinstance(problem, Died) else ()

@@ -39,29 +39,29 @@ def prometheus(model: str, results: Sequence[Result]) -> str:
 
 
 def _samples(name: str, result: Result) -> Iterator[tuple[dict[str, str], float]]:
-    arm = {"arm": result.arm.name}
+    rival = {"arm": result.rival.name}
     if name == "tokens_total":
-        yield arm, result.tokens
+        yield rival, result.tokens
     elif name == "tpot_seconds":
         for prompt, values in sorted(result.decode.items()):
-            yield {**arm, "prompt": str(prompt)}, median(values) / 1e9
+            yield {**rival, "prompt": str(prompt)}, median(values) / 1e9
     elif name == "prefill_seconds":
         for prompt, values in sorted(result.prefill.items()):
-            yield {**arm, "prompt": str(prompt)}, median(values) / 1e9
+            yield {**rival, "prompt": str(prompt)}, median(values) / 1e9
     elif name == "load_seconds" and result.load_ns:
-        yield arm, median(result.load_ns) / 1e9
+        yield rival, median(result.load_ns) / 1e9
     elif name == "device_bytes":
         for device, sizes in sorted(result.memory.items()):
-            yield {**arm, "device": device}, sizes.total
+            yield {**rival, "device": device}, sizes.total
     elif name == "gpu_peak_bytes" and result.peak_bytes:
-        yield arm, max(result.peak_bytes)
+        yield rival, max(result.peak_bytes)
     elif name == "gpu_utilisation_ratio" and result.utilisation:
-        yield arm, median(result.utilisation) / 100
+        yield rival, median(result.utilisation) / 100
     elif name == "draft_accepted_ratio" and result.guessed:
-        yield arm, result.accepted / result.guessed
+        yield rival, result.accepted / result.guessed
     elif name == "cache_hit_ratio":
         rates = [float(m[1]) / 100 for note in result.notes if (m := _HITS.search(note))]
         if rates:
-            yield arm, rates[0]
+            yield rival, rates[0]
     elif name == "failures_total":
-        yield arm, len(result.failures)
+        yield rival, len(result.failures)

@@ -15,8 +15,8 @@ from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.structure import structure_of
 from planner.model.units import Kind, units_of
-from planner.passes.engine_fit import dealt
-from planner.plan.engine_rules import expected_devices, spec_layer_devices
+from planner.passes.engine_fit import with_counted_layers
+from planner.plan.engine_rules import spec_layer_devices, tensor_devices
 from planner.plan.load_spec import LoadSpec
 from planner.plan.overrides import collate
 from planner.plan.stock_rule import ALL_CPU, FIT, N_CPU_MOE, NGL
@@ -29,7 +29,7 @@ from runtime.stripes.widths import widths as stripe_widths
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class Rival:
     """One contender."""
 
     name: str
@@ -57,30 +57,30 @@ class Field:
         return self.asked[spec]
 
 
-def plan_arm(engine: Place, model: Path, spec: LoadSpec, draft: Draft | None = None) -> Arm:
+def plan_rival(engine: Place, model: Path, spec: LoadSpec, draft: Draft | None = None) -> Rival:
     """The plan as a contender, its draft's memory counted."""
     found = _device_bytes(dry_run.memory(engine, model, spec))
     if draft is None:
-        return Arm("plan", spec, "the plan", found)
+        return Rival("plan", spec, "the plan", found)
     for name, size in _device_bytes(dry_run.memory(engine, draft.path, draft.spec)).items():
         found[name] = found.get(name, 0) + size
-    return Arm("plan", spec, f"the plan, drafts of {draft.tokens} by {draft.path.name}", found, draft)
+    return Rival("plan", spec, f"the plan, drafts of {draft.tokens} by {draft.path.name}", found, draft)
 
 
-def without_draft(arm: Arm) -> Arm:
+def without_draft(rival: Rival) -> Rival:
     """The same placement that makes every token itself."""
-    return replace(arm, name="no-draft", setting="the plan without its draft")
+    return replace(rival, name="no-draft", setting="the plan without its draft")
 
 
-def field_of(engine: Place, model: Path, inventory: Inventory, plan: Arm) -> Field:
+def field_of(engine: Place, model: Path, inventory: Inventory, plan: Rival) -> Field:
     """The conditions for the plan's rivals: its devices and the memory it takes on each."""
     devices = tuple(dict.fromkeys(d for d in plan.spec.devices if d != CPU))
     return Field(engine, model, inventory, devices, {d: plan.device_bytes.get(d, 0) for d in devices})
 
 
-def rivals(field: Field, base: LoadSpec, names: tuple[str, ...]) -> tuple[list[Arm], list[str]]:
+def rivals(field: Field, base: LoadSpec, names: tuple[str, ...]) -> tuple[list[Rival], list[str]]:
     """The rivals of these names, and why some could not be found."""
-    found: list[Arm] = []
+    found: list[Rival] = []
     missing: list[str] = []
     for name in names:
         try:
@@ -90,13 +90,13 @@ def rivals(field: Field, base: LoadSpec, names: tuple[str, ...]) -> tuple[list[A
     return found, missing
 
 
-def all_cpu(field: Field, base: LoadSpec) -> Arm:
+def all_cpu(field: Field, base: LoadSpec) -> Rival:
     """No device but the CPU."""
     spec = replace(base, devices=(), tensor_split=(), n_gpu_layers=0, overrides=(), cache_bytes=0)
-    return Arm(ALL_CPU, spec, "-ngl 0 --device none", {})
+    return Rival(ALL_CPU, spec, "-ngl 0 --device none", {})
 
 
-def best_ngl(field: Field, base: LoadSpec) -> Arm:
+def best_ngl(field: Field, base: LoadSpec) -> Rival:
     """The most layers that fit, the others on the CPU."""
     total = _all_layers(field)
 
@@ -104,10 +104,10 @@ def best_ngl(field: Field, base: LoadSpec) -> Arm:
         return _stock(field, base, count, ())
 
     count = _most(total, lambda n: _fits(field, at(n)))
-    return _arm(field, NGL, at(count), f"-ngl {count}")
+    return _rival(field, NGL, at(count), f"-ngl {count}")
 
 
-def best_n_cpu_moe(field: Field, base: LoadSpec) -> Arm:
+def best_n_cpu_moe(field: Field, base: LoadSpec) -> Rival:
     """All layers offloaded, the experts of the fewest first layers on the CPU. Dense models: their FFN."""
     units = [u for u in units_of(field.inventory).units if u.kind in (Kind.EXPERTS, Kind.FFN)]
     experts = [u for u in units if u.kind is Kind.EXPERTS] or units
@@ -121,20 +121,20 @@ def best_n_cpu_moe(field: Field, base: LoadSpec) -> Arm:
 
     count = _most(len(layers), lambda n: _fits(field, at(n)))
     flag = "--n-cpu-moe" if experts[0].kind is Kind.EXPERTS else "--n-cpu-ffn"
-    return _arm(field, N_CPU_MOE, at(count), f"-ngl {total} {flag} {len(layers) - count}")
+    return _rival(field, N_CPU_MOE, at(count), f"-ngl {total} {flag} {len(layers) - count}")
 
 
-def best_fit(field: Field, base: LoadSpec) -> Arm:
+def best_fit(field: Field, base: LoadSpec) -> Rival:
     """What the engine's own --fit chooses."""
     total = _all_layers(field)
     bare = _stock(field, base, total, ())
     engine = field.engine
     found = engine_fit.fit(str(engine.path), field.model, bare, field.budgets, engine.llama_h)
-    spec = dealt(field.inventory, found)
-    return _arm(field, FIT, spec, f"--fit on ({spec.n_gpu_layers} layers, {len(spec.overrides)} overrides)")
+    spec = with_counted_layers(field.inventory, found)
+    return _rival(field, FIT, spec, f"--fit on ({spec.n_gpu_layers} layers, {len(spec.overrides)} overrides)")
 
 
-RULES: Mapping[str, Callable[[Field, LoadSpec], Arm]] = {
+RULES: Mapping[str, Callable[[Field, LoadSpec], Rival]] = {
     ALL_CPU: all_cpu,
     NGL: best_ngl,
     N_CPU_MOE: best_n_cpu_moe,
@@ -159,7 +159,7 @@ def _effect(inventory: Inventory, spec: LoadSpec) -> tuple[object, ...]:
         threads=spec.threads or usable_cores(),
     )
     layers = spec_layer_devices(spec, layers_of(inventory).n_all)
-    return plain, layers, expected_devices(structure_of(inventory), spec), stripe_widths(inventory, spec)
+    return plain, layers, tensor_devices(structure_of(inventory), spec), stripe_widths(inventory, spec)
 
 
 def _all_layers(field: Field) -> int:
@@ -179,11 +179,11 @@ def _stock(field: Field, base: LoadSpec, count: int, overrides: tuple[tuple[str,
         overrides=overrides,
         cache_bytes=0,
     )
-    return dealt(field.inventory, shares)
+    return with_counted_layers(field.inventory, shares)
 
 
-def _arm(field: Field, name: str, spec: LoadSpec, setting: str) -> Arm:
-    return Arm(name, spec, setting, field.device_bytes(spec))
+def _rival(field: Field, name: str, spec: LoadSpec, setting: str) -> Rival:
+    return Rival(name, spec, setting, field.device_bytes(spec))
 
 
 def _fits(field: Field, spec: LoadSpec) -> bool:

@@ -105,7 +105,7 @@ def stream(module: str, request: Mapping[str, Any], engine: str, limits: Limits 
         process.end(child)
         reader.join(5)
         _close(child)
-    return _settled(answer, engine, child.returncode, watch, log)
+    return _outcome(answer, engine, child.returncode, watch, log)
 
 
 def _messages(child: Process, request: Mapping[str, Any], watch: _Watch) -> Iterator[Answer]:
@@ -126,7 +126,7 @@ def _messages(child: Process, request: Mapping[str, Any], watch: _Watch) -> Iter
         yield message
 
 
-def _settled(answer: Answer | None, engine: str, code: int, watch: _Watch, log: deque[str]) -> Answer:
+def _outcome(answer: Answer | None, engine: str, code: int, watch: _Watch, log: deque[str]) -> Answer:
     """The answer, or what is known of why there is none."""
     if answer is None:
         lines = tuple(line for line in log if line.strip())[-_LAST_LINES:]

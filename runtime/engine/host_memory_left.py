@@ -8,7 +8,7 @@ _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 
 
-def host_room(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> int | None:
+def host_memory_left(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> int | None:
     """Bytes that programs can have now; None where the system does not say.
 
     The engine reports a CPU as entirely free.
@@ -19,10 +19,10 @@ def host_room(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> int | None:
         return None
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
     room = sizes.get("MemAvailable", sizes.get("MemFree"))
-    return None if room is None else min(room, _group_room(group, room))
+    return None if room is None else min(room, _group_memory_left(group, room))
 
 
-def _group_room(group: Path, otherwise: int) -> int:
+def _group_memory_left(group: Path, otherwise: int) -> int:
     """What the control group leaves; its share of the page cache can be given back."""
     try:
         limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())

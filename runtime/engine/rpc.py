@@ -40,7 +40,7 @@ def connect(engine: Engine, spec: LoadSpec) -> tuple[LoadSpec, Mapping[str, str]
     """
     names = devices_of(spec)
     for endpoint in endpoints(names):
-        _look(endpoint)
+        _greet(endpoint)
         _register(engine, endpoint)
     here = dict(_registered(engine))
     mapping = {name: _match(name, here) for name in names if _REMOTE.fullmatch(name)}
@@ -53,7 +53,7 @@ def _match(name: str, here: Mapping[str, str]) -> str:
     return here.get(name) or next(device for buffer, device in here.items() if buffer.endswith(endpoint))
 
 
-def _look(endpoint: str) -> None:
+def _greet(endpoint: str) -> None:
     host, _, port = endpoint.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_TIMEOUT_S):

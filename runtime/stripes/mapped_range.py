@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.constants import STRIPE_GRANULE
 from planner.errors import MachineError
-from runtime.engine.host_memory_left import host_room
+from runtime.engine.host_memory_left import host_memory_left
 from runtime.stripes.cuda_driver import Address, CudaCallFailed, Driver, Place
 
 GRANULE = STRIPE_GRANULE
@@ -73,7 +73,7 @@ class StripeRange:
     _room: int = 0  # host memory when the range was made, less what the system keeps
 
     def __post_init__(self) -> None:
-        self._room = (host_room() or 0) - MARGIN_BYTES
+        self._room = (host_memory_left() or 0) - MARGIN_BYTES
         self.size_bytes = rounded(self.size_bytes)
         self.base = self.driver.reserve(self.size_bytes, GRANULE)
 
@@ -139,7 +139,7 @@ class StripeRange:
                 raise
             if place is Place.DEVICE:
                 raise DeviceMemoryShort(self.gpu.name, size) from None
-            raise HostMemoryShort(size, host_room() or 0) from None
+            raise HostMemoryShort(size, host_memory_left() or 0) from None
 
 
 def rounded(size_bytes: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from planner.constants import CPU
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
-from planner.plan.engine_rules import expected_devices, spec_layer_devices
+from planner.plan.engine_rules import spec_layer_devices, tensor_devices
 from planner.plan.load_spec import LoadSpec
 from planner.plan.override_match import matches
 from planner.plan.patterns import listed
@@ -57,7 +57,7 @@ def expert_rule(spec: LoadSpec, n_blocks: int, inventory: Inventory | None, plan
 
 def _proved(spec: LoadSpec, n_blocks: int, inventory: Inventory) -> ExpertRule | None:
     structure = structure_of(inventory)
-    where = expected_devices(structure, spec)
+    where = tensor_devices(structure, spec)
     homes = {name: _layer(name) for name in where if re.search(_EXPERTS, name)}
     held = {layer for name, layer in homes.items() if where[name] == CPU}
     found = matches(inventory, spec.overrides)
@@ -71,11 +71,11 @@ def _proved(spec: LoadSpec, n_blocks: int, inventory: Inventory) -> ExpertRule |
     # Disjoint, so that it does not matter which of the two options a tool reads first.
     if any(set(m.tensors) & homes.keys() for m in found if m not in meant):
         return None
-    told = expected_devices(structure, _told(spec, rule))
+    told = tensor_devices(structure, _with_rule(spec, rule))
     return rule if told == where else None
 
 
-def _told(spec: LoadSpec, rule: ExpertRule) -> LoadSpec:
+def _with_rule(spec: LoadSpec, rule: ExpertRule) -> LoadSpec:
     return replace(spec, overrides=(*patterns(rule.layers, every=rule.every), *rule.others))
 
 

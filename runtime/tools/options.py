@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from planner.constants import CPU
 from planner.errors import InputError
 from planner.plan.load_spec import LoadSpec
-from planner.plan.stock import nearest_spec
+from planner.plan.stock import stock_spec
 from runtime.tools.expert_rule import ExpertRule
 
 LOAD_MODE = 10434  # the first build seen with --load-mode; b10068 has --no-mmap alone
@@ -67,7 +67,7 @@ def stock(spec: LoadSpec, n_blocks: int) -> Stock:
     for pattern, _ in spec.overrides:
         if cut_by_parsers(pattern):
             raise Inexpressible(pattern)
-    legal = nearest_spec(spec, n_blocks)
+    legal = stock_spec(spec, n_blocks)
     notes = legal.notes
     rpc = dict.fromkeys(m[2] for device in legal.devices if (m := _RPC.fullmatch(device)))
     return Stock(replace(legal, notes=spec.notes), tuple(rpc), notes, len(notes) == 0)

@@ -10,7 +10,7 @@ from planner.errors import MachineError
 from planner.plan.plan import DeviceUse, Plan
 from planner.site import Site
 from runtime.engine.ggml import Device
-from runtime.engine.host_memory_left import host_room
+from runtime.engine.host_memory_left import host_memory_left
 from runtime.load.dry_run import Breakdown
 
 _PER_TENSOR = 4096  # bytes of alignment and row padding a device buffer may add to each tensor
@@ -37,7 +37,7 @@ class OverBudget(MachineError):
 
 
 @dataclass(eq=False)
-class NoRoom(MachineError):
+class MemoryShort(MachineError):
     """A device has less free memory now than the plan needs."""
 
     device: str
@@ -166,13 +166,15 @@ def check_loaded(dry: Mapping[str, Breakdown], real: Mapping[str, Breakdown]) ->
             raise MoreThanDry(device, have.total, promised)
 
 
-def check_room(found: Mapping[str, Breakdown], devices: tuple[Device, ...], mapped: bool = True) -> None:
-    """The engine's bytes against memory that is free now. Raises NoRoom.
+def check_free_memory(
+    found: Mapping[str, Breakdown], devices: tuple[Device, ...], mapped: bool = True
+) -> None:
+    """The engine's bytes against memory that is free now. Raises MemoryShort.
 
     Weights of the CPU may stay on disk when they are `mapped`: they do not count then. Of a GPU that
     shares the host's memory the smaller figure counts.
     """
-    available = host_room()
+    available = host_memory_left()
     for device in devices:
         have = found.get(device.name)
         if have is None or not device.total_bytes:
@@ -181,7 +183,9 @@ def check_room(found: Mapping[str, Breakdown], devices: tuple[Device, ...], mapp
         free = min(device.free_bytes, available or 0) if shared else device.free_bytes
         needed = have.context + have.compute if device.name == CPU and mapped else have.total
         if needed > free:
-            raise NoRoom(device.name, needed, free, device.total_bytes, device.name == CPU and not mapped)
+            raise MemoryShort(
+                device.name, needed, free, device.total_bytes, device.name == CPU and not mapped
+            )
 
 
 def planned(use: DeviceUse) -> Breakdown:
