@@ -24,6 +24,8 @@ TESTS = (
     "any_layer_on_the_cpu",
     "any_layer_on_a_slow_device",
     "threads_and_changes",
+    "prompts_ahead",
+    "prompts_of_many",
     "faults_are_returned",
     "reports_what_was_done",
 )
@@ -70,7 +72,7 @@ def test_interface_version_2(name: str, program: Path, portable_engine: Path) ->
     run(program, portable_engine, name)
 
 
-@pytest.mark.parametrize("name", [name for name in TESTS if "layer" in name or "threads" in name])
+@pytest.mark.parametrize("name", [name for name in TESTS if "layer" in name or "threads" in name or "prompts" in name])
 def test_interface_version_3(name: str, program: Path) -> None:
     if not NODE_BUILD.is_dir():
         missing(f"no engine in {NODE_BUILD}")

@@ -31,6 +31,7 @@ class Config:
     slots: int = 0  # of the blocks that are not in `residents`: their first experts
     guests: int = 0  # slots for experts that are uploaded for one step
     stage: int = -1  # experts of a layer that a prompt may bring at once; -1 all, 0 none
+    banks: int = 2  # of the stage; 2: a layer's experts arrive while the layer before computes
     memory: str = "pinned"  # of the experts on the host: one of MEMORIES
     threads: int = 0  # of the CPU lane; 0: the engine's
     cpu_tokens: int = 64  # batches up to this many tokens may use the CPU lane
@@ -43,7 +44,7 @@ class Config:
 
     def text(self) -> bytes:
         """One setting a line."""
-        numbers = ("slots", "guests", "stage", "threads", "cpu_tokens", "cpu_bytes_us", "bus_bytes_us")
+        numbers = ("slots", "guests", "stage", "banks", "threads", "cpu_tokens", "cpu_bytes_us", "bus_bytes_us")
         lines = [f"device {self.device}"] if self.device else []
         lines += [f"{key} {getattr(self, key)}" for key in ("name", "report", "fault") if getattr(self, key)]
         lines += [f"{key} {getattr(self, key)}" for key in numbers]

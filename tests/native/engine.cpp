@@ -100,15 +100,29 @@ Layer::Layer(const Host & host, const Shape & s, int block, int seed, BufferType
     }
 }
 
-Pass::Pass(const Host & h, Layer & layer, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input)
+Pass::Pass(const Host & h, const std::vector<Layer *> & layers, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input)
     : host(h), memory(h) {
-    const Shape & s = layer.shape;
-    Context * c = memory.context;
+    const Shape & s = layers[0]->shape;
     x = memory.tensor(kF32, {s.n_in, shared_input ? 1 : n_places, n_tokens}, "input");
     // Choices are the first columns of a wider table, as after a sort.
     all_ids = memory.tensor(kI32, {s.n_experts, n_tokens}, "sorted");
-    ids = h.ggml_view_3d(c, all_ids, n_places, n_tokens, 1, all_ids->nb[1], all_ids->nb[2], 0);
-    Tensor * up = h.ggml_mul_mat_id(c, layer.up, x, ids);
+    ids = h.ggml_view_3d(memory.context, all_ids, n_places, n_tokens, 1, all_ids->nb[1], all_ids->nb[2], 0);
+    out = x;
+    for (const Layer * layer : layers) {
+        out = experts(*layer, out);
+    }
+    graph = h.ggml_new_graph_custom(memory.context, 64, false);
+    h.ggml_build_forward_expand(graph, out);
+    graph->uid = h.ggml_graph_next_uid();
+    memory.allocate(type);
+}
+
+Tensor * Pass::experts(const Layer & layer, Tensor * input) {
+    const Shape & s = layer.shape;
+    const Host & h = host;
+    Context * c = memory.context;
+    const int64_t n_places = ids->ne[0], n_tokens = ids->ne[1];
+    Tensor * up = h.ggml_mul_mat_id(c, layer.up, input, ids);
     Tensor * hidden;
     if (s.fused) {
         up = s.biased ? h.ggml_add_id(c, up, layer.gate_bias, ids) : up;
@@ -118,15 +132,11 @@ Pass::Pass(const Host & h, Layer & layer, int64_t n_tokens, int64_t n_places, Bu
         }
         hidden = h.ggml_swiglu_split(c, halves[0], halves[1]);
     } else {
-        Tensor * gate = h.ggml_mul_mat_id(c, layer.gate, x, ids);
+        Tensor * gate = h.ggml_mul_mat_id(c, layer.gate, input, ids);
         gate = s.biased ? h.ggml_add_id(c, gate, layer.gate_bias, ids) : gate;
         hidden = s.biased ? h.ggml_swiglu_oai(c, gate, up, 1.7f, 2.0f) : h.ggml_swiglu_split(c, gate, up);
     }
-    out = h.ggml_mul_mat_id(c, layer.down, hidden, ids);
-    graph = h.ggml_new_graph_custom(c, 64, false);
-    h.ggml_build_forward_expand(graph, out);
-    graph->uid = h.ggml_graph_next_uid();
-    memory.allocate(type);
+    return h.ggml_mul_mat_id(c, layer.down, hidden, ids);
 }
 
 void Pass::set(Backend * backend, const std::vector<float> & input, const std::vector<int32_t> & choices) {

@@ -58,7 +58,10 @@ struct Layer {
 
 // A step of that layer: input and choices, the products, the output.
 struct Pass {
-    Pass(const Host & host, Layer & layer, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input = true);
+    Pass(const Host & host, Layer & layer, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input = true)
+        : Pass(host, std::vector<Layer *>{&layer}, n_tokens, n_places, type, shared_input) {}
+    // Layers one after the other, for the same choices: a later one takes the rows of the one before.
+    Pass(const Host & host, const std::vector<Layer *> & layers, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input = true);
 
     void set(Backend * backend, const std::vector<float> & input, const std::vector<int32_t> & choices);
     Status compute(Backend * backend, bool cut = false);
@@ -68,6 +71,9 @@ struct Pass {
     Memory memory;
     Tensor *x, *ids, *all_ids, *out;
     Graph * graph;
+
+  private:
+    Tensor * experts(const Layer & layer, Tensor * input);
 };
 
 std::vector<float> random_values(std::mt19937 & dice, size_t n);

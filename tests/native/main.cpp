@@ -294,6 +294,110 @@ void threads_and_changes() {
     CHECK(!bench.wrapper->store.set_residents(0, 7, "exps", {1, 2, 3}).empty());
 }
 
+// Several layers of one buffer type, each block its own values.
+struct Layers {
+    Layers(const Shape & shape, int n, BufferType * weights_type, BufferType * bias_type) {
+        for (int block = 0; block < n; block++) {
+            made.push_back(std::make_unique<Layer>(Bench::host(), shape, block, 31 + block, weights_type, bias_type));
+            all.push_back(made.back().get());
+        }
+    }
+    std::vector<std::unique_ptr<Layer>> made;
+    std::vector<Layer *> all;
+};
+
+// A prompt through layers of which most experts are brought, against the CPU alone; `n` batches of several sizes.
+void pass_prompts(Bench & bench, const Layers & layers, int n, unsigned seed) {
+    const Shape & shape = layers.all[0]->shape;
+    const Reference cpu(shape, 0);
+    const Layers plain(shape, static_cast<int>(layers.all.size()), cpu.type, cpu.type);
+    std::mt19937 dice(seed);
+    Backend * backend = bench.backend();
+    for (int turn = 0; turn < n; turn++) {
+        const int64_t tokens = turn % 4 == 3 ? 1 : 10 + dice() % 8, places = 4;
+        Pass pass(Bench::host(), layers.all, tokens, places, bench.inner_type), same(Bench::host(), plain.all, tokens, places, cpu.type);
+        for (int again = 0; again < 2; again++) {
+            const auto x = random_values(dice, static_cast<size_t>(shape.n_in * tokens));
+            const int64_t named = again && turn % 3 == 0 ? shape.n_experts / 2 : shape.n_experts;  // half of them at times
+            const auto ids = random_choices(dice, tokens, places, named, turn % 5 != 4);
+            same.set(cpu.backend, x, ids);
+            pass.set(backend, x, ids);
+            CHECK(same.compute(cpu.backend) == kSuccess && pass.compute(backend) == kSuccess);
+            CHECK(difference(same.output(cpu.backend), pass.output(backend)) < kClose);
+        }
+    }
+    backend->iface.free(backend);
+}
+
+int64_t counted(Bench & bench, const std::string & what) {
+    const std::string said = bench.wrapper->report(), key = "\"" + what + "\":";
+    int64_t sum = 0;
+    for (size_t at = said.find(key); at != std::string::npos; at = said.find(key, at + 1)) {
+        sum += std::atoll(said.c_str() + at + key.size());
+    }
+    return sum;
+}
+
+void prompts_ahead() {
+    const std::string costs = "cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\n";
+    for (int n_slots = 0; n_slots < 8; n_slots += 3) {
+        for (int variant = 0; variant < 4; variant++) {
+            Shape shape;
+            shape.fused = variant == 1;
+            const bool two = variant != 2, events = variant != 3;
+            Bench bench(costs + "slots " + std::to_string(n_slots) + "\nguests 1\nbanks " + (two ? "2" : "1"), true, events);
+            const Layers layers(shape, 5, bench.wrapper->store.type, bench.inner_type);
+            pass_prompts(bench, layers, 8, static_cast<unsigned>(n_slots));
+            CHECK(counted(bench, "staged") > 0);
+            // Both banks were used where there are two and events order them.
+            const int64_t bank = static_cast<int64_t>(bench.host().ggml_nbytes(layers.all[0]->up)) * (shape.fused ? 1 : 2) +
+                                 static_cast<int64_t>(bench.host().ggml_nbytes(layers.all[0]->down));
+            const int64_t wanted = two && events ? 2 * bank : bank;
+            CHECK(counted(bench, "stage_bytes") >= wanted && counted(bench, "stage_bytes") < wanted + bank / 2);
+        }
+    }
+}
+
+// Contexts whose prompts take turns at the stage while the residents change, one of whose devices fails.
+void prompts_of_many() {
+    Shape shape;
+    Bench bench("cpu_tokens 4\ncpu_bytes_us 1000\nbus_bytes_us 1000\nslots 3\nguests 2\n", true);
+    const Layers layers(shape, 4, bench.wrapper->store.type, bench.inner_type);
+    std::atomic<int> running{3};
+    std::vector<std::thread> threads;
+    for (unsigned number = 0; number < 3; number++) {
+        threads.emplace_back([&, number] {
+            pass_prompts(bench, layers, 10, number);
+            running--;
+        });
+    }
+    threads.emplace_back([&] {
+        std::mt19937 dice(5);
+        while (running > 0) {
+            const int block = static_cast<int>(dice() % 4);
+            CHECK(bench.wrapper->store.set_residents(0, block, "exps", random_choices(dice, 1, 3, shape.n_experts, true)).empty());
+            std::this_thread::yield();
+        }
+    });
+    for (auto & thread : threads) {
+        thread.join();
+    }
+    Backend * backend = bench.backend();
+    {
+        Pass pass(Bench::host(), layers.all, 12, 4, bench.inner_type);
+        std::mt19937 dice(1);
+        pass.set(backend, random_values(dice, 12 * 64), random_choices(dice, 12, 4, 8, true));
+        for (int left = 0; left < 9; left++) {
+            bench.slow_device.n_fail_after = bench.slow_device.n_graphs.load() + left;
+            CHECK(pass.compute(backend) == kFailed);
+            bench.slow_device.n_fail_after = -1;
+            CHECK(pass.compute(backend) == kSuccess);
+            (void)pass.output(backend);
+        }
+    }
+    backend->iface.free(backend);
+}
+
 void faults_are_returned() {
     Shape shape;
     Bench bench("slots 3\n", true);
@@ -391,6 +495,8 @@ const std::pair<const char *, void (*)()> kTests[] = {
     {"any_layer_on_the_cpu", any_layer_on_the_cpu},
     {"any_layer_on_a_slow_device", any_layer_on_a_slow_device},
     {"threads_and_changes", threads_and_changes},
+    {"prompts_ahead", prompts_ahead},
+    {"prompts_of_many", prompts_of_many},
     {"faults_are_returned", faults_are_returned},
     {"reports_what_was_done", reports_what_was_done},
     {"host_work", host_work},

@@ -106,6 +106,7 @@ bool setting(const std::vector<std::string> & words, Config & config) {
            : key == "slots"        ? small(value, 0, config.slots)
            : key == "guests"       ? small(value, 0, config.guests)
            : key == "stage"        ? small(value, -1, config.stage)
+           : key == "banks"        ? small(value, 1, config.banks) && config.banks <= 2
            : key == "cpu_tokens"   ? small(value, 0, config.cpu_tokens)
            : key == "cpu_bytes_us" ? whole(value, 0, LLONG_MAX, config.cpu_bytes_us)
            : key == "bus_bytes_us" ? whole(value, 0, LLONG_MAX, config.bus_bytes_us)

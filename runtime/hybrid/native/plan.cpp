@@ -48,7 +48,9 @@ class Builder {
     void finish(Region & region) const {
         region.before_uid = uid();
         region.slots_uid = uid();
-        region.stage_uid = uid();
+        for (uint64_t & each : region.stage_uids) {
+            each = uid();
+        }
         region.output = region.products.back().node;
         for (Product & product : region.products) {
             if (!product.slots && product.part.nb[0]) {

@@ -34,7 +34,8 @@ struct Region {
     Tensor * input = nullptr;
     Tensor * output = nullptr;
     std::vector<std::pair<int, int>> others;  // runs of nodes in between that have nothing to do with it
-    uint64_t before_uid = 0, slots_uid = 0, stage_uid = 0;
+    uint64_t before_uid = 0, slots_uid = 0;
+    uint64_t stage_uids[2] = {0, 0};  // by bank
     bool quantised = true;           // all products: their kernels may meet an expert twice in a token
     bool cpu = true;                 // all products can be computed by the CPU lane
     int64_t expert_bytes = 0;        // of all products

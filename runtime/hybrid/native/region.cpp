@@ -10,6 +10,14 @@ namespace {
 
 constexpr size_t kInputAtOnce = 1 << 20;  // bytes of input rows that are read back together with the choices
 
+Table table_of(const Group & group) {
+    Table table;
+    table.slot_of = &group.slot_of;
+    table.n_experts = group.n_experts;
+    table.n_slots = group.n_slots;
+    return table;
+}
+
 // Sources of a region's products, put back at the end.
 class Exchange {
   public:
@@ -46,6 +54,13 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
     if (group.whole()) {
         return run_whole(graph, region);
     }
+    if (prefetch_.holds(region)) {
+        bool taken = false;
+        const Status status = on_prefetched(graph, region, fault, taken);
+        if (taken || status != kSuccess) {
+            return status;
+        }
+    }
     const auto & input = *region.input;
     const bool small = region.cpu && region.n_tokens() <= store_.config.cpu_tokens && span(&input, sizeof(float)) <= kInputAtOnce;
     Choices choices;
@@ -53,14 +68,11 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         fault = "no host memory for the choices of the router";
         return kAllocFailed;
     }
-    Table table;
-    table.slot_of = &group.slot_of;
-    table.n_experts = group.n_experts;
-    table.n_slots = group.n_slots;
+    Table table = table_of(group);
     const bool events = !inner_->iface.synchronize || (inner_->iface.event_wait && store_.inner->iface.event_new);
     std::unique_lock<std::mutex> guests(group.guests, std::defer_lock);
-    if (group.n_guests) {
-        guests.lock();
+    // Who holds the stage waits for no guests: others wait for the stage with guests in hand.
+    if (group.n_guests && (prefetch_.active() ? guests.try_lock() : (guests.lock(), true))) {
         table.n_guests = group.n_guests;
         if (!events && group.guest_owner && group.guest_owner != this) {
             table.n_guests = 0;  // nothing tells when the other's reads end
@@ -68,7 +80,7 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
     }
     measure(region, table.n_guests);
     std::unique_lock<std::mutex> stage(stage_.mutex, std::defer_lock);
-    table.n_stage = stage_.room(region);
+    table.n_stage = prefetch_.active() ? 0 : stage_.room(region);
     table.cpu = region.cpu;
     table.may_repeat = region.quantised && region.n_tokens() == 1;
     Costs cost = costs(region);
@@ -85,7 +97,7 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
             break;
         }
         stage.lock();
-        if (events || !stage_.owner || stage_.owner == this) {
+        if (events || !stage_.banks[0].owner || stage_.banks[0].owner == this) {
             banks = stage_.tensors(region);
             if (!banks.empty()) {
                 break;
@@ -94,6 +106,7 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         stage.unlock();
         table.n_stage = 0;
     }
+    remember_cold(region, table);
     count(region, choices);
     // The CPU's threads begin before anything else is queued: what the host queues meanwhile costs no time.
     const bool with_cpu = !routing_.pairs.empty();
@@ -131,6 +144,14 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         write_rows(region);
     }
     return status;
+}
+
+// What large batches use of the experts without slots decides whether those of the next one are brought ahead.
+void Stream::remember_cold(Region & region, const Table & table) {
+    if (Prefetch::large(region)) {
+        region.group->cold_used = router_.cold_used(table);
+        region.group->cold_tokens = region.n_tokens();
+    }
 }
 
 // Every expert has the slot of its own number: nothing is to be decided.
@@ -231,7 +252,9 @@ void Stream::renumber() {
     for (auto & plan : plans_) {
         for (auto & region : plan->regions) {
             region->slots_uid = plan->uid ? host_.next_uid() : 0;
-            region->stage_uid = plan->uid ? host_.next_uid() : 0;
+            for (uint64_t & each : region->stage_uids) {
+                each = plan->uid ? host_.next_uid() : 0;
+            }
         }
     }
 }
@@ -295,9 +318,10 @@ Status Stream::on_slots(Graph * graph, Region & region) {
 // Residents are copied on the device, the others brought; experts that lie together come in one piece.
 Status Stream::on_stage(Graph * graph, Region & region, const std::vector<Tensor *> & banks) {
     Group & group = *region.group;
-    wait_for(stage_.read, stage_.owner);
-    bool copied = false;
-    Status status = copy_residents(region, banks, copied);
+    Stage::Bank & bank = stage_.banks[0];
+    wait_for(bank.read, bank.owner);
+    Status status = kSuccess;
+    const bool copied = copy_residents(store_, inner_, region, banks, status);
     if (status != kSuccess) {
         return status;
     }
@@ -320,47 +344,39 @@ Status Stream::on_stage(Graph * graph, Region & region, const std::vector<Tensor
     }
     group.counters.uploads += static_cast<int64_t>(routing_.uploads.size());
     group.counters.staged++;
-    status = run_device(graph, region, banks, region.stage_uid);
-    record(stage_.read);
-    stage_.owner = this;
+    status = run_device(graph, region, banks, region.stage_uids[0]);
+    record(bank.read);
+    bank.owner = this;
     return status;
 }
 
-Status Stream::copy_residents(Region & region, const std::vector<Tensor *> & banks, bool & copied) {
-    const int64_t n_slots = region.group->n_slots;
-    copied = n_slots == 0;
-    if (copied) {
-        return kSuccess;
-    }
-    const size_t n = region.products.size();
-    const size_t size = host_.ggml_tensor_overhead() * (3 * n + 1) + host_.ggml_graph_overhead_custom(16 + n, false);
-    Context * context = host_.ggml_init(InitParams{size, nullptr, true});
-    if (!context) {
+// All experts are in a bank of the stage, or will be when the device comes to them.
+// `taken` stays false where a token names an expert twice, which the device may not meet: then others compute it.
+Status Stream::on_prefetched(Graph * graph, Region & region, std::string & fault, bool & taken) {
+    prefetch_.pump();  // while the device computes what leads to the choices
+    Choices choices;
+    if (!read_choices(region, choices, false)) {
+        fault = "no host memory for the choices of the router";
         return kAllocFailed;
     }
-    Graph * graph = host_.ggml_new_graph_custom(context, 16 + n, false);
-    bool can = true;
-    for (size_t i = 0; i < n; i++) {
-        const Tensor * slots = region.products[i].matrix->slots;
-        const int64_t shape[3] = {slots->ne[0], slots->ne[1], n_slots};
-        Tensor * ends[2];
-        for (int end = 0; end < 2; end++) {
-            ends[end] = host_.ggml_new_tensor(context, slots->type, 3, shape);
-            ends[end]->buffer = end ? banks[i]->buffer : slots->buffer;
-            ends[end]->data = end ? banks[i]->data : slots->data;
+    bool repeated = false;
+    const Table table = table_of(*region.group);
+    fault = router_.rename(choices, table, routing_, repeated);
+    Status status = fault.empty() ? kSuccess : kFailed;
+    prefetch_.await(inner_);
+    taken = !repeated;
+    if (status == kSuccess && taken) {
+        remember_cold(region, table);
+        count(region, choices);
+        if (!upload_positions()) {
+            fault = "no memory on the device for the choices of the router";
+            status = kAllocFailed;
+        } else {
+            status = run_device(graph, region, prefetch_.banks(), region.stage_uids[prefetch_.bank()]);
         }
-        Tensor * copy = host_.ggml_cpy(context, ends[0], ends[1]);
-        copy->buffer = ends[1]->buffer;
-        copy->data = ends[1]->data;
-        can = can && store_.inner->iface.supports_op(store_.inner, copy);
-        host_.ggml_build_forward_expand(graph, copy);
     }
-    Status status = kSuccess;
-    if (can) {
-        status = inner_->iface.graph_compute(inner_, graph);
-        copied = true;
-    }
-    host_.ggml_free(context);
+    record(prefetch_.read_event());
+    prefetch_.done();
     return status;
 }
 

@@ -51,6 +51,37 @@ std::string Router::count(const Choices & choices, const Table & table) {
     return "";
 }
 
+std::string Router::rename(const Choices & choices, const Table & table, Routing & result, bool & repeated) {
+    result.clear();
+    const std::string fault = count(choices, table);
+    if (!fault.empty()) {
+        return fault;
+    }
+    position_ = *table.slot_of;
+    int32_t next = table.n_slots;
+    for (int32_t & position : position_) {
+        position = position < 0 ? next++ : position;
+    }
+    result.bank = Bank::kStage;
+    result.device = true;
+    result.positions.resize(static_cast<size_t>(choices.n_places * choices.n_tokens));
+    for (int64_t t = 0, i = 0; t < choices.n_tokens; t++) {
+        for (int64_t p = 0; p < choices.n_places; p++, i++) {
+            const auto e = static_cast<size_t>(choices.at(t, p));
+            repeated = repeated || last_token_[e] == t;
+            last_token_[e] = t;
+            result.positions[static_cast<size_t>(i)] = position_[e];
+            (position_[e] < table.n_slots ? result.n_hits : result.n_uploaded)++;
+        }
+    }
+    return "";
+}
+
+int Router::cold_used(const Table & table) const {
+    const int64_t n_cold = table.n_experts - table.n_slots;
+    return n_cold ? static_cast<int>(static_cast<int64_t>(cold_.size()) * 1000 / n_cold) : 1000;
+}
+
 // Where the device finds each expert: slots, guests beside them, or the stage when that ends sooner.
 void Router::choose(const Choices & choices, const Table & table, const Costs & costs, Routing & result) {
     int64_t rest = 0;  // choices left to the CPU

@@ -62,6 +62,13 @@ class Router {
     // Divide the choices so that the later of CPU and bus ends first. Returns what is wrong, or "".
     std::string route(const Choices & choices, const Table & table, const Costs & costs, Routing & result);
 
+    // Every expert is on the device, those with slots first, the others behind them by number. `repeated`: a token
+    // names one twice. Returns what is wrong, or "".
+    std::string rename(const Choices & choices, const Table & table, Routing & result, bool & repeated);
+
+    // Of a thousand experts without a slot, how many were chosen.
+    int cold_used(const Table & table) const;
+
   private:
     struct Cold {
         int32_t expert;

@@ -9,32 +9,40 @@ Stage::~Stage() {
         store_.host.ggml_backend_buffer_free(place.memory);
         store_.host.ggml_free(place.context);
     }
-    if (read) {
-        store_.inner->iface.event_free(store_.inner, read);
+    for (const Bank & bank : banks) {
+        for (Event * event : {bank.read, bank.arrived}) {
+            if (event) {
+                store_.inner->iface.event_free(store_.inner, event);
+            }
+        }
     }
 }
 
 int32_t Stage::room(const Region & region) {
     const bool parts = std::any_of(region.products.begin(), region.products.end(),
                                    [](const Product & product) { return product.part.nb[0] != 0; });
-    if (failed_.load() || parts) {
+    if (failed_[0].load() || parts) {
         return 0;
     }
     const int limit = store_.config.stage;
     return limit < 0 ? region.group->n_experts : std::min(limit, region.group->n_experts);
 }
 
-std::vector<Tensor *> Stage::tensors(const Region & region) {
+std::vector<Tensor *> Stage::tensors(const Region & region, int bank) {
     std::vector<Tensor *> found;
+    if (failed_[bank].load()) {
+        return found;
+    }
     std::map<Key, int> seen;
     for (const Product & product : region.products) {
         const Weights & w = product.weights;
-        Key key{w.type, w.n_in, w.n_out, room(region), 0};
+        Key key{w.type, w.n_in, w.n_out, room(region), 0, bank};
         std::get<4>(key) = seen[key]++;
         Tensor * tensor = place(key);
         if (!tensor) {
-            failed_ = true;
-            store_.voice.note("no device memory to bring the experts of a layer together: prompts will be slower");
+            failed_[bank] = true;
+            store_.voice.note(std::string("no device memory to bring the experts of a layer ") + (bank ? "ahead" : "together") +
+                              ": prompts will be slower");
             return {};
         }
         found.push_back(tensor);
@@ -68,8 +76,10 @@ Tensor * Stage::place(const Key & key) {
 
 void Stage::forget(Stream * stream) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (owner == stream) {
-        owner = nullptr;  // it has finished all its work before it ends
+    for (Bank & bank : banks) {
+        if (bank.owner == stream) {
+            bank.owner = nullptr;  // it has finished all its work before it ends
+        }
     }
 }
 

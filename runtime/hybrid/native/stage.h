@@ -1,4 +1,5 @@
-// Device memory that takes the experts of one layer while a prompt passes it: shared by all layers of a wrapper.
+// Device memory that takes the experts of a layer while a prompt passes it: shared by all layers of a wrapper. Two
+// banks of it let a layer's experts arrive while those of the layer before are used.
 #pragma once
 
 #include <map>
@@ -22,19 +23,25 @@ class Stage {
     int32_t room(const Region & region);
 
     // Tensors for the products of a region, in their order; empty when the device has no memory for them.
-    std::vector<Tensor *> tensors(const Region & region);
+    std::vector<Tensor *> tensors(const Region & region, int bank = 0);
+
+    struct Bank {
+        Stream * owner = nullptr;    // that queued reads last
+        Event * read = nullptr;      // when its reads end
+        Event * arrived = nullptr;   // when what was brought ahead is there
+    };
 
     // Hold while uploads and products that use the stage are queued.
     std::mutex mutex;
-    Stream * owner = nullptr;    // that queued them last
-    Event * read = nullptr;      // when its reads end
+    static constexpr int kBanks = 2;
+    Bank banks[kBanks];
 
     size_t bytes() const { return bytes_.load(); }
     void forget(Stream * stream);
 
   private:
-    // Matrices of one type and shape, and which of a region's it is among equals.
-    using Key = std::tuple<int32_t, int64_t, int64_t, int64_t, int>;
+    // Matrices of one type and shape, which of a region's it is among equals, and the bank.
+    using Key = std::tuple<int32_t, int64_t, int64_t, int64_t, int, int>;
     struct Place {
         Context * context = nullptr;
         Tensor * tensor = nullptr;
@@ -46,7 +53,7 @@ class Stage {
     Store & store_;
     std::map<Key, Place> places_;
     std::atomic<size_t> bytes_{0};
-    std::atomic<bool> failed_{false};
+    std::atomic<bool> failed_[kBanks] = {};
 };
 
 }  // namespace hybrid

@@ -51,6 +51,9 @@ struct Group {
     std::vector<int32_t> slot_of, expert_in;
     std::vector<Matrix *> matrices;
     bool filled = false;  // whether the slots hold what the table says
+    // Of a thousand experts without a slot, those that the last large batch chose, and its size.
+    std::atomic<int> cold_used{1000};
+    std::atomic<int64_t> cold_tokens{0};
     Counters counters;
 
     // Guests are written and read by one stream at a time; another waits on its own queue for the reads.

@@ -26,7 +26,7 @@ Graph slice(const Graph & graph, int begin, int end, uint64_t uid) {
 // ---- life
 
 Stream::Stream(Store & store, Pool & pool, Stage & stage, Backend * inner)
-    : store_(store), host_(store.host), pool_(pool), stage_(stage), inner_(inner), ids_(store), input_(store),
+    : store_(store), host_(store.host), pool_(pool), stage_(stage), inner_(inner), prefetch_(store, stage, *this), ids_(store), input_(store),
       renamed_(store), rows_(store) {
     store_.join(this);
 }
@@ -143,6 +143,7 @@ Status Stream::compute(Graph * graph) {
     if (plan->regions.empty()) {
         return inner_->iface.graph_compute(inner_, graph);
     }
+    prefetch_.begin(*plan);
     bool awake = false;
     Status status = kSuccess;
     int at = 0;
@@ -166,6 +167,7 @@ Status Stream::compute(Graph * graph) {
         }
         at = region->end;
     }
+    prefetch_.end();
     if (awake) {
         pool_.rest();
     }

@@ -9,6 +9,7 @@
 
 #include "plan.h"
 #include "pool.h"
+#include "prefetch.h"
 #include "stage.h"
 #include "transfer.h"
 
@@ -45,6 +46,7 @@ class Stream {
   private:
     Plan * plan_of(Graph * graph, std::string & fault);
     Status compute_region(Graph * graph, Region & region, std::string & fault);
+    void remember_cold(Region & region, const Table & table);
     Status run_whole(Graph * graph, Region & region);
     Status run_device(Graph * graph, Region & region, const std::vector<Tensor *> & banks, uint64_t uid);
     Status run_others(Graph * graph, Region & region);
@@ -55,7 +57,7 @@ class Stream {
     Status on_stage(Graph * graph, Region & region, const std::vector<Tensor *> & banks);
     bool upload_positions();
     void renumber();
-    Status copy_residents(Region & region, const std::vector<Tensor *> & banks, bool & copied);
+    Status on_prefetched(Graph * graph, Region & region, std::string & fault, bool & taken);
     void bring(const Matrix & matrix, Tensor * bank, const Upload & first, size_t n);
     void describe_work(const Region & region, LaneWork & work) const;
     bool start_lane(Region & region);
@@ -79,6 +81,7 @@ class Stream {
     std::recursive_mutex api_;
     std::vector<std::unique_ptr<Plan>> plans_;
     uint64_t clock_ = 0;
+    Prefetch prefetch_;
     Router router_;
     Routing routing_;
     Lane lane_;
