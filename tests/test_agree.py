@@ -210,7 +210,7 @@ SPEC_CHANGES: dict[str, Any] = {
     "rollback": 3,
 }
 ARRAYS = {"devices", "tensor_split", "overrides"}  # proven by where the weights are after loading
-SLOTS = {"residents", "guests"}  # told to the device that wraps a GPU, not to the engine
+SLOTS = {"residents", "guests", "banks"}  # told to the device that wraps a GPU, not to the engine
 
 
 def test_every_field_of_a_load_spec_reaches_the_engine() -> None:

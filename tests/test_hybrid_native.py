@@ -72,7 +72,9 @@ def test_interface_version_2(name: str, program: Path, portable_engine: Path) ->
     run(program, portable_engine, name)
 
 
-@pytest.mark.parametrize("name", [name for name in TESTS if "layer" in name or "threads" in name or "prompts" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in TESTS if "layer" in name or "threads" in name or "prompts" in name]
+)
 def test_interface_version_3(name: str, program: Path) -> None:
     if not NODE_BUILD.is_dir():
         missing(f"no engine in {NODE_BUILD}")

@@ -30,7 +30,14 @@ from planner.workload import Workload
 from profiler.routed import model
 from profiler.routed.presets import PRESETS
 
-BASE = {"preset": "qwen3-30b", "residency": 50, "cores": None, "link": None, "prompt": 512}
+BASE: dict[str, Any] = {
+    "preset": "qwen3-30b",
+    "residency": 50,
+    "cores": None,
+    "link": None,
+    "prompt": 512,
+    "ubatch": 512,
+}
 CELLS = cells(
     BASE,
     residency=[25, 10],
@@ -39,6 +46,10 @@ CELLS = cells(
     link=[25.0, 12.0],
     prompt=[4096],
 )
+# Long prompts at the batch that suits them.
+LONG = {**BASE, "prompt": 4096, "ubatch": 2048}
+CELLS += [Cell("long", LONG), Cell("long,residency=25", {**LONG, "residency": 25})]
+CELLS += [Cell("long,link=25.0", {**LONG, "link": 25.0})]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,11 @@ class Setup:
         """Room for the prompt, and for the stream that is decoded."""
         work, prompt = self.work, int(self.cell.factors["prompt"])
         cells = max(prompt, work.depth + work.gen + 64)
-        return Workload(n_ctx=-(-cells // 256) * 256, prompt=prompt, depth=work.depth)
+        ubatch = int(self.cell.factors["ubatch"])
+        n_ctx = -(-cells // 256) * 256
+        return Workload(
+            n_ctx=n_ctx, prompt=prompt, depth=work.depth, n_ubatch=ubatch, n_batch=max(ubatch, 2048)
+        )
 
     def live(self, one: rules.Contender, environment: Mapping[str, str] | None = None) -> Live:
         """A session of a rule, on this cell's device."""

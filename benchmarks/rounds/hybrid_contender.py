@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.gpu import contenders as rules
 from benchmarks.rounds.experts import Setup
 from benchmarks.rounds.paired import Session
-from planner.plan.load_spec import LoadSpec
+from planner.plan.load_spec import HYBRID_BANKS, LoadSpec
 from planner.site import Site, SiteKind
 from profiler.routed import codes, stream
 from profiler.routed.presets import PRESETS
@@ -34,24 +34,29 @@ def cpu_lane(setup: Setup) -> Session:
     return slotted(setup, 0)
 
 
+def one_bank(setup: Setup) -> Session:
+    """All lanes; a prompt brings a layer's experts when the layer has chosen, not before."""
+    return slotted(setup, 2, banks=1)
+
+
 def forwarding(setup: Setup) -> Session:
     """Everything in slots: what the device in the way costs."""
     shape = rules.shape_of(setup.inventory)
-    return setup.live(rules.Contender("forwarding", "", _spec(setup, shape, shape.n_experts, 0)))
+    return setup.live(rules.Contender("forwarding", "", _spec(setup, shape, shape.n_experts, 0, 1)))
 
 
-def slotted(setup: Setup, guests: int) -> Session:
+def slotted(setup: Setup, guests: int, banks: int = HYBRID_BANKS) -> Session:
     """As many slots in every layer as the cell's share holds, guests and the stage counted."""
     shape = rules.shape_of(setup.inventory)
-    stage = -(-shape.n_experts // len(shape.moe_layers))
+    stage = -(-banks * shape.n_experts // len(shape.moe_layers))
     # Slices of the graph are captured apart: some memory beside the slots.
     k = max(int(setup.share * shape.n_experts) - guests - stage - 2, 1)
     return setup.live(
-        rules.Contender("hybrid", f"{k} slots, {guests} guests", _spec(setup, shape, k, guests))
+        rules.Contender("hybrid", f"{k} slots, {guests} guests", _spec(setup, shape, k, guests, banks))
     )
 
 
-def _spec(setup: Setup, shape: rules.Shape, k: int, guests: int) -> LoadSpec:
+def _spec(setup: Setup, shape: rules.Shape, k: int, guests: int, banks: int) -> LoadSpec:
     plain = rules.whole(shape, setup.workload).spec
     orders = hot_orders(str(setup.cell.factors["preset"]), shape.n_layers)
     buffer = str(Site(SiteKind.HYBRID, setup.device, k))
@@ -60,6 +65,7 @@ def _spec(setup: Setup, shape: rules.Shape, k: int, guests: int) -> LoadSpec:
         overrides=((rf"^blk\.\d+\.(?:{'|'.join(shape.kinds)})\.weight$", buffer),),
         residents=tuple((layer, shape.n_experts, orders[layer][:k]) for layer in shape.moe_layers),
         guests=guests,
+        banks=banks,
         use_mmap=False,
     )
 

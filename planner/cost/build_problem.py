@@ -26,6 +26,7 @@ from planner.model.structure import Structure
 from planner.model.units import Kind, Unit
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
+from planner.plan.load_spec import HYBRID_BANKS
 from planner.plan.request import Request
 from planner.site import ON_CPU, sites
 from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem
@@ -265,9 +266,9 @@ def _allowed(
 
 
 def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Once, ...]:
-    """Where prompts bring experts without a slot: room for those of the largest layer, once a device."""
+    """Where prompts bring experts without a slot: room for two of the largest layer, a device."""
     largest = max((u.size_bytes for u in model.units if u.kind is Kind.EXPERTS), default=0)
-    staged = Memory(compute=largest)
+    staged = Memory(compute=HYBRID_BANKS * largest)
     return tuple(once(f"{d.name} stages experts", i, staged) for i, d in enumerate(devices))
 
 

@@ -17,6 +17,9 @@ from planner.constants import PPM
 # Read-back of the choice and the input, rewritten ids, rows sent back: 28 to 40 us a layer on an H200 with 16
 # cores (docs/findings-hybrid.md). A profile that measured it says its own.
 SYNC_NS = 40_000
+# Choices of a ubatch for each expert from which on all experts are brought ahead of their layer: kEnough of
+# runtime/hybrid/native/prefetch.cpp.
+AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from planner.cost.ledger import Parts, Placed, spread, summed, totals
 from planner.cost.stripe_widths import STEPS, Stripe, stripe_widths
 from planner.cost.unit_time import Prices, Times
 from planner.machine.attention_kernels import attends
-from planner.machine.host_memory import OFFLOAD_BATCH
+from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory
 from planner.machine.profile import Device
 from planner.memory.buffer_parts import BufferParts
 from planner.memory.memory import Memory
@@ -188,15 +188,26 @@ class Chooser:
             upload_ns=self.prices.stream_ns(host.name, device.name, each),
             guests=HYBRID_GUESTS,
         )
-        streamed = self._host_times(unit, d).prefill_ns
+        copies = max(self._host_times(unit, d).prefill_ns - here.prefill_ns, 0)
         work = self.workload.n_ubatch
         for slots in hybrid_slots.widths(unit.experts, unit.used, tokens, work, curve, lanes, STEPS):
             here_bytes = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
             held = self._weights({d: here_bytes, self.cpu: moved})
-            prefill = here.prefill_ns + max(streamed - here.prefill_ns, 0) * slots.cold_prefill_ppm // PPM
+            prefill = self._brought(unit, here.prefill_ns, copies, slots)
             times = Times(slots.step_ns, prefill, 0)
             share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)
             yield Spot(Site(SiteKind.HYBRID, device.name, slots.k), held, times, shares=share)
+
+    def _brought(self, unit: Unit, here_ns: int, copies_ns: int, slots: hybrid_slots.Slots) -> int:
+        """A prompt whose experts without a slot are brought: ahead of their layer, or when it has chosen.
+
+        Ahead where a ubatch uses nearly all of them and the bus reads host memory by itself: then the
+        slower of bus and computation counts, and all that has no slot is brought.
+        """
+        all_used = unit.used * self.workload.n_ubatch >= hybrid_slots.AHEAD * unit.experts
+        if all_used and self.prices.host_memory is HostMemory.PINNED:
+            return max(here_ns, copies_ns * (unit.experts - slots.k) // unit.experts)
+        return here_ns + copies_ns * slots.cold_prefill_ppm // PPM
 
     def _n_cache(self) -> int:
         """How many shares the engine's MoE cache has."""

@@ -19,6 +19,7 @@ from planner.site import NoSite, Site, SiteKind
 from planner.workload import Workload
 
 HYBRID_GUESTS = 2  # slots of a layer for experts that the bus brings for one step
+HYBRID_BANKS = 2  # of memory for the experts of a layer that a prompt brings: one is read, the other filled
 
 
 # Layer, its number of experts, and those that have slots, hot first.
@@ -45,6 +46,7 @@ class LoadSpec:
     notes: tuple[str, ...] = ()  # where the engine cannot be told the plan exactly
     residents: Residents = ()  # experts in slots, by original id
     guests: int = HYBRID_GUESTS  # slots of each of these layers for experts of one step
+    banks: int = HYBRID_BANKS  # layers whose experts a prompt may have on a device at a time
     mapped: tuple[tuple[str, str], ...] = ()  # (the plan's device, the one here in its place)
 
 

@@ -44,7 +44,8 @@ class Config:
 
     def text(self) -> bytes:
         """One setting a line."""
-        numbers = ("slots", "guests", "stage", "banks", "threads", "cpu_tokens", "cpu_bytes_us", "bus_bytes_us")
+        numbers: list[str] = ["slots", "guests", "stage", "banks", "threads"]
+        numbers += ["cpu_tokens", "cpu_bytes_us", "bus_bytes_us"]
         lines = [f"device {self.device}"] if self.device else []
         lines += [f"{key} {getattr(self, key)}" for key in ("name", "report", "fault") if getattr(self, key)]
         lines += [f"{key} {getattr(self, key)}" for key in numbers]

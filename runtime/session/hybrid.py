@@ -117,6 +117,7 @@ def settings(spec: LoadSpec, device: str, residents: Residents, name: str) -> Co
         name=name,
         residents={layer: Resident(n, experts) for layer, n, experts in residents},
         guests=spec.guests,
+        banks=spec.banks,
         memory="mapped" if spec.use_mmap else "pinned",
     )
 
