@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = (
     *("llama-server", "llama-cli", "llama-bench", "preset", "env", "json"),
-    *("llama-cpp-python", "docker-compose"),
+    *("llama-cpp-python", "docker-compose", "llama-swap"),
 )
 
 
@@ -76,6 +76,7 @@ def command(
     from planner.check.consistency import check_agreement
     from planner.check.divided_sites import check_sites
     from planner.errors import AnswerIsNo
+    from planner.memory.kv_cache import checkpoint_bytes
     from planner.plan.load_spec import plan_layer_devices
     from runtime.tools.expert_rule import expert_rule
     from runtime.tools.export import export
@@ -98,6 +99,8 @@ def command(
         rule = expert_rule(placed.spec, len(plan_layer_devices(plan)) - 1, inputs.inventory, plan)
         placed = replace(placed, rule=rule)
     placed = replace(placed, **_beside(plan, placed.spec, device_maps, mmproj, draft))
+    if inputs.inventory is not None:
+        placed = replace(placed, checkpoint_bytes=checkpoint_bytes(inputs.inventory, plan.workload))
     _write(export(plan, placed, path, form, published), output)
 
 

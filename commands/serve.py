@@ -97,6 +97,7 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     """The program that serves and its arguments; what it cannot be told is said."""
     from dataclasses import replace
 
+    from planner.memory.kv_cache import checkpoint_bytes
     from planner.plan.load_spec import plan_layer_devices
     from planner.quoting import Unquotable
     from planner.site import Site
@@ -104,7 +105,7 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     from runtime.engine import locate
     from runtime.stripes import server as striped_server
     from runtime.stripes.widths import widths as stripe_widths
-    from runtime.tools.export import arguments, prompt_cache
+    from runtime.tools.export import arguments, host_limits
     from runtime.tools.llama_server import find_program
     from runtime.tools.options import stock
 
@@ -116,10 +117,11 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
         kept = tuple((p, b) for p, b in spec.overrides if not Site.of_buffer(b).divided)
         spec = replace(spec, overrides=kept, use_mmap=True)
     placed = replace(stock(spec, len(plan_layer_devices(job.plan)) - 1), **beside)
+    placed = replace(placed, checkpoint_bytes=checkpoint_bytes(job.file.inventory, spec.workload))
     for note in placed.notes:
         say(f"not expressible: {note}")
     try:
-        words = [*arguments(placed, str(job.path)), *prompt_cache(job.plan)]
+        words = [*arguments(placed, str(job.path)), *host_limits(job.plan, placed)]
     except Unquotable as problem:
         raise FileProblem(str(job.plan_path), str(problem)) from None
     if not widths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import time
 import urllib.request
@@ -28,7 +29,7 @@ from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.plan import Override, Plan, to_text
 from planner.plan.stock import MAX_SPLIT
 from planner.workload import Workload
-from runtime.tools.export import export, prompt_cache
+from runtime.tools.export import NotHeld, export, host_limits
 from runtime.tools.llama_server import free_port
 from runtime.tools.options import Stock, options, stock
 
@@ -150,11 +151,42 @@ def test_the_server_s_cache_of_prompts_fits_beside_host_weights(left_mib: int, l
     host = sample_plan().devices[0].model_copy(update={"name": "CPU", "kind": "cpu"})
     host = host.model_copy(update={"budget_bytes": host.used_bytes + left_mib * 2**20})
     plan = named("x").model_copy(update={"devices": (host,)})
-    assert prompt_cache(plan) == limit
+    assert host_limits(plan, rich()) == limit
     assert export(plan, rich(), "m.gguf", "llama-server").rstrip().endswith(" ".join(limit))
     assert "--cache-ram" not in export(plan, rich(), "m.gguf", "llama-cli")
     composed = yaml.safe_load(export(plan, rich(), "m.gguf", "docker-compose"))
     assert ("--cache-ram" in composed["services"]["llama"]["command"]) == bool(limit)
+
+
+@pytest.mark.parametrize(
+    ("left_mib", "each_mib", "limits"),
+    [
+        (30_000, 150, []),
+        (12_000, 150, ["--cache-ram", "6176"]),
+        (8_000, 150, ["--ctx-checkpoints", "23", "--cache-ram", "3526"]),
+        (1_000, 150, ["--ctx-checkpoints", "0", "--cache-ram", "0"]),
+    ],
+)
+def test_checkpoints_of_slots_fit_beside_host_weights(
+    left_mib: int, each_mib: int, limits: list[str]
+) -> None:
+    host = sample_plan().devices[0].model_copy(update={"name": "CPU", "kind": "cpu"})
+    host = host.model_copy(update={"budget_bytes": host.used_bytes + left_mib * 2**20})
+    plan = named("x").model_copy(update={"devices": (host,)})
+    placed = replace(rich(), checkpoint_bytes=each_mib * 2**20 // plan.workload.n_seq)
+    assert host_limits(plan, placed) == limits
+
+
+def test_an_entry_for_llama_swap_starts_the_server_on_its_port() -> None:
+    entry = yaml.safe_load(export(named("a model"), rich(), "/m/a b.gguf", "llama-swap"))
+    ((name, said),) = entry["models"].items()
+    words = shlex.split(said["cmd"])
+    line = shlex.split(export(named("a model"), rich(), "/m/a b.gguf", "llama-server"), comments=True)
+    assert name == "a model" and words[: len(line)] == line
+    assert words[len(line) :] == ["--host", "127.0.0.1", "--port", "${PORT}"]
+    for path in ("/m/${PID}.gguf", "/m/\x1b.gguf"):
+        with pytest.raises(NotHeld, match="llama-swap"):
+            export(named("a model"), rich(), path, "llama-swap")
 
 
 def test_environment_names_what_it_lacks_with_its_value() -> None:

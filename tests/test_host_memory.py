@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from planning_models import machine, moe, plan
+from planning_models import machine, moe, plan, priced
 from small_plans import plan_for
 
 from atsplan import main
 from commands.shared.plan_job import open_job
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.reprice import reprice
+from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.host_memory import HostMemory, can_be_pinned, copy_rate
 from planner.machine.profile import Link, Profile
+from planner.passes.stock_rules import candidates
+from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.load_spec import load_spec, map_devices
 from planner.plan.plan import Plan, from_text, to_text
+from planner.plan.request import Request
 from planner.site import ON_CPU
 from planner.workload import Workload
 from runtime.tools.options import options, stock
@@ -73,15 +77,20 @@ def test_a_prompt_of_mapped_weights_is_priced_at_the_rate_of_mapped_pages() -> N
     slow = link.model_copy(update={"mapped_bytes_per_s": link.bandwidth_bytes_per_s // 7})
     others = tuple(li for li in profile.links if li is not link)
     profile = profile.model_copy(update={"links": (slow, *others)})
-    stock = [
-        {b.name: b for b in made(profile=profile, host_memory=kind).baselines}["n-cpu-moe"]
-        for kind in (HostMemory.PINNED, HostMemory.MAPPED)
-    ]
-    assert stock[0].setting == stock[1].setting and stock[0].tpot_ns == stock[1].tpot_ns
-    n_moved = int(stock[0].setting.rpartition(" ")[2])
+    request = Request(budgets_for(profile, parse_budget("1500MiB")), LONG)
+    pinned, mapped = (
+        next(c for c in candidates(priced(moe(), profile, request, settings=way)) if c.name == "n-cpu-moe")
+        for way in (
+            EngineSettings(host_memory=HostMemory.PINNED),
+            EngineSettings(host_memory=HostMemory.MAPPED),
+        )
+    )
+    assert pinned.evaluation is not None and mapped.evaluation is not None
+    assert pinned.setting == mapped.setting and pinned.evaluation.decode_ns == mapped.evaluation.decode_ns
+    n_moved = int(pinned.setting.rpartition(" ")[2])
     experts = next(p.size_bytes for p in made().units if p.unit == "blk.0.experts")
     longer = n_moved * experts * (7 - 1) / (link.bandwidth_bytes_per_s / 1e9)
-    assert stock[1].prefill_ns - stock[0].prefill_ns == pytest.approx(longer, rel=0.02)
+    assert mapped.evaluation.prefill_ns - pinned.evaluation.prefill_ns == pytest.approx(longer, rel=0.02)
 
 
 def test_a_rate_that_nobody_measured_is_half_of_the_bus_and_no_more_than_8_gb() -> None:

@@ -14,10 +14,16 @@ from small_plans import plan_for
 
 from atsplan import main
 from planner.check.explain import sentences
+from planner.check.recorded_rules import rule_plan
+from planner.check.reprice import edited, reprice
+from planner.machine.budgets import budgets_for, parse_budget
+from planner.machine.presets import load as load_machine
 from planner.model.requantise import parse_rule, requantised
+from planner.passes.make_plan import make_plan
+from planner.plan.known import Known
 from planner.plan.load_spec import load_spec
 from planner.plan.plan import to_text
-from planner.plan.request import Pin
+from planner.plan.request import Pin, Request
 from planner.site import ON_CPU
 from planner.workload import Workload
 from runtime.engine.libllama import Engine
@@ -183,3 +189,21 @@ def test_a_batch_just_long_enough_to_be_copied_costs_no_more_than_one_that_is_no
         for n in (31, 32)
     ]
     assert times[1].predicted.objective_ns <= times[0].predicted.objective_ns
+
+
+def test_rules_are_judged_under_the_flags_of_the_plan() -> None:
+    """What keeping prompts where the weights are brings is not the placement's merit."""
+    model = real("Qwen3-Next-80B-A3B-Q4_K_M")
+    profile = load_machine("rtx4090-epyc")
+    budgets = budgets_for(profile, parse_budget("7000MiB"))
+    made = make_plan(model, profile, Request(budgets))
+    assert made.op_offload is False
+    (rule,) = [b for b in made.baselines if b.name == "n-cpu-moe"]
+    assert rule.setting.endswith(" --no-op-offload")
+    again = edited(rule_plan(made, rule), model, profile, Known())
+    assert again.op_offload is False
+    assert (again.predicted.tpot_ns, again.predicted.prefill_ns) == (rule.tpot_ns, rule.prefill_ns)
+    took = rule.tpot_ns * made.workload.gen + rule.prefill_ns
+    assert made.predicted.objective_ns <= took < 1.1 * made.predicted.objective_ns
+    repriced = reprice(made, model, profile, Known()).plan
+    assert repriced.baselines == made.baselines

@@ -91,6 +91,36 @@ def test_a_budget_above_the_working_set_names_the_setting_that_raises_it(name: s
     assert working_set(machine().device("CUDA0"), machine()) == 0
 
 
+@pytest.mark.parametrize(
+    ("what", "memory", "ceiling"),
+    [
+        ("Mac Studio, M3 Ultra, 512 GiB", 512, 384),
+        ("ggml-rpc-server on an Apple M2", 24, 16),
+        ("a phone with Adreno 830", 16, 12),
+        ("APU of 128 GiB LPDDR5X", 128, 96),
+        ("ggml-rpc-server with an NVIDIA GeForce RTX 3090 24GB", 24, 0),
+        ("a Machine with a Radeon", 24, 0),
+    ],
+)
+def test_a_remote_device_has_the_ceiling_of_what_it_is(what: str, memory: int, ceiling: int) -> None:
+    profile = machine("rtx4090-rpc")
+    far = next(d for d in profile.devices if d.kind == "rpc")
+    size = memory * GIB
+    new = far.model_copy(update={"description": what, "memory_bytes": size, "free_bytes": size})
+    others = tuple(d for d in profile.devices if d is not far)
+    described = profile.model_copy(update={"devices": (*others, new)})
+    assert working_set(new, described) == ceiling * GIB
+    most = (ceiling or memory) * GIB
+    assert budgets_for(described, {})[new.name] <= most - headroom(most)
+    if ceiling:
+        with pytest.raises(OptionProblem, match=f"lets this GPU use {ceiling * 1024} MiB"):
+            budgets_for(described, {new.name: size})
+    measured = described.model_copy(update={"measured": True})
+    assert working_set(new, measured) == 0  # it reports what it may use, unless the profile says otherwise
+    told = new.model_copy(update={"shared": "unified"})
+    assert working_set(told, measured) == size * 3 // 4
+
+
 @pytest.mark.parametrize(("ubatch", "smaller"), [(4096, 2048), (8192, 2048), (512, 0)])
 def test_a_compute_buffer_above_the_largest_one_asks_for_smaller_batches(ubatch: int, smaller: int) -> None:
     model, card = real("Qwen3.6-35B-A3B-q4_K"), machine("rx9070xt-ddr5")

@@ -295,6 +295,10 @@ def test_python_scripts_run_and_nothing_else_does(tmp_path: Path) -> None:
 def test_default_paths_are_names_in_the_folder(name: str) -> None:
     for form in FORMATS:
         model = quoting.file_name(name, ".gguf")
+        if form == "llama-swap" and "${" in model:  # it fills in such names, and has no other spelling
+            with pytest.raises(NotHeld):
+                exported(form, name, model)
+            continue
         assert exported(form, name, model) is not None
 
 

@@ -92,7 +92,7 @@ def test_a_projector_that_does_not_fit_its_gpu_is_refused_with_numbers(
     target = tmp_path / "plan.yaml"
     asked = ("--mmproj", projector, "--mmproj-device", "gpu", "-o", target)
     line = refused(solve(moe_model, "--budget", "1000", *asked), 1)
-    assert "CUDA0 needs 13" in line and "reserve 1361" in line and "--mmproj-device cpu" in line
+    assert "CUDA0 needs 13" in line and "reserve 1343" in line and "--mmproj-device cpu" in line
     assert not target.exists()
     made = solve(moe_model, "--budget", "1500", "--mmproj", projector, "-o", target)
     assert made.exit_code == 0

@@ -156,6 +156,16 @@ def test_sweep_as_table_picture_and_data(model: Path, tmp_path: Path) -> None:
     times = [point["tpot_ns"] for point in points]
     assert len(times) == 4 and times[-1] < times[0]
     assert all(point["tpot_ns"] <= point["best_stock_tpot_ns"] * 1.05 for point in points)
+    assert all(point["gain_ppm"] >= 1_000_000 for point in points)
+
+
+def test_a_sweep_judges_by_what_it_is_solved_for() -> None:
+    """A plan may be slower to decode than a rule and faster for the request: the gain is the request's."""
+    model = Path(__file__).parent.parent / "plans" / "inputs" / "Qwen3.6-35B-A3B-q4_K.inventory.yaml"
+    given = ("--machine", "rtx4060-8gb-ddr5", "--budgets", "2000:3000:1000", "--json")
+    points = json.loads(run("sweep", model, *given).stdout)
+    assert any(point["tpot_ns"] > point["best_stock_tpot_ns"] for point in points)
+    assert all(point["gain_ppm"] >= 1_000_000 for point in points)
 
 
 @pytest.mark.parametrize("text", ["1:2", "a:b:c", "5:1:1", "0:10:1", "1:10:0", "1:9999999:1"])

@@ -179,6 +179,7 @@ def test_formats_agree(moe_model: Path, tmp_path: Path) -> None:
         "preset",
         "docker-compose",
         "llama-cpp-python",
+        "llama-swap",
     }
 
 

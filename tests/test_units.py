@@ -8,6 +8,7 @@ from small_tables import attention, dense, ends, experts, table
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
+from planner.model.tensor_roles import missing_partners
 from planner.model.units import BOUND, ExpertMismatch, Kind, Unit, UnitTable, units_of
 from planner.workload import Workload
 
@@ -91,6 +92,29 @@ def test_expert_biases_and_selection_biases_stay_with_the_router() -> None:
     assert "blk.2.exp_probs_b.bias" in units["blk.2.router"].tensors
     assert "blk.1.attn_sinks.weight" in units["blk.1.attention"].tensors
     assert all(name.endswith("exps.weight") for name in units["blk.1.experts"].tensors)
+
+
+@pytest.mark.parametrize("spelt", ["scale", "weight.scale", "input_scale", "weight.input_scale"])
+def test_scales_stay_with_what_they_scale_however_they_are_spelt(spelt: str) -> None:
+    model = moe(f"blk.1.ffn_down_exps.{spelt} 8\nblk.1.attn_q.{spelt} 1\nblk.0.ffn_up.{spelt} 1")
+    found = units_of(model)
+    assert found.unknown == () and missing_partners(model) == ()
+    units = named(found)
+    assert f"blk.1.ffn_down_exps.{spelt}" in units["blk.1.router"].tensors
+    assert f"blk.1.attn_q.{spelt}" in units["blk.1.attention"].tensors
+    assert f"blk.0.ffn_up.{spelt}" in units["blk.0.ffn"].tensors
+
+
+def test_missing_partners_are_named() -> None:
+    model = moe("blk.1.ffn_odd.scale 1\nblk.1.ffn_down_exps.weight.scale 8")
+    nv = tuple(
+        t.model_copy(update={"type": "nvfp4"}) if t.name.endswith("_exps.weight") else t
+        for t in model.tensors
+    )
+    said = missing_partners(model.model_copy(update={"tensors": nv}))
+    assert "blk.1.ffn_odd.scale scales blk.1.ffn_odd.weight, which is not there" in said
+    assert "blk.2.ffn_down_exps.weight is nvfp4 and has no blk.2.ffn_down_exps.scale" in said
+    assert not any(text.startswith("blk.1.ffn_down_exps.weight is") for text in said)
 
 
 def test_fused_classic_and_chunked_experts_by_layer() -> None:

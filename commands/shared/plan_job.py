@@ -12,6 +12,7 @@ import click
 from commands.shared.console import say
 from commands.shared.extra_models import first_gpu
 from commands.shared.models import load_plan
+from planner.constants import STOCK_DRAFT
 from planner.errors import OptionProblem
 from planner.model.structure import structure_of
 from planner.model.units import units_of
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from runtime.worker import Checks
 
 F = TypeVar("F", bound=Callable[..., Any])
-_GUESSES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def draft_options(function: F) -> F:
     function = click.option(
         "--draft-max",
         type=click.IntRange(1, 63),
-        help=f"Tokens the draft guesses at a time [default: the plan's, or {_GUESSES}].",
+        help=f"Tokens the draft guesses at a time [default: the plan's, or {STOCK_DRAFT}].",
     )(function)
     return click.option(
         "--draft",
@@ -217,7 +217,7 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
         first = job.mapped.get(planned.device, planned.device)
     chosen = device or first
     count = layers_of(file.inventory).n_all + 1 if chosen != CPU else 0
-    asked = most or (planned.tokens if planned else 0) or _GUESSES
+    asked = most or (planned.tokens if planned else 0) or STOCK_DRAFT
     n_guess = min(asked, most_rollback(job.spec.workload))
     spec = LoadSpec(
         devices=(chosen,) if count else (),

@@ -57,6 +57,9 @@ def choose(plan: Plan, path: str, inputs: Inputs, spell: Spell) -> tuple[Plan, S
         if best is not None and _slower(plan, best):
             say(f"note: its pins or edits make it slower than the stock rule {best.name} ({best.setting})")
         return plan, mine
+    solved = _solved(plan, inputs, spell, mine)
+    if solved is not None and (best is None or _faster(solved[0], best)):
+        return solved
     near = _nearest(plan, inputs, spell, mine, whys) if whys != over else None
     if near is not None and (best is None or not _slower(near[0], best)):
         return near
@@ -107,6 +110,33 @@ def _asked_for(plan: Plan) -> bool:
     """Whether a person asked for this placement whatever it costs."""
     free = plan.constraints
     return bool(free.pins) or free.contiguous or free.no_cpu or plan.predicted.status == "edited"
+
+
+def _faster(plan: Plan, rule: Baseline) -> bool:
+    """Whether a plan beats a rule by more than a hundredth: else the rule, which is simpler, stands."""
+    from planner.check.recorded_rules import objective_ns
+
+    mine = plan.predicted.tpot_ns * plan.workload.gen + plan.predicted.prefill_ns
+    return 100 * mine < 99 * objective_ns(plan, rule)
+
+
+def _solved(plan: Plan, inputs: Inputs, spell: Spell, mine: Stock) -> tuple[Plan, Stock] | None:
+    """The plan's request solved again for what tools can be told; None without inputs, or where none fits."""
+    from planner.check.for_stock import solved_for_stock
+    from planner.plan.load_spec import plan_layer_devices
+
+    if inputs.inventory is None or inputs.profile is None or inputs.heat_missing(plan):
+        return None
+    made = solved_for_stock(plan, inputs.inventory, inputs.profile, inputs.known)
+    if made is None or over_budget(made):
+        return None
+    again = spell(made)
+    if _layers(again, len(plan_layer_devices(made))) != plan_layer_devices(made)[:-1]:
+        return None
+    done = "instead: the same request solved for what stock tools can be told"
+    was, now = plan.predicted.tpot_ns, made.predicted.tpot_ns
+    say(f"{done}: predicted {ms(now)} a token, the plan itself {ms(was)}")
+    return made, replace(again, notes=(*mine.notes, done), exact=False)
 
 
 def _nearest(

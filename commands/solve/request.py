@@ -141,18 +141,19 @@ def workload_of(asked: SolveOptions, inventory: Inventory) -> Workload:
     from planner.machine.attention_kernels import kv_problem
 
     type_k, slash, type_v = asked.kv_type.partition("/")
-    trained = inventory.number("context_length", 4096)
+    use = _use(asked.use) if asked.use is not None else {}
+    trained = inventory.number("context_length", 4096) * max(use.get("n_seq", 1), 1)
     if asked.ctx != "max" and not (asked.ctx.isdecimal() and 0 < int(asked.ctx) < 2**31):
         raise OptionProblem("--ctx", asked.ctx, "expected a number of tokens, or max")
     fields: dict[str, Any] = {
-        "n_ctx": trained if asked.ctx == "max" else int(asked.ctx),
+        "n_ctx": min(trained, 2**31 - 1) if asked.ctx == "max" else int(asked.ctx),
         "type_k": type_k,
         "type_v": type_v if slash else type_k,
         "n_ubatch": asked.ubatch,
         "n_batch": max(2048, asked.ubatch),
         "mtp": asked.mtp,
     }
-    fields |= _use(asked.use) if asked.use is not None else {}
+    fields |= use
     try:
         workload = usual(**fields)
     except ValidationError as problem:

@@ -15,12 +15,12 @@ from commands.shared.pictures import check_name, pyplot, save
 from commands.shared.spellings import ask_unit
 from commands.solve.options import SolveOptions, solve_options
 from commands.solve.request import Inputs, inputs_of
-from planner.constants import MIB
+from planner.constants import MIB, PPM
 from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import mathtext
 
 if TYPE_CHECKING:
-    from planner.plan.plan import Plan
+    from planner.plan.plan import Baseline, Plan
 
 _MOST = 500  # plans in one sweep
 
@@ -43,10 +43,24 @@ class Point:
     plan: Plan | None
 
     @property
-    def best_stock_ns(self) -> int:
-        """The fastest token of a stock rule; 0 when none fits."""
-        times = [b.tpot_ns for b in self.plan.baselines if b.feasible] if self.plan else []
-        return min(times, default=0)
+    def best_stock(self) -> Baseline | None:
+        """The stock rule that answers a request first, as the plan is chosen by it; None when none fits."""
+        from planner.check.recorded_rules import objective_ns
+
+        plan = self.plan
+        rules = [b for b in plan.baselines if b.feasible] if plan else []
+        return min(rules, key=lambda b: objective_ns(plan, b), default=None) if plan else None
+
+    @property
+    def gain_ppm(self) -> int:
+        """How many times as fast a request is as by that rule; 0 when none fits."""
+        from planner.check.recorded_rules import objective_ns
+
+        if self.plan is None or self.best_stock is None:
+            return 0
+        gain = PPM * objective_ns(self.plan, self.best_stock) // max(self.plan.predicted.objective_ns, 1)
+        # A plan that is itself a stock rule, though a simpler one than the fastest, gains nothing.
+        return max(gain, PPM) if self.plan.predicted.status == "baseline" else gain
 
 
 @click.command()
@@ -141,19 +155,19 @@ def _points(inputs: Inputs, device: str, sizes: Sequence[int]) -> list[Point]:
 
 
 def _show(points: Sequence[Point]) -> None:
-    shown = table("budget", "tokens/s", "ms/token", "prompt ms", "best stock rule", "gain", "gap")
+    shown = table("budget", "tokens/s", "ms/token", "prompt ms", "best stock rule", "request gain", "gap")
     for point in points:
         if point.plan is None:
             shown.add_row(mib(point.budget_bytes), "does not fit", "", "", "", "", "")
             continue
-        p, stock = point.plan.predicted, point.best_stock_ns
+        p, stock = point.plan.predicted, point.best_stock
         shown.add_row(
             mib(point.budget_bytes),
             f"{1e9 / p.tpot_ns:.1f}",
             f"{p.tpot_ns / 1e6:.2f}",
             f"{p.prefill_ns / 1e6:.0f}",
-            f"{1e9 / stock:.1f}" if stock else "none fits",
-            f"{stock / p.tpot_ns:.2f}x" if stock else "",
+            f"{1e9 / stock.tpot_ns:.1f}" if stock else "none fits",
+            f"{point.gain_ppm / PPM:.2f}x" if stock else "",
             f"{p.gap_ppm / 1e4:.2f} %",
         )
     out_table(shown)
@@ -170,7 +184,9 @@ def _data(point: Point) -> dict[str, Any]:
         "prefill_ns": p.prefill_ns,
         "status": p.status,
         "gap_ppm": p.gap_ppm,
-        "best_stock_tpot_ns": point.best_stock_ns or None,
+        "objective_ns": p.objective_ns,
+        "best_stock_tpot_ns": point.best_stock.tpot_ns if point.best_stock else None,
+        "gain_ppm": point.gain_ppm or None,
     }
 
 

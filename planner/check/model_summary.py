@@ -15,7 +15,7 @@ from planner.model.inventory import Inventory
 from planner.model.nextn import promised_in_vain
 from planner.model.sliding_window import window
 from planner.model.structure import Structure, structure_of
-from planner.model.tensor_roles import Role, part_of
+from planner.model.tensor_roles import Role, missing_partners, part_of
 from planner.model.units import Kind, Unit, active_bytes, foreign_note, units_of
 from planner.workload import Workload
 
@@ -194,6 +194,7 @@ def _notes(inventory: Inventory, units: Iterable[Unit]) -> tuple[str, ...]:
     kinds = Counter(unit.kind for unit in units)
     if heads := unstated_heads(inventory):
         found.append(heads)
+    found += missing_partners(inventory)[:1]
     if kinds[Kind.FOREIGN]:
         found.append("holds tensors that no text model has: llama.cpp refuses the file")
     if inventory.number("nextn_predict_layers") and not kinds[Kind.NEXTN]:
@@ -212,6 +213,7 @@ def refuse_strange(inventory: Inventory) -> None:
     found = [f"tensor type {kind} is not known" for kind in types]
     found += filter(None, [foreign_note(table.units)])
     found += [f"{name} is not recognised" for name in table.unknown[:1]]
+    found += missing_partners(inventory)[:1]
     if fault := promised_in_vain(inventory):
         found.append(f"the model {fault}")
     if found:

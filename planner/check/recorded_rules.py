@@ -15,11 +15,13 @@ from planner.constants import CPU
 from planner.plan.engine_rules import layers_by_ngl
 from planner.plan.load_spec import layer_ranges, plan_layer_devices
 from planner.plan.plan import Baseline, DeviceUse, Placement, Plan
+from planner.plan.stock_rule import PLAIN
 from planner.site import ON_CPU, Site
 
 _FLAGS = re.compile(
     r"(?:--device (?P<device>\S+) )?-ngl (?P<ngl>\d{1,5})(?P<none> --device none)?"
     r"(?: --n-cpu-moe (?P<moe>\d{1,5})| --n-cpu-ffn (?P<ffn>\d{1,5})| (?P<every>--cpu-moe))?"
+    rf"(?P<plain> {PLAIN})?"
 )
 
 
@@ -33,6 +35,7 @@ class Flags:
     experts: int = 0  # of the first layers, on the CPU
     every: bool = False  # all experts on the CPU
     ffns: int = 0  # of the largest dense FFNs, on the CPU
+    plain: bool = False  # prompts are computed where the weights are
 
 
 def flags(setting: str) -> Flags | None:
@@ -47,6 +50,7 @@ def flags(setting: str) -> Flags | None:
         int(found["moe"] or 0),
         found["every"] is not None,
         int(found["ffn"] or 0),
+        found["plain"] is not None,
     )
 
 
@@ -80,7 +84,7 @@ def rule_plan(plan: Plan, rule: Baseline) -> Plan:
         "units": _placed(plan, told, devices),
         "overrides": (),
         "experts": (),
-        "op_offload": True,  # no stock rule switches it off
+        "op_offload": not told.plain,
         "constraints": free,
         "devices": _uses(plan, gpus),
         "predicted": predicted,

@@ -108,6 +108,8 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
     stock = stock_rules.candidates(everything, case.known.fit)
     alone = cpu_alone(loading, replace(settings, gpus=False))
     decided = replace(settings, op_offload=plan.op_offload)
+    if not plan.op_offload:
+        stock = stock_rules.either_way(stock, stock_rules.candidates(loading.free(decided)))
     same = decided == settings and loading.limits == case.request.unconstrained()
     priced = everything if same else loading.constrained(decided)
     devices = {use.name for use in plan.devices}

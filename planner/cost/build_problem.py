@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from planner.block_names import block_of
 from planner.constants import MAX_ENGINE_DEVICES
 from planner.cost.expert_cache import cache_shares
 from planner.cost.layer_options import Choices, Chooser
@@ -18,7 +19,7 @@ from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_bound
 from planner.memory import kv_cache
-from planner.memory.buffer_parts import BufferParts, buffer_parts
+from planner.memory.buffer_parts import BufferParts, buffer_parts, inputs_bytes
 from planner.memory.memory import NOTHING, Memory
 from planner.model.inventory import Inventory
 from planner.model.layers import Layers, shared_kv
@@ -238,7 +239,8 @@ def _placed(
 ) -> list[Placed]:
     """The options of a decision that constraints leave."""
     if name == INPUT:
-        found = chooser.on_host(units)
+        inputs = Memory(compute=inputs_bytes(model.inventory, model.workload))
+        found = chooser.on_host(units, inputs)
     else:
         kept = Memory(kv=model.kv.get(name, 0), state=model.state.get(name, 0))
         found = chooser.layer(units, kept, reads=name in model.owners)
@@ -258,11 +260,20 @@ def _allowed(
             return False
         if request.no_cpu and chooser.uses_host(option):
             return False
+        if request.first_on_cpu is not None and not _counted(chooser, option, name, request.first_on_cpu):
+            return False
     return all(
         wanted[unit.name].admits(site)
         for unit, site in zip(units, sites(option.sites), strict=True)
         if unit.name in wanted
     )
+
+
+def _counted(chooser: Chooser, option: Option, name: str, first: int) -> bool:
+    """Whether a stock tool can be told the layer's device; the output head goes with the last layers."""
+    layer = block_of(name)
+    on_host = option.entry == chooser.cpu
+    return on_host == (layer < first) if layer is not None else not on_host
 
 
 def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Once, ...]:

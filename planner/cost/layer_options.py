@@ -72,15 +72,16 @@ class Chooser:
         self.cpu = next((i for i, d in enumerate(devices) if d.kind == "cpu"), -1)
         self.first_gpu = next((i for i, d in enumerate(devices) if d.kind == "gpu"), -1)
 
-    def on_host(self, units: tuple[Unit, ...]) -> list[Placed]:
-        """Tables that the engine keeps on the host."""
+    def on_host(self, units: tuple[Unit, ...], inputs: Memory) -> list[Placed]:
+        """Tables that the engine keeps on the host, and the inputs of every graph."""
         sites = (ON_CPU,) * len(units)
         if self.cpu < 0:
             nothing = self._weights({})
             return [Placed(Option(0, 0, sites, 0, 0, totals(nothing)), nothing)]
         name = self.devices[self.cpu].name
         times = sum((self.prices.on(u, name) for u in units), Times(0, 0))
-        held = self._weights({self.cpu: sum(u.size_bytes for u in units)})
+        weights = Memory(weights=sum(u.size_bytes for u in units))
+        held = spread({self.cpu: weights + inputs}, len(self.devices))
         option = Option(self.cpu, self.cpu, sites, times.decode_ns, times.prefill_ns, totals(held))
         return [Placed(option, held)]
 

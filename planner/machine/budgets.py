@@ -30,6 +30,15 @@ _UNITS = {
 }
 _ABSURD = 2**50  # a pebibyte
 METAL = ("Metal", "MTL")
+MACOS, UNIFIED = "macos", "unified"  # who shares a GPU's memory
+_MAC = re.compile(
+    r"\b(apple|i?mac(book|os)?|mac ?(studio|mini|pro)|metal|m[1-9] (ultra|max|pro))\b", re.IGNORECASE
+)
+_ONE_MEMORY = re.compile(
+    r"\b(phone|iphone|ipad|tablet|android|snapdragon|adreno|mali|apu|unified|integrated|strix|jetson|orin|"
+    r"gb10|dgx spark|raspberry)\b",
+    re.IGNORECASE,
+)
 
 
 def parse_budget(text: str, option: str = "--budget") -> Mapping[str, int]:
@@ -121,11 +130,14 @@ def _budget(device: Device, given: Mapping[str, int], option: str, hybrid: bool,
 def _fits(device: Device, size: int, option: str, profile: Profile) -> None:
     ceiling = working_set(device, profile)
     if ceiling and size > ceiling:
+        more = ": the rest is its system's"
+        if shared_by(device, profile) == MACOS:
+            more = "; sudo sysctl iogpu.wired_limit_mb=… raises that (then profile again)"
         raise OptionProblem(
             option,
             f"{device.name}={size // 2**20}",
-            f"the system lets this GPU use {ceiling // 2**20} MiB of its {device.memory_bytes // 2**20}; "
-            "sudo sysctl iogpu.wired_limit_mb=… raises that (then profile again)",
+            f"the system lets this GPU use {ceiling // 2**20} MiB of its "
+            f"{device.memory_bytes // 2**20}{more}",
         )
     if device.memory_bytes and size > device.memory_bytes:
         has = device.memory_bytes // 2**20
@@ -161,14 +173,36 @@ def spills(profile: Profile) -> bool:
 
 
 def working_set(device: Device, profile: Profile) -> int:
-    """What macOS lets a GPU use of the memory it shares with all else; 0 elsewhere, or where it is told.
+    """What a GPU may use of a memory that it shares with all else; 0 where it is told, or has its own.
 
-    Two thirds up to 36 GiB, three quarters above; a device whose total is smaller than the machine's
-    memory states its working set already.
+    macOS: two thirds up to 36 GiB, three quarters above; any other system: three quarters. A local device
+    whose total is smaller than the machine's memory states its working set already.
     """
-    host = profile.fingerprint.memory_bytes or max(
-        (d.memory_bytes for d in profile.devices if d.kind == "cpu"), default=0
-    )
-    if not device.name.startswith(METAL) or device.memory_bytes * 100 < host * 95:
+    kind = shared_by(device, profile)
+    if not kind:
         return 0
-    return host * 2 // 3 if host <= 36 * 2**30 else host * 3 // 4
+    host = device.memory_bytes
+    if device.kind != "rpc":
+        host = profile.fingerprint.memory_bytes or max(
+            (d.memory_bytes for d in profile.devices if d.kind == "cpu"), default=0
+        )
+        if device.memory_bytes * 100 < host * 95:
+            return 0
+    return host * 2 // 3 if kind == MACOS and host <= 36 * 2**30 else host * 3 // 4
+
+
+def shared_by(device: Device, profile: Profile) -> str:
+    """The system that shares a GPU's memory: as the profile says, by the backend, or by what a described
+    device is called; "" for memory of its own. A measured remote device reports what it may use.
+    """
+    if device.kind == "cpu":
+        return ""
+    if device.shared is not None:
+        return device.shared
+    if device.name.startswith(METAL):
+        return MACOS
+    if profile.measured or device.kind == "gpu":
+        return ""
+    if _MAC.search(device.description):
+        return MACOS
+    return UNIFIED if _ONE_MEMORY.search(device.description) else ""

@@ -25,6 +25,9 @@ class Device(Record):
     max_alloc_bytes: Bytes = 0  # largest single buffer; 0 = no limit known
     memory_pool: str = ""  # devices of one non-empty pool share one memory: iGPU, RPC on one host
     threads: int = Field(0, ge=0, le=4096)  # CPU: best count for decode
+    # Whose memory this is, where `memory_bytes` is all of it and others need a part: a Mac's, or that of any
+    # other machine with one memory (a phone, an APU). Told of a remote device, which cannot tell itself.
+    shared: Literal["macos", "unified"] | None = None
 
 
 class Link(Record):

@@ -50,15 +50,18 @@ def buffer_parts(
     base = compute_bytes(inventory, workload, head=False, converts=converts)
     head = compute_bytes(inventory, workload, converts=converts) - base
     if device.kind == "cpu":
-        return BufferParts(
-            base + host_bytes(inventory, workload) + output_bytes(inventory, workload), 0, head
-        )
+        return BufferParts(base, 0, head)
     if device.kind != "gpu":
         return BufferParts(base, 0, head)
     hybrid = any(layers_of(inventory).recurrent)
     return BufferParts(
         base, staging_bytes(_streamed(inventory), workload, op_offload=op_offload, hybrid=hybrid), head
     )
+
+
+def inputs_bytes(inventory: Inventory, workload: Workload) -> int:
+    """What the host holds of every graph, whoever computes it: its inputs and the logits that are read."""
+    return host_bytes(inventory, workload) + output_bytes(inventory, workload)
 
 
 def _streamed(inventory: Inventory) -> Collection[int]:

@@ -144,13 +144,21 @@ def _head_copies(inventory: Inventory, shape: Layers, workload: Workload) -> int
     return 11 if gated and any(shape.recurrent) else _LIVE + 1
 
 
-def host_bytes(inventory: Inventory, workload: Workload, *, copies: int = 1, swa_full: bool = False) -> int:
-    """The compute buffer that stays in host memory when every layer and the head are on GPUs."""
+def host_bytes(
+    inventory: Inventory,
+    workload: Workload,
+    *,
+    layers: Collection[int] | None = None,
+    copies: int = 1,
+    swa_full: bool = False,
+) -> int:
+    """The compute buffer that stays in host memory when every layer (None: all main ones) is on GPUs."""
     tokens = batch_tokens(workload)
     row = 4 * tokens * inventory.number("embedding_length")
     inputs = 4 * row + tokens * _INPUT_BYTES + (copies - 1) * (2 * row + 2 * tokens * _INPUT_BYTES)
     shape = layers_of(inventory)
-    masks = copies * sum(_masks(inventory, workload, shape, range(shape.n_main), swa_full))
+    chosen = range(shape.n_main) if layers is None else layers
+    masks = copies * sum(_masks(inventory, workload, shape, chosen, swa_full))
     return inputs + masks + _per_layer_inputs(inventory, shape, tokens)
 
 

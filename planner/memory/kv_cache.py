@@ -155,6 +155,19 @@ def state_bytes(inventory: Inventory, workload: Workload, *, rollback: int = 0) 
     )
 
 
+def checkpoint_bytes(inventory: Inventory, workload: Workload) -> int:
+    """Host memory of one of a server's checkpoints of one slot: what cannot be cut back in place.
+
+    That is the recurrent state, to the byte, and the sliding caches, at most. Models of full attention have
+    none.
+    """
+    n_ctx = max(workload.n_ctx // workload.n_seq, 1)
+    one = workload.model_copy(update={"n_seq": 1, "n_ctx": n_ctx})
+    caches = kv_bytes(inventory, one)
+    slides = sliding_layers(inventory, len(caches))
+    return sum(state_bytes(inventory, one)) + sum(k for k, s in zip(caches, slides, strict=True) if s)
+
+
 def state_widths(inventory: Inventory) -> tuple[int, int]:
     """Values per recurrent layer and sequence: the convolution (or token shift) part, the matrix part.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from planner.constants import CPU
 from planner.errors import OptionProblem
-from planner.memory.compute_buffer import compute_bytes, converts_caches, output_bytes
+from planner.memory.compute_buffer import compute_bytes, converts_caches, host_bytes, output_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.memory import Reserve
 from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
@@ -66,31 +66,33 @@ def reserves(
     """Every line that something beside the model's own weights, caches and compute takes.
 
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
-    left out. Lines are named projector, projector compute, MTP compute, MTP state, draft, draft KV, draft
-    state, draft compute, draft roll-back, draft embedding, other users.
+    left out. Lines are named projector, projector compute, MTP compute, MTP state, MTP inputs, draft, draft
+    KV, draft state, draft compute, draft roll-back, draft embedding, draft inputs, other users.
     Raises OptionProblem for a projector that is none, and a draft that is one.
     """
     check_extras(extras.mmproj, extras.draft)
     lines = (
         *_projector(extras, extras.mmproj_device or gpu),
-        *_nextn(inventory, workload, extras.rollback, gpu),
+        *_nextn(inventory, workload, extras.rollback, gpu, host),
         *_draft(inventory, workload, extras, extras.draft_device or gpu, host),
         *(_line("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
     )
     return tuple(line for line in lines if line.size_bytes)
 
 
-def projector_compute_bytes(mmproj: Inventory, *, flash_attn: bool = True) -> int:
-    """Compute buffer of a vision projector for the largest image the engine reserves for.
+def projector_compute_bytes(mmproj: Inventory, device: str = "", *, flash_attn: bool = True) -> int:
+    """Compute buffer of a vision projector for the largest image the engine reserves for, on a device.
 
-    Source: the sizes llama.cpp's clip graph keeps alive; a report of 274 MiB for an 884 MiB projector of
-    width 1152 lies 15 % below it. Without flash attention the score matrix comes on top.
+    An upper estimate. Source: the sizes llama.cpp's clip graph keeps alive: the inner values and copies of
+    the patches' vectors, two more of them on the CPU. Of a qwen3vl_merger of width 1024 the engine took
+    223 MiB on CUDA and 323 on the CPU (here 265 and 331), of one of width 1152 a GPU took 274 (here 288).
+    Without flash attention the score matrix comes on top.
     """
     number = mmproj.number
     width, inner = number("vision.embedding_length"), number("vision.feed_forward_length")
     patches = _patches(mmproj)
     scores = 0 if flash_attn else number("vision.attention.head_count") * patches
-    return 4 * patches * (inner + 5 * width + scores)
+    return 4 * patches * (inner + (6 if device == CPU else 4) * width + scores)
 
 
 def _patches(mmproj: Inventory) -> int:
@@ -110,10 +112,12 @@ def _projector(extras: Extras, device: str) -> Iterator[Reserve]:
     if extras.mmproj is None:
         return
     yield _line("projector", device, weight_bytes(extras.mmproj.tensors, GPU_STEP))
-    yield _line("projector compute", device, projector_compute_bytes(extras.mmproj))
+    yield _line("projector compute", device, projector_compute_bytes(extras.mmproj, device))
 
 
-def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str) -> Iterator[Reserve]:
+def _nextn(
+    inventory: Inventory, workload: Workload, rollback: int, device: str, host: str
+) -> Iterator[Reserve]:
     """What the NextN head takes beside its weights and KV, which the solver places."""
     shape = layers_of(inventory)
     if not workload.mtp or not shape.n_nextn:
@@ -125,6 +129,8 @@ def _nextn(inventory: Inventory, workload: Workload, rollback: int, device: str)
     )
     yield _line("MTP compute", device, buffer)
     yield _line("MTP state", device, sum(kept) - sum(plain))
+    inputs = host_bytes(inventory, workload, layers=blocks) + output_bytes(inventory, workload)
+    yield _line("MTP inputs", host, inputs)
 
 
 def _draft(
@@ -146,4 +152,5 @@ def _draft(
     buffer = compute_bytes(draft, workload, outputs=workload.n_seq, converts=converts_caches(device))
     yield _line("draft compute", device, buffer)
     yield _line("draft roll-back", device, rollback)
-    yield _line("draft embedding", host, weight_bytes(on_host) + output_bytes(draft, workload))
+    yield _line("draft embedding", host, weight_bytes(on_host))
+    yield _line("draft inputs", host, host_bytes(draft, workload) + output_bytes(draft, workload))

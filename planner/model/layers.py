@@ -37,7 +37,7 @@ wavtokenizer-dec
 ENCODERS = frozenset(_ENCODERS.split())
 CACHELESS = ENCODERS | {"dream", "llada", "llada-moe", "rnd1", "clef"}  # diffusion: logits, but no cache
 
-_STEM = re.compile(r"blk\.([0-9]+)\.(.+?)(?:\.weight|\.bias|\.scale|\.input_scale)?")
+_STEM = re.compile(r"blk\.([0-9]+)\.(.+?)(?:\.weight|\.bias|(?:\.weight)?\.(?:input_)?scale)?")
 _RECURRENT = re.compile(r"ssm_\w+|shortconv\.\w+|time_mix_\w+")
 _ATTENTION = frozenset({"attn_q", "attn_k", "attn_qkv", "attn_kv", "attn_kv_a_mqa", "attn_q_b"})
 

@@ -47,7 +47,9 @@ class Part:
 
 
 _BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.(.+)")
-_SUFFIX = re.compile(r"\.(weight|bias|scale|input_scale|lora_a|lora_b)$")
+# Scales are spelt beside the weight's stem, and by some converters behind its whole name.
+_SUFFIX = re.compile(r"(?:\.weight(?=\.(?:input_)?scale$))?\.(weight|bias|scale|input_scale|lora_a|lora_b)$")
+_SCALED = "nvfp4"  # its blocks have scales of 8 bits; one more for the whole tensor lies beside it
 _FOREIGN = re.compile(
     r"(model\.)?(v|a|mm|s|visual|(vision|audio|mm|multi_modal)_?\w*|resampler|projector|clip|masked_embd_\w+)(\.|$)"
 )
@@ -120,6 +122,20 @@ _PATTERNS: tuple[tuple[Role, re.Pattern[str]], ...] = tuple(
 def parts_of(inventory: Inventory) -> Mapping[str, Part]:
     """The role of each tensor of a model, by its name."""
     return MappingProxyType({tensor.name: part_of(tensor) for tensor in inventory.tensors})
+
+
+def missing_partners(inventory: Inventory) -> tuple[str, ...]:
+    """Scales without their weights, and weights without the scale that their type needs, a sentence each."""
+    names, found = {t.name for t in inventory.tensors}, []
+    for tensor in inventory.tensors:
+        suffix = _SUFFIX.search(tensor.name)
+        stem = tensor.name[: suffix.start()] if suffix else tensor.name
+        if suffix and suffix[1] in ("scale", "input_scale") and f"{stem}.weight" not in names:
+            found.append(f"{tensor.name} scales {stem}.weight, which is not there")
+        scales = {f"{stem}.scale", f"{stem}.weight.scale"}
+        if suffix and suffix[1] == "weight" and tensor.type == _SCALED and not scales & names:
+            found.append(f"{tensor.name} is {_SCALED} and has no {stem}.scale")
+    return tuple(found)
 
 
 def part_of(tensor: Tensor) -> Part:

@@ -30,10 +30,22 @@ class Case:
     known: Known = field(default_factory=Known)
     clock: Clock = field(default_factory=Clock)
     tell: Callable[[str], None] = lambda text: None  # what was decided on the way
+    keeps: str = ""  # what the context was made as large as possible for; "": it was given
 
     @property
     def inventory(self) -> Inventory:
         return self.structure.inventory
+
+    @property
+    def fault(self) -> Fault | None:
+        """Of the engine: no weights on the CPU beside those of a GPU."""
+        engine = self.profile.fingerprint.engine
+        return mixing_fault(self.inventory.architecture, engine, self.request.budgets)
+
+    @property
+    def limits(self) -> Request:
+        """The request as the engine can keep it."""
+        return replace(self.request, no_cpu=True) if self.fault else self.request
 
     def analysed(self, settings: EngineSettings) -> Model:
         """The model for the requested use with these settings."""
@@ -49,6 +61,7 @@ class Loading:
     settings: EngineSettings  # GPUs open, prompts copied, weights repacked
     fault: Fault | None  # of the engine: no weights on the CPU beside those of a GPU
     stock: tuple[Candidate, ...] = ()  # every stock rule at its best, for the record
+    plain: tuple[Candidate, ...] = ()  # the same where prompts are not copied, if that was tried
     bound_ns: int = 0  # of placements that copy prompts, where one was found; 0: none
     crowded: bool = False  # what runs beside the model takes all of a device
     copying: Priced | None = None  # the problem in which prompts of host weights are copied to a GPU
@@ -57,7 +70,7 @@ class Loading:
     @property
     def limits(self) -> Request:
         """The request as the engine can keep it."""
-        return replace(self.case.request, no_cpu=True) if self.fault else self.case.request
+        return self.case.limits
 
     def constrained(self, settings: EngineSettings) -> Priced:
         """The problem of the request."""
@@ -76,10 +89,7 @@ class Loading:
 
 def loading_of(case: Case, model: Model, settings: EngineSettings) -> Loading:
     """A loading of which nothing is known yet."""
-    engine = case.profile.fingerprint.engine
-    return Loading(
-        case, model, settings, mixing_fault(case.inventory.architecture, engine, case.request.budgets)
-    )
+    return Loading(case, model, settings, case.fault)
 
 
 @dataclass

@@ -7,10 +7,10 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 
-from planner.constants import CELL_STEP
+from planner.constants import CELL_STEP, CPU
 from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.passes.case import Case
-from planner.passes.refusal import Infeasible, OutOfTime, refuse, unavoidable
+from planner.passes.refusal import Infeasible, OutOfTime, because, overfilled_by_extras, refuse, unavoidable
 from planner.plan.engine_settings import EngineSettings
 from planner.solver.problem import Decision, Edge, Option, Problem
 from planner.solver.solve import Limits, solve
@@ -18,50 +18,59 @@ from planner.workload import Workload
 
 
 class Keep(Enum):
-    """What a longer context must not push off the GPUs, best first."""
+    """What the GPUs must have room for, best first."""
 
     ALL = "every layer whole on a GPU"
-    CACHE = "every layer's KV and state on a GPU"
+    CACHE = "room on the GPUs for every layer's KV and state"
     ANY = "any placement"
 
 
-def largest_context(case: Case, settings: EngineSettings) -> tuple[int, Keep]:
+def largest_context(case: Case, settings: EngineSettings, guess: int = 0) -> tuple[int, Keep]:
     """The largest context from the lowest to the workload's, under the best rule that the lowest keeps.
 
-    Contexts are multiples of 256, the engine's own step. With `no_cpu` only the first rule counts.
+    Contexts are multiples of 256, the engine's own step. With `no_cpu` only the first rule counts. What
+    runs beside the model is counted anew for each context. `guess` is tried first.
     Raises Infeasible, which names the floor, when even the lowest does not fit.
     """
-    request, lowest = case.request, case.request.lowest_ctx
+    request, lowest = case.limits, case.request.lowest_ctx
 
     def kept(n_ctx: int, keep: Keep) -> bool:
         return fits(case, settings, with_context(request.workload, n_ctx), keep)
 
     for keep in (Keep.ALL,) if request.no_cpu else Keep:
         if kept(lowest, keep):
-            return bisect(partial(kept, keep=keep), lowest, request.workload.n_ctx), keep
+            return bisect(partial(kept, keep=keep), lowest, request.workload.n_ctx, guess), keep
     if case.clock.deadline.over():
         raise OutOfTime
     floor = _priced(case, settings, with_context(request.workload, lowest), Keep.ANY)
-    refusal = unavoidable(floor, request) or refuse(floor, request)
-    raise Infeasible(refusal.needs, refusal.hints, f"not even a context of {lowest} cells fits")
+    refusal = overfilled_by_extras(floor, request) or unavoidable(floor, request) or refuse(floor, request)
+    why = f"not even a context of {lowest} cells fits"
+    raise because(case.fault, Infeasible(refusal.needs, refusal.hints, why))
 
 
 def fits(case: Case, settings: EngineSettings, workload: Workload, keep: Keep = Keep.ANY) -> bool:
-    """Whether some placement for this workload fits, prompts' host weights copied to a GPU or not."""
+    """Whether some placement for this workload fits: prompts' host weights copied to a GPU or not, and the
+    CPU alone.
+    """
     if case.clock.deadline.over():
         return False
-    whole = keep is Keep.ALL or case.request.no_cpu
-    ways = (settings,) if whole else (settings, replace(settings, op_offload=False))
+    request = case.limits
+    ways = [settings]
+    if keep is not Keep.ALL and not request.no_cpu:
+        ways.append(replace(settings, op_offload=False))
+        if keep is Keep.ANY and not request.pins and request.first_on_cpu is None:
+            ways.append(replace(settings, gpus=False))
     return any(_fits(_priced(case, way, workload, keep), case) for way in ways)
 
 
-def bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
+def bisect(fits: Callable[[int], bool], low: int, high: int, guess: int = 0) -> int:
     """The largest multiple of the engine's step up to `high` that fits; `low` is known to."""
     if fits(high):
         return high
     good, bad = low // CELL_STEP, -(-high // CELL_STEP)
+    tried = [n for n in (guess // CELL_STEP, guess // CELL_STEP + 1) if good < n < bad]
     while bad - good > 1:
-        middle = (good + bad) // 2
+        middle = tried.pop(0) if tried and good < tried[0] < bad else (good + bad) // 2
         good, bad = (middle, bad) if fits(middle * CELL_STEP) else (good, middle)
     return max(good * CELL_STEP, low)
 
@@ -72,16 +81,17 @@ def with_context(workload: Workload, n_ctx: int) -> Workload:
 
 
 def _priced(case: Case, settings: EngineSettings, workload: Workload, keep: Keep) -> Priced:
-    request = replace(case.request, no_cpu=case.request.no_cpu or keep is Keep.ALL)
-    model = analyse(case.structure, workload)
+    request = replace(case.limits, no_cpu=case.limits.no_cpu or keep is Keep.ALL)
+    model = analyse(case.structure, settings.workload(workload))
+    settings = settings.with_extra_models(case.inventory, request.extra_models, workload)
     priced = build_problem(model, case.profile, request, settings, case.known)
     if keep is not Keep.CACHE:
         return priced
     hosts = {i for i, d in enumerate(priced.problem.devices) if d.host}
-    kept = {**priced.model.kv, **priced.model.state}
+    kv, state = priced.model.kv, priced.model.state
 
     def narrowed(decision: Decision) -> Decision:
-        if not kept.get(decision.name):
+        if not kv.get(decision.name) and not state.get(decision.name):
             return decision
         return replace(decision, options=tuple(o for o in decision.options if o.entry not in hosts))
 
@@ -91,8 +101,10 @@ def _priced(case: Case, settings: EngineSettings, workload: Workload, keep: Keep
 
 
 def _fits(priced: Priced, case: Case) -> bool:
-    if unavoidable(priced, case.request) is not None:
+    if overfilled_by_extras(priced, case.limits) or unavoidable(priced, case.limits):
         return False
+    if not priced.settings.gpus and any(r.opens and r.device != CPU for r in priced.settings.reserves):
+        return False  # a GPU is open all the same
     limits = Limits(2.0, deadline=case.clock.deadline)
     return solve(free_of_charge(priced.problem), None, limits).solution is not None
 

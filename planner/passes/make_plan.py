@@ -14,11 +14,13 @@ from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
+from planner.passes.largest_context import Keep
 from planner.passes.margin import simplest_within_error
 from planner.passes.placements import placements
 from planner.passes.record import record, search_of
 from planner.passes.remedies import with_remedies
 from planner.passes.settings_to_try import AskEngine, settings_to_try
+from planner.passes.stock_rules import either_way
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import Plan
@@ -76,11 +78,27 @@ def _recorded(chosen: Chosen, tried: Tried, deadline: Deadline) -> Plan:
     """The plan of a placement, with what was looked at beside it."""
     loading = next(each for each in tried.loadings if any(found is chosen for found in each.found))
     case = loading.case
-    made = record(chosen, loading.stock, case.profile, case.request, case.known)
+    copies = chosen.priced.settings.op_offload
+    stock = loading.stock if copies else either_way(loading.stock, loading.plain)
+    made = record(chosen, stock, case.profile, case.request, case.known)
+    if case.keeps:
+        case.tell(_largest(made, case.keeps))
     search = search_of(deadline)
     left_out = [f"nothing partly on the CPU: {sentence(loading.fault)}"] if loading.fault else []
     notes = (*made.notes, *left_out, *_draft_lengths(tried.loadings))
     return made.model_copy(update={"notes": notes, "search": search})
+
+
+def _largest(plan: Plan, keeps: str) -> str:
+    """What the context of a plan was made as large as possible for, and where the plan does otherwise."""
+    text = f"context {plan.workload.n_ctx}: the largest with {keeps}"
+    if plan.speculation is not None:
+        drafts = plan.speculation.tokens
+        text += f", {drafts} tokens drafted a step" if drafts else ", nothing drafted"
+    away = sum(use.kv_bytes + use.state_bytes for use in plan.devices if use.kind == "cpu") >> 20
+    if keeps != Keep.ANY.value and away:
+        text += f"; the plan leaves {away} MiB of it to the CPU, which is faster"
+    return text
 
 
 def _draft_lengths(loadings: list[Loading]) -> list[str]:

@@ -16,6 +16,7 @@ from planner.memory.buffer_parts import buffer_parts
 from planner.memory.kv_cache import unstated_heads
 from planner.memory.reserves import estimates
 from planner.model.layers import CACHELESS
+from planner.model.tensor_roles import missing_partners
 from planner.model.units import BOUND, Kind, Unit, foreign_note
 from planner.passes.prompt_pipeline import Pipeline
 from planner.passes.stock_rules import Candidate
@@ -61,6 +62,7 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
         )
     found += _unrecognised(subject.priced.model, profile)
     found += estimates(request.extra_models.extras) if request.extra_models else []
+    found += _untrained(subject.priced)
     if text := kv_note(_devices(subject.priced), subject.priced.prices.workload, profile.timings):
         found.append(text)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
@@ -73,6 +75,17 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
     found += [f"profile: {warning}" for warning in profile.warnings]
     found += filter(None, map(_overfull, subject.stock))
     return (*found, *cache_notes(subject.placements, known.cache))
+
+
+def _untrained(priced: Priced) -> Iterator[str]:
+    """A sequence longer than those that the model learnt from; a server cuts its slots to them."""
+    work, trained = priced.prices.workload, priced.model.inventory.number("context_length")
+    if trained and work.n_ctx > trained * work.n_seq:
+        slots = f" for each of {work.n_seq} sequences" if work.n_seq > 1 else ""
+        yield (
+            f"the context of {work.n_ctx} is beyond the {trained}{slots} that the model was trained with: "
+            "llama-server cuts its slots to them"
+        )
 
 
 def _assumed(priced: Priced) -> list[str]:
@@ -108,6 +121,9 @@ def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
         names = [short(name) for name in model.structure.table.unknown]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"not recognised, stays with its layer: {', '.join(names[:_SHOWN])}{more}"
+    if partners := missing_partners(model.inventory):
+        more = f", and {len(partners) - 1} more" if len(partners) > 1 else ""
+        yield f"{short(partners[0], 300)}{more}"
     if any(model.layers.attention) and not any(model.kv.values()) and cached:
         yield "the file does not say how wide its attention is: the KV cache is not counted"
     if heads := unstated_heads(model.inventory):

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from planner.constants import PPM
 from planner.cost.build_problem import Priced
-from planner.machine.engine_builds import Fault, sentence
 from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
 from planner.passes.margin import error_ppm
-from planner.passes.refusal import Infeasible, OutOfTime, overfilled_by_extras, refuse, unavoidable
+from planner.passes.refusal import OutOfTime, because, overfilled_by_extras, refuse, unavoidable
 from planner.passes.stock_rules import Candidate, translated
 from planner.plan.engine_settings import EngineSettings
 from planner.solver.evaluate import evaluate
@@ -56,9 +55,10 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
         tried.refusals.append(OutOfTime() if late else because(loading.fault, reason))
 
 
-def _solved(case: Case, priced: Priced, usable: list[Candidate]) -> Solved:
+def _solved(case: Case, priced: Priced, usable: list[Candidate], share: float = 0.7) -> Solved:
+    """The solver's answer, started from the best of the placements that are at hand."""
     hint = min(usable, key=lambda c: c.evaluation.objective_ns if c.evaluation else 0, default=None)
-    return solve(priced.problem, hint.solution if hint else None, case.clock.limits(0.7))
+    return solve(priced.problem, hint.solution if hint else None, case.clock.limits(share))
 
 
 def _chosen(priced: Priced, solution: Solution, solved: Solved, doubt_ns: int = 0) -> Chosen:
@@ -70,15 +70,6 @@ def _chosen(priced: Priced, solution: Solution, solved: Solved, doubt_ns: int = 
 def _baseline(priced: Priced, stock: Candidate, bound_ns: int) -> Chosen:
     assert stock.solution is not None and stock.evaluation is not None
     return Chosen(priced, stock.solution, stock.evaluation, bound_ns, "baseline", stock.name)
-
-
-def because(fault: Fault | None, refusal: Infeasible) -> Infeasible:
-    """A refusal that says which fault of the engine left the CPU out, if one did."""
-    if fault is None:
-        return refusal
-    why = "; ".join(filter(None, (f"wholly on the GPUs, since {sentence(fault)}", refusal.why)))
-    hints = (*(h for h in refusal.hints if h != "allowing the CPU"), "another build of the engine")
-    return Infeasible(refusal.needs, hints, why)
 
 
 def cpu_alone(loading: Loading, settings: EngineSettings) -> tuple[Priced, Candidate] | None:
@@ -140,8 +131,12 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     worth = streamed is None or _roomier(streamed, start, plain) or _faster(loading.copying, plain)
     if not worth or unavoidable(plain, case.request) is not None:
         return
-    hint = start.solution if start is not None and start.feasible else None
-    solved = solve(plain.problem, hint, case.clock.limits())
+    free = loading.free(settings)
+    loading.plain = stock_rules.candidates(free)
+    usable = [c for c in (translated(plain, each, free) for each in loading.plain) if c and c.feasible]
+    if start is not None and start.feasible:
+        usable.append(start)
+    solved = _solved(case, plain, usable, 1.0)
     if solved.solution is None:
         return
     found = _chosen(plain, break_ties(plain.problem, solved.solution), solved)
@@ -150,6 +145,9 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
         doubt = found.evaluation.prefill_ns * error_ppm(plain.prices) // PPM
         found = replace(found, doubt_ns=doubt)
     yield found
+    for stock in usable:
+        if stock.name:  # a rule and one switch: simpler than a placement of the solver's
+            yield replace(_baseline(plain, stock, solved.bound_ns), doubt_ns=found.doubt_ns)
 
 
 def _same(streamed: Chosen | None, plain: Priced) -> Candidate | None:

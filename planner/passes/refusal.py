@@ -8,6 +8,7 @@ from planner.constants import CPU
 from planner.cost.build_problem import Priced
 from planner.cost.layer_options import PER_DEVICE
 from planner.errors import AnswerIsNo
+from planner.machine.engine_builds import Fault, sentence
 from planner.memory.memory import Memory, together
 from planner.plan.request import Request
 from planner.solver.problem import Problem
@@ -79,9 +80,23 @@ def unavoidable(priced: Priced, request: Request) -> Infeasible | None:
             why = f"{decision.name} has no allowed place under the pins, modes, KV and tensor types given"
             return Infeasible((), hints(priced, request), why)
     needs = [_least_need(priced, d, request) for d in range(len(problem.devices))]
-    short = tuple(n for n in needs if n.total_bytes > n.budget_bytes)
-    host = any(d.host and n.total_bytes > n.budget_bytes for d, n in zip(problem.devices, needs, strict=True))
-    return Infeasible(short, hints(priced, request, host)) if short else None
+    short = [n for n in needs if n.total_bytes > n.budget_bytes]
+    if not short:
+        return None
+    host = any(d.host and n in short for d, n in zip(problem.devices, needs, strict=True))
+    total = _together(priced, request)
+    if total.total_bytes > total.budget_bytes and not (request.page and _hosts(problem)):
+        lacks = total.total_bytes - total.budget_bytes
+        if lacks > sum(n.total_bytes - n.budget_bytes for n in short):
+            short.append(total)
+            host = host or _hosts(problem)
+    short.sort(key=lambda n: n.budget_bytes - n.total_bytes)  # the shortage that matters first
+    lacks = short[0].total_bytes - short[0].budget_bytes
+    return Infeasible(tuple(short), hints(priced, request, host, lacks))
+
+
+def _hosts(problem: Problem) -> bool:
+    return any(d.host for d in problem.devices)
 
 
 def overfilled_by_extras(priced: Priced, request: Request) -> Infeasible | None:
@@ -104,16 +119,31 @@ def overfilled_by_extras(priced: Priced, request: Request) -> Infeasible | None:
 
 def refuse(priced: Priced, request: Request) -> Infeasible:
     """The refusal after a search: all devices together against all that must be held."""
+    need = _together(priced, request)
+    if need.total_bytes <= need.budget_bytes:
+        return Infeasible((need,), hints(priced, request), "there is room, but not for whole units")
+    lacks = need.total_bytes - need.budget_bytes
+    return Infeasible((need,), hints(priced, request, _hosts(priced.problem), lacks))
+
+
+def _together(priced: Priced, request: Request) -> Need:
+    """The least that all devices must hold together, each one in use, against what they have."""
     problem = priced.problem
     least = [(d, min(d.options, key=lambda o: sum(o.memory))) for d in problem.decisions]
     used = [priced.ledger.shares[PER_DEVICE * d] for d in range(len(problem.devices))]
     beside = Memory(reserve=sum(r.size_bytes for r in priced.settings.reserves))
     held = together((*(together(priced.ledger.of(d, o)) for d, o in least), *used, beside))
     total, name = _total_budget(priced, request)
-    need = Need(name, total, held)
-    if need.total_bytes <= total:
-        return Infeasible((need,), hints(priced, request), "there is room, but not for whole units")
-    return Infeasible((need,), hints(priced, request, any(d.host for d in problem.devices)))
+    return Need(name, total, held)
+
+
+def because(fault: Fault | None, refusal: Infeasible) -> Infeasible:
+    """A refusal that says which fault of the engine left the CPU out, if one did."""
+    if fault is None:
+        return refusal
+    why = "; ".join(filter(None, (f"wholly on the GPUs, since {sentence(fault)}", refusal.why)))
+    hints = (*(h for h in refusal.hints if h != "allowing the CPU"), "another build of the engine")
+    return Infeasible(refusal.needs, hints, why)
 
 
 def _total_budget(priced: Priced, request: Request) -> tuple[int, str]:
@@ -151,15 +181,19 @@ def _always(problem: Problem) -> set[int]:
     return found
 
 
-def hints(priced: Priced, request: Request, host: bool = False) -> tuple[str, ...]:
-    """What would free memory, most promising first; `host`: it is host memory that is short."""
+def hints(priced: Priced, request: Request, host: bool = False, lacks: int = 0) -> tuple[str, ...]:
+    """What would free memory, most promising first, if not too little of the bytes that lack.
+
+    `host`: it is host memory that is short.
+    """
     workload = priced.prices.workload
     found = []
-    if sum(priced.model.kv.values()) and workload.n_ctx > 8192:
+    halved, batch = sum(priced.model.kv.values()) // 2, together(priced.ledger.shares).compute // 2
+    if halved > lacks and workload.n_ctx > 8192:
         found.append(f"--ctx {max(workload.n_ctx // 2, 4096)}")
-    if sum(priced.model.kv.values()) and workload.type_k == "f16" and workload.flash_attn:
+    if halved > lacks and workload.type_k == "f16" and workload.flash_attn:
         found.append("--kv-type q8_0")
-    if workload.n_ubatch > 256:
+    if batch > lacks and workload.n_ubatch > 256:
         found.append(f"--ubatch {workload.n_ubatch // 2}")
     eyes = [r.device for r in priced.settings.reserves if r.name.startswith("projector")]
     if eyes:

@@ -15,7 +15,7 @@ from planner.cost.unit_time import calibration_for
 from planner.errors import AnswerIsNo
 from planner.machine.host_memory import HostMemory, can_be_pinned
 from planner.machine.profile import Profile
-from planner.memory.reserves import reserves
+from planner.memory.memory import Reserve
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.passes.case import Case, Loading, Tried, loading_of
@@ -41,19 +41,21 @@ def settings_to_try(
     """Projector × context × draft length × host memory, and for each: GPUs or the CPU alone, prompts copied
     or not, weights repacked or not. What `tried` has of the ones before decides which are worth it.
     """
+    ask_engine = _asked_once(ask_engine)
     for moved, placed in enumerate(projector_places(asked, start)):
-        try:
-            case = _sized(asked, placed, ask_engine)
-        except AnswerIsNo as refusal:
-            tried.refusals.append(refusal)
-            continue
-        lengths = draft_lengths(case, placed)
-        work_s = case.clock.work_s / len(lengths)  # work and time are for all lengths together
+        lengths, guess = draft_lengths(asked, placed), 0
+        work_s = asked.clock.work_s / len(lengths)  # work and time are for all lengths together
         for n, drafts in enumerate(lengths):
-            if n and case.clock.deadline.over():
+            if n and asked.clock.deadline.over():
                 break
-            part = replace(case.clock.part(1 / (len(lengths) - n)), work_s=work_s)
-            for loading in _loadings(replace(case, clock=part), drafts, tried):
+            part = replace(asked.clock.part(1 / (len(lengths) - n)), work_s=work_s)
+            try:
+                case, settings = _sized(replace(asked, clock=part), drafts, ask_engine, guess)
+            except AnswerIsNo as refusal:
+                tried.refusals.append(refusal)
+                continue
+            guess = case.request.workload.n_ctx
+            for loading in _loadings(case, settings, tried):
                 yield from _placed(loading)
         if tried.found:
             if moved:
@@ -81,23 +83,40 @@ def _with_extra_models(case: Case, start: EngineSettings, extra: ExtraModels) ->
     projector = None
     if eyes is not None:
         projector = Projector(name=eyes.name, device=extra.extras.mmproj_device or gpu)
-    lines = reserves(case.inventory, case.request.workload, extra.extras, gpu=gpu)
-    return replace(start, projector=projector, reserves=lines)
+    return replace(start, projector=projector).with_extra_models(case.inventory, extra, case.request.workload)
 
 
-def _sized(asked: Case, settings: EngineSettings, ask_engine: AskEngine | None) -> Case:
-    """The case with the largest context that fits, if it may shrink, and the engine's own --fit for it."""
+def _sized(
+    asked: Case, settings: EngineSettings, ask_engine: AskEngine | None, guess: int
+) -> tuple[Case, EngineSettings]:
+    """The case with the largest context that fits, if it may shrink, and the engine's own --fit for it; the
+    settings with what lies beside the model at that context.
+    """
     case = asked
     if asked.request.lowest_ctx:
-        half = replace(asked, clock=asked.clock.part(0.5))
-        largest, keep = largest_context(half, settings)
-        case.tell(f"context {largest}: the largest with {keep.value}")
+        largest, keep = largest_context(replace(asked, clock=asked.clock.part(0.5)), settings, guess)
         workload = asked.request.workload.model_copy(update={"n_ctx": largest})
-        case = replace(case, request=replace(case.request, workload=workload))
+        case = replace(case, request=replace(case.request, workload=workload), keeps=keep.value)
+    settings = settings.with_extra_models(case.inventory, case.request.extra_models, case.request.workload)
     if ask_engine is not None:
         fit = ask_engine(case.request.workload, settings)
         case = replace(case, known=replace(case.known, fit=fit))
-    return case
+    return case, settings
+
+
+def _asked_once(ask_engine: AskEngine | None) -> AskEngine | None:
+    """The same, asked once for each context and the memory that is left for it."""
+    if ask_engine is None:
+        return None
+    answers: dict[tuple[Workload, tuple[Reserve, ...]], EngineFit] = {}
+
+    def asked(workload: Workload, settings: EngineSettings) -> EngineFit:
+        key = (settings.workload(workload), settings.reserves)
+        if key not in answers:
+            answers[key] = ask_engine(workload, settings)
+        return answers[key]
+
+    return asked
 
 
 def draft_lengths(case: Case, start: EngineSettings) -> list[EngineSettings]:
@@ -105,19 +124,10 @@ def draft_lengths(case: Case, start: EngineSettings) -> list[EngineSettings]:
     extra = case.request.extra_models
     if extra is None or extra.accept_ppm is None:
         return [start]
-    if start.projector is not None and start.projector.device == CPU:
-        extra = _projector_on_cpu(extra)
     each = speculation(case.inventory, case.profile, case.request.workload, extra)
-    found = []
-    for tokens in range(LONGEST_DRAFT + 1):
-        drafts = replace(start, speculation=each.model_copy(update={"tokens": tokens}))
-        extras = replace(extra.extras, rollback=tokens)
-        if not tokens:
-            extras = replace(extras, draft=None)
-        work = drafts.workload(case.request.workload)
-        lines = reserves(case.inventory, work, extras, gpu=extra.gpu)
-        found.append(replace(drafts, reserves=lines))
-    return found
+    lengths = (each.model_copy(update={"tokens": n}) for n in range(LONGEST_DRAFT + 1))
+    tried = (replace(start, speculation=drafts) for drafts in lengths)
+    return [drafts.with_extra_models(case.inventory, extra, case.request.workload) for drafts in tried]
 
 
 def speculation(

@@ -18,7 +18,7 @@ from planner.passes.engine_fit import fit_rules
 from planner.passes.prompt_pipeline import pipeline_of
 from planner.plan.engine_rules import layers_by_ngl
 from planner.plan.plan import EngineFit
-from planner.plan.stock_rule import ALL_CPU, CPU_MOE, FIT, N_CPU_FFN, N_CPU_MOE, NGL, ONE_GPU, Rule
+from planner.plan.stock_rule import ALL_CPU, CPU_MOE, FIT, N_CPU_FFN, N_CPU_MOE, NGL, ONE_GPU, PLAIN, Rule
 from planner.site import ON_CPU, Site
 from planner.solver.evaluate import Evaluation, evaluate
 from planner.solver.problem import Decision, Solution
@@ -51,6 +51,23 @@ def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate,
     if fit is not None:
         found.append(_fitted(priced, fit, known))
     return tuple(found)
+
+
+def either_way(copying: Sequence[Candidate], plain: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Each rule at its better one of two: prompts' host weights copied to a GPU, or not (`plain`).
+
+    For plans that do not copy: what that brings is then not mistaken for what the placement brings.
+    """
+    others = {each.name: each for each in plain}
+    return tuple(_better(each, others.get(each.name)) for each in copying)
+
+
+def _better(copying: Candidate, plain: Candidate | None) -> Candidate:
+    if plain is None or plain.evaluation is None or copying.name in (ALL_CPU, FIT):
+        return copying
+    if copying.evaluation is not None and _rank(copying) <= _rank(plain):
+        return copying
+    return replace(plain, setting=f"{plain.setting} {PLAIN}")
 
 
 def _fitted(priced: Priced, fit: EngineFit, known: Options) -> Candidate:

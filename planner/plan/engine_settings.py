@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planner.constants import STOCK_DRAFT
 from planner.machine.host_memory import HostMemory
 from planner.memory.memory import Reserve
+from planner.memory.reserves import reserves
+from planner.model.inventory import Inventory
 from planner.plan.plan import Projector, Speculation
+from planner.plan.request import ExtraModels
 from planner.workload import Workload
 
 
@@ -33,3 +37,23 @@ class EngineSettings:
             return asked
         own = not self.speculation.draft and self.speculation.tokens > 0
         return asked.model_copy(update={"mtp": own})
+
+    def with_extra_models(
+        self, inventory: Inventory, extra: ExtraModels | None, asked: Workload
+    ) -> EngineSettings:
+        """The same with the memory of what runs beside the model, which is a function of the context.
+
+        Without `extra` the reserves are as given. Where nobody chose how much is drafted it is what a
+        server drafts; it keeps copies of a state for a NextN block, and none for a draft model of its own.
+        """
+        if extra is None:
+            return self
+        extras, drafts = extra.extras, self.speculation
+        if self.projector is not None:
+            extras = replace(extras, mmproj_device=self.projector.device)
+        if drafts is None:
+            extras = replace(extras, rollback=0 if extras.draft else STOCK_DRAFT)
+        else:
+            extras = replace(extras, rollback=drafts.tokens, draft=extras.draft if drafts.tokens else None)
+        lines = reserves(inventory, self.workload(asked), extras, gpu=extra.gpu)
+        return replace(self, reserves=lines)

@@ -38,6 +38,7 @@ class Request:
     pins: tuple[Pin, ...] = ()
     contiguous: bool = False  # whole layers only, one run per device
     no_cpu: bool = False  # every layer and the output head whole on a GPU
+    first_on_cpu: int | None = None  # as stock tools count: so many first layers on the CPU, no other one
     page: bool = False  # host weights may exceed memory and are paged from disk
     host_memory: HostMemory | None = None  # of weights that the CPU computes; None: the planner chooses
     pinned_limit_bytes: int = 0  # where it does; 0: half of the host's memory
@@ -48,4 +49,4 @@ class Request:
 
     def unconstrained(self) -> Request:
         """The same without limits but memory, as stock rules see it."""
-        return replace(self, pins=(), contiguous=False, no_cpu=False)
+        return replace(self, pins=(), contiguous=False, no_cpu=False, first_on_cpu=None)

@@ -14,6 +14,7 @@ CPU_MOE = "cpu-moe"  # -ngl N, all experts on the CPU
 N_CPU_MOE = "n-cpu-moe"  # all layers on GPUs, the experts of the first N on the CPU
 N_CPU_FFN = "n-cpu-ffn"  # the same with the N largest dense FFNs
 FIT = "fit"  # what the engine's own --fit chooses
+PLAIN = "--no-op-offload"  # a setting's last word where prompts are not copied to a GPU
 
 
 @dataclass(frozen=True, slots=True)

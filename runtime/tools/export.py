@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from planner import quoting
+from planner.constants import MIB
 from planner.errors import InputError
 from planner.machine.engine_builds import span
 from planner.plan.plan import Plan
@@ -15,6 +16,7 @@ from runtime.tools.llama_server import LOOPBACK, is_loopback
 from runtime.tools.options import ENVIRONMENT, Stock, options
 
 _PROMPT_CACHE_MIB = 8192  # what llama-server takes for past prompts unless told
+_CHECKPOINTS = 32  # of each slot, unless told
 _HOST_SLACK_MIB = 1024  # of host memory, for all else
 _PORT = "8080"
 COMPOSE = "docker-compose"
@@ -60,15 +62,25 @@ def arguments(placed: Stock, model: str) -> list[str]:
 
 
 def _server(plan: Plan, placed: Stock, model: str) -> str:
-    words = ["llama-server", *arguments(placed, model), *prompt_cache(plan)]
+    words = ["llama-server", *arguments(placed, model), *host_limits(plan, placed)]
     return _comment(plan, placed, "#") + quoting.shell(words) + "\n"
 
 
-def prompt_cache(plan: Plan) -> list[str]:
-    """A limit for what the server keeps of past prompts in host memory, where its own would not fit."""
+def host_limits(plan: Plan, placed: Stock) -> list[str]:
+    """Limits for what the server keeps in host memory, where its own would not fit: checkpoints of each slot,
+    half of what is left at most, and past prompts.
+    """
     host = next((use for use in plan.devices if use.kind == "cpu"), None)
-    left = (host.budget_bytes - host.used_bytes) // 2**20 - _HOST_SLACK_MIB if host else _PROMPT_CACHE_MIB
-    return ["--cache-ram", str(max(left, 0))] if left < _PROMPT_CACHE_MIB else []
+    if host is None:
+        return []
+    left = max((host.budget_bytes - host.used_bytes) // MIB - _HOST_SLACK_MIB, 0)
+    words, one = [], placed.checkpoint_bytes * plan.workload.n_seq
+    count = _CHECKPOINTS
+    if one * count > left * MIB // 2:
+        count = left * MIB // 2 // one
+        words = ["--ctx-checkpoints", str(count)]
+    left -= -(-one * count // MIB)
+    return [*words, *(["--cache-ram", str(left)] if left < _PROMPT_CACHE_MIB else [])]
 
 
 def _cli(plan: Plan, placed: Stock, model: str) -> str:
@@ -123,7 +135,7 @@ def _json(plan: Plan, placed: Stock, model: str) -> str:
 def _compose(plan: Plan, placed: Stock, model: str, published: Published = Published()) -> str:
     folders = _folders(model, placed.mmproj, placed.draft)
     there = replace(placed, mmproj=_inside(placed.mmproj, folders), draft=_inside(placed.draft, folders))
-    told = [*arguments(there, _inside(model, folders)), *prompt_cache(plan)]
+    told = [*arguments(there, _inside(model, folders)), *host_limits(plan, placed)]
     # Within the container every address; what is published is decided below.
     command = ", ".join(map(quoting.compose, [*told, "--host", "0.0.0.0", "--port", _PORT]))
     lines = [
@@ -143,6 +155,19 @@ def _compose(plan: Plan, placed: Stock, model: str, published: Published = Publi
             "        reservations:",
             "          devices: [{driver: nvidia, count: all, capabilities: [gpu]}]",
         ]
+    return _comment(plan, placed, "#") + "\n".join(lines) + "\n"
+
+
+def _swap(plan: Plan, placed: Stock, model: str) -> str:
+    """An entry of llama-swap's configuration, which starts the server when its model is asked for."""
+    words = ["llama-server", *arguments(placed, model), *host_limits(plan, placed)]
+    for word in words:
+        # It splits a command as a shell does, without a shell's escapes, and fills in its own ${names}.
+        if "${" in word or not word.isprintable():
+            raise quoting.Unquotable("llama-swap", word)
+    command = quoting.shell([*words, "--host", LOOPBACK, "--port"])
+    name = quoting.yaml(quoting.short(plan.model.name))
+    lines = ["models:", f"  {name}:", f"    cmd: {quoting.yaml(command + ' ${PORT}')}"]
     return _comment(plan, placed, "#") + "\n".join(lines) + "\n"
 
 
@@ -269,6 +294,7 @@ FORMATS: Mapping[str, Writer] = {
     "json": _json,
     "llama-cpp-python": _python,
     COMPOSE: _compose,
+    "llama-swap": _swap,
 }
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from planner.constants import CPU
+from planner.constants import CPU, STOCK_DRAFT
 from planner.errors import InputError
 from planner.plan.load_spec import LoadSpec
 from planner.plan.stock import stock_spec
@@ -46,9 +46,10 @@ class Stock:
     mmproj_on_cpu: bool = False
     draft: str = ""  # path of a draft model
     draft_device: str = ""  # where it computes; "": the tool's choice
-    draft_tokens: int = 0  # drafted a step; 0: the tool's choice
+    draft_tokens: int = 0  # drafted a step; 0: the usual number
     rule: ExpertRule | None = None  # stands for overrides of `spec`
     drafts: bool = True  # False: nothing is drafted, not even by the model's own NextN block
+    checkpoint_bytes: int = 0  # host memory of one checkpoint of one slot; 0: none are made, or not known
     least: int = 0  # the oldest build that shall take the options; 0: not known
 
     @property
@@ -128,8 +129,9 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
             ("--cache-type-k-draft", work.type_k),
             ("--cache-type-v-draft", work.type_v),
         ]
-    if plan.draft_tokens and plan.drafts:
-        found.append(("--spec-draft-n-max", str(plan.draft_tokens)))
+    if plan.drafts and (plan.draft or work.mtp):
+        # Said always: the plan counts as many copies of a recurrent state.
+        found.append(("--spec-draft-n-max", str(plan.draft_tokens or STOCK_DRAFT)))
     if spec.threads:
         found.append(("--threads", str(spec.threads)))
     if spec.cache_bytes:
