@@ -38,6 +38,7 @@ COMMANDS = {
     "run": ("commands.run", "Load a model by its plan and generate text."),
     "bench": ("commands.bench", "Measure a plan against baselines at equal memory."),
     "serve": ("commands.serve", "An OpenAI-compatible server for a plan."),
+    "refine": ("commands.refine", "Measured times into the calibration, and to a faster plan."),
     "export": ("commands.export", "Command lines for stock tools that realise a plan."),
     "doctor": ("commands.doctor", "Engine, devices, and what is possible on this machine."),
     "demo": ("commands.demo", "The whole way on a small generated model."),

@@ -115,7 +115,8 @@ def _rivals(
     from runtime.worker import Checks
 
     say("dry runs: the plan's memory, and rivals that fit into it")
-    mine = plan_rival(engine, job.path, replace(job.spec, rollback=draft.tokens if draft else 0), draft)
+    spec = replace(job.spec, rollback=draft.spec.rollback if draft else 0)
+    mine = plan_rival(engine, job.path, spec, draft)
     names = [name.strip() for name in against.split(",") if name.strip()]
     field = field_of(engine, job.path, job.file.inventory, mine)
     # A stock rule runs with the engine's own count of threads, whatever suits the plan.

@@ -60,7 +60,8 @@ def _as_json(found: Difference, old: Plan, new: Plan) -> dict[str, object]:
     }
 
 
-def _print(found: Difference, old: Plan, new: Plan, tensors: dict[str, tuple[str, ...]]) -> None:
+def show_moves(found: Difference, tensors: dict[str, tuple[str, ...]] | None = None) -> None:
+    """What moved, one group of units for each pair of sites."""
     groups: dict[tuple[str, str], list[str]] = {}
     sizes: dict[tuple[str, str], int] = {}
     for move in found.moves:
@@ -71,8 +72,12 @@ def _print(found: Difference, old: Plan, new: Plan, tensors: dict[str, tuple[str
         out(f"{len(units)} {'unit' if len(units) == 1 else 'units'}, {mib(sizes[was, now])}: {was} -> {now}")
         for unit in units:
             out(f"  {unit}")
-            for tensor in tensors.get(unit, ()):
+            for tensor in (tensors or {}).get(unit, ()):
                 out(f"    {tensor}")
+
+
+def _print(found: Difference, old: Plan, new: Plan, tensors: dict[str, tuple[str, ...]]) -> None:
+    show_moves(found, tensors)
     for change in found.changes:
         if not change.field.startswith(DERIVED):
             out(f"{change.field}: {change.before} -> {change.after}")

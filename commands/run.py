@@ -87,7 +87,7 @@ def command(
         engine,
         llama_h,
         job.path,
-        replace(job.spec, rollback=guesser.tokens if guesser else 0),
+        replace(job.spec, rollback=guesser.spec.rollback if guesser else 0),
         [ask],
         None if no_check else job.checks(),
         on_text=heard.append if as_json else out_piece,
@@ -131,6 +131,8 @@ def _report(job: Job, outcome: Outcome, text: str) -> dict[str, Any]:
     return {
         "text": text,
         **asdict(timings),
+        "guessed": timings.guessed,
+        "accepted": timings.accepted,
         "tpot_ns": timings.tpot_ns,
         "predicted_tpot_ns": job.plan.predicted.tpot_ns,
         "device_map": dict(job.mapped),

@@ -6,6 +6,7 @@ and no memory of a device stays with the program that asked.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,10 +26,12 @@ from runtime.engine.libllama import Engine
 from runtime.engine.logs import Tail
 from runtime.engine.page_reads import PAGING_BYTES, read_bytes
 from runtime.engine.rpc import connect
+from runtime.hybrid.device import Report, read_report
 from runtime.load import dry_run, load_params
 from runtime.load.dry_run import Breakdown
 from runtime.session.draft_model import Draft, check_vocabulary, draft_from_json, draft_to_json
 from runtime.session.draft_model import generate as drafted
+from runtime.session.hybrid import HybridSession
 from runtime.session.session import GREEDY, Sampling, Session, Timings
 from runtime.session.striped import session_for
 from runtime.verify import loaded_placement
@@ -90,6 +93,7 @@ class Outcome:
 
     loaded: Loaded
     timings: tuple[Timings, ...]
+    lanes: tuple[Report, ...] = ()  # work of the devices that hold experts in slots
 
 
 def work(
@@ -135,8 +139,13 @@ def work(
     answer = ask("runtime.worker", request, locate.find(engine).label, timeout_s, hear)
     loaded = answer["loaded"]
     memory = {name: Breakdown(**sizes) for name, sizes in loaded["memory"].items()}
-    timings = tuple(Timings(**{**t, "tokens": tuple(t["tokens"])}) for t in answer["timings"])
-    return Outcome(Loaded(loaded["engine"], loaded["load_ns"], memory, tuple(loaded["notes"])), timings)
+    timings = tuple(
+        Timings(**{**t, "tokens": tuple(t["tokens"]), "drafts": tuple((a, b) for a, b in t["drafts"])})
+        for t in answer["timings"]
+    )
+    lanes = tuple(read_report(json.dumps(report)) for report in answer.get("lanes", ()))
+    here = Loaded(loaded["engine"], loaded["load_ns"], memory, tuple(loaded["notes"]))
+    return Outcome(here, timings, lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +180,14 @@ def _work_here(request: Mapping[str, Any], emit: Emit) -> dict[str, Any]:
         memory = _prove(job, session, guesser, dry)
         emit({"loaded": True})
         before = read_bytes()
-        guessing = (guesser, job.draft.tokens) if guesser and job.draft else None
+        guessing = (guesser, job.draft) if guesser and job.draft else None
         timings = [_generate(session, guessing, ask, emit) for ask in asks]
+        lanes = [asdict(r) for r in session.reports().values()] if isinstance(session, HybridSession) else []
         if (paged := read_bytes() - before) > PAGING_BYTES:
             emit({"note": f"note: {paged >> 20} MiB came from disk while it computed: {_WHY_PAGED}"})
         last_words = _closing_words(session)
     loaded = Loaded(job.engine.build.text, took, memory, (*notes, *last_words))
-    return {"loaded": asdict(loaded), "timings": [asdict(t) for t in timings]}
+    return {"loaded": asdict(loaded), "timings": [asdict(t) for t in timings], "lanes": lanes}
 
 
 def _job(request: Mapping[str, Any], emit: Emit) -> _Job:
@@ -285,7 +295,7 @@ def _sum(first: Mapping[str, Breakdown], second: Mapping[str, Breakdown]) -> dic
     return {name: first.get(name, none) + second.get(name, none) for name in {**first, **second}}
 
 
-def _generate(session: Session, guessing: tuple[Session, int] | None, ask: Ask, emit: Emit) -> Timings:
+def _generate(session: Session, guessing: tuple[Session, Draft] | None, ask: Ask, emit: Emit) -> Timings:
     prompt = ask.prompt
     if ask.chat and isinstance(prompt, str):
         prompt = session.chat(prompt) or prompt
@@ -297,7 +307,10 @@ def _generate(session: Session, guessing: tuple[Session, int] | None, ask: Ask, 
             emit({"text": text})
 
     if guessing:
-        return drafted(session, *guessing, prompt, ask.tokens, on_text, ask.stop, ask.ignore_end)
+        guesser, draft = guessing
+        # A length of its own for each sequence: what one accepts says nothing of the next.
+        how = draft.guesses, prompt, ask.tokens, on_text, ask.stop, ask.ignore_end
+        return drafted(session, guesser, *how)
     return session.generate(
         prompt,
         ask.tokens,

@@ -221,7 +221,7 @@ def test_solved_explained_and_exported(files: tuple[Path, Path], tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--draft-accept", "0.7"), "needs --draft or --mtp"),
+        (("--draft-accept", "0.7"), "needs --draft, --mtp or --ngram"),
         (("--draft", "small", "--draft-accept", "1.5"), "expected a rate"),
         (("--draft", "small", "--draft-accept", "-0.1"), "expected a rate"),
         (("--draft", "small", "--draft-accept", "nan"), "expected a rate"),

@@ -12,6 +12,7 @@ from engines import ROOT
 from small_plans import HERE, plan_for
 
 from atsplan import main
+from planner.drafts.length import DraftLength
 from planner.errors import EngineProblem, InputError
 from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import to_text
@@ -45,11 +46,11 @@ def plainly(engine: Engine, model: Path, n: int, **options: object) -> tuple[Tim
 
 
 def drafted(
-    engine: Engine, model: Path, draft: Path, n: int, guesses: int = 4, **options: object
+    engine: Engine, model: Path, draft: Path, n: int, guesses: int | DraftLength = 4, **options: object
 ) -> tuple[Timings, str]:
     """The model with a draft."""
     heard: list[str] = []
-    spec = replace(PLAIN, rollback=guesses)
+    spec = replace(PLAIN, rollback=guesses if isinstance(guesses, int) else guesses.high)
     with Session(engine, model, spec) as session, Session(engine, draft, spec) as guesser:
         check_vocabulary(session, guesser)
         made = draft_model.generate(session, guesser, guesses, PROMPT, n, heard.append, **options)  # type: ignore[arg-type]
@@ -170,6 +171,17 @@ def test_run_with_a_draft(moe_model: Path, small: Path, tmp_path: Path) -> None:
     assert warm.exit_code == 2 and "leave --temp at 0" in warm.stderr
     gone = CliRunner().invoke(main, [*base, "--draft", str(tmp_path / "no.gguf")])
     assert gone.exit_code == 2 and "no such file" in gone.stderr
+
+
+def test_the_length_follows_what_a_sequence_accepts(engine: Engine, dense_model: Path, small: Path) -> None:
+    """A draft that is always right comes to the most, one that never is to the least, for each text anew."""
+    right, _ = drafted(engine, dense_model, dense_model, 60, DraftLength(2), ignore_end=True)
+    made = [guesses for guesses, _ in right.drafts]
+    assert made[:5] == [2] * 5 and max(made) == 4
+    wrong, _ = drafted(engine, dense_model, small, 60, DraftLength(4), ignore_end=True)
+    assert wrong.accepted * 100 < 15 * wrong.guessed  # random weights of another seed
+    assert [guesses for guesses, _ in wrong.drafts][25] == 2
+    assert right.tokens == wrong.tokens == plainly(engine, dense_model, 60, ignore_end=True)[0].tokens
 
 
 def test_a_draft_on_a_device_that_is_not_here(moe_model: Path, small: Path, tmp_path: Path) -> None:

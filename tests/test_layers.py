@@ -36,7 +36,19 @@ ROOMS = (
         "remember",
     ),
     *("workload", "site"),
-    *("model", "machine", "memory", "solver", "drafts", "plan", "routing", "cost", "passes", "check"),
+    *(
+        "model",
+        "machine",
+        "memory",
+        "solver",
+        "drafts",
+        "plan",
+        "routing",
+        "cost",
+        "passes",
+        "check",
+        "learn",
+    ),
 )
 MOST_FILES = 16  # of a folder: what a person can look over
 MOST_LINES = 500  # of a file

@@ -39,7 +39,7 @@ def smoke(
     from runtime.bench.prompts import text
     from runtime.worker import Ask, work
 
-    work_, guesses = job.spec.workload, draft.tokens if draft else 0
+    work_, guesses = job.spec.workload, draft.spec.rollback if draft else 0
     room = work_.n_ctx - _MADE - guesses
     lengths = sorted({min(n, room) for n in (_SHORT, OFFLOAD_BATCH + 8, work_.n_ubatch + 88)})
     asks = [Ask(text(n), _MADE, ignore_end=True, silent=True, cut=n) for n in lengths]

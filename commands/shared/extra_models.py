@@ -34,6 +34,8 @@ def draft_fields(plan: Plan, mapped: Mapping[str, str], spec: LoadSpec, path: st
     planned = plan.speculation
     if planned is not None and not planned.tokens:
         return {"drafts": False}  # it does not pay, and the plan holds no memory for it
+    if planned is not None and planned.ngrams:
+        return {"ngrams": True, "draft_tokens": planned.tokens}
     if not path and (planned is None or planned.draft):
         return {}
     device = first_gpu(spec) if path else ""
@@ -47,6 +49,8 @@ def uncounted_draft(plan: Plan) -> str:
     """What to say of a draft model that the plan does not count on; "" when it does."""
     if plan.speculation is not None and not plan.speculation.tokens:
         return "the plan decided to draft nothing: no options for a draft model"
+    if plan.speculation is not None and plan.speculation.ngrams:
+        return "the plan drafts by n-grams and holds no memory for a draft model: no options for it"
     if plan.speculation is None and not any(each.name == "draft" for each in plan.constraints.reserves):
         return "the plan holds no memory for a draft model: solve with --draft counts it"
     return ""

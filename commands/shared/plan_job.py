@@ -194,6 +194,7 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
     None without a path; where the plan counts on a draft that is said.
     """
     from planner.constants import CPU
+    from planner.drafts.length import bounds
     from planner.memory.reserves import check_extras
     from planner.model.gguf.reader import read_model
     from planner.model.layers import layers_of
@@ -205,7 +206,8 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
     planned = job.plan.speculation
     if path is None:
         if planned and planned.tokens:
-            who = f"--draft {planned.draft}" if planned.draft else "its NextN block, which `serve` uses"
+            own = "n-grams" if planned.ngrams else "its NextN block"
+            who = f"--draft {planned.draft}" if planned.draft else f"{own}, which `serve` uses"
             say(
                 f"note: the plan's times count on {planned.tokens} guesses a pass: {who}; here there are none"
             )
@@ -217,8 +219,11 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
         first = job.mapped.get(planned.device, planned.device)
     chosen = device or first
     count = layers_of(file.inventory).n_all + 1 if chosen != CPU else 0
-    asked = most or (planned.tokens if planned else 0) or STOCK_DRAFT
-    n_guess = min(asked, most_rollback(job.spec.workload))
+    base = most or (planned.tokens if planned else 0) or STOCK_DRAFT
+    n_guess = min(base, most_rollback(job.spec.workload))
+    # A plan has room for copies of recurrent state as many as it drafts, and not more.
+    kept = any(layers_of(job.file.inventory).recurrent) or any(layers_of(file.inventory).recurrent)
+    highest = n_guess if most or kept else min(bounds(n_guess)[1], most_rollback(job.spec.workload))
     spec = LoadSpec(
         devices=(chosen,) if count else (),
         tensor_split=(count,) if count else (),
@@ -227,9 +232,11 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
         workload=job.spec.workload.model_copy(update={"mtp": False, "n_seq": 1}),
         threads=job.spec.threads,
         use_mmap=job.spec.use_mmap,
-        rollback=n_guess,
+        rollback=highest,
     )
-    return Draft(file.paths[0], spec, n_guess, tensor_devices(structure_of(file.inventory), spec))
+    devices = tensor_devices(structure_of(file.inventory), spec)
+    step_ns = planned.step_ns if planned else ()
+    return Draft(file.paths[0], spec, n_guess, devices, highest, step_ns)
 
 
 def review(job: Job, engine: str | None, llama_h: Path | None) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commands.shared.console import read_text
 from commands.shared.models import load_inventory
-from planner.constants import CPU
+from planner.constants import CPU, PPM
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
     from commands.solve.options import SolveOptions
+    from planner.drafts.acceptance import Acceptance
     from planner.machine.profile import Profile
     from planner.memory.reserves import Extras
+    from planner.plan.request import ExtraModels
 
 _RATE = re.compile(r"0(\.[0-9]+)?|\.[0-9]+|1(\.0*)?")
 
@@ -43,23 +48,52 @@ def extras_of(asked: SolveOptions, profile: Profile, budgets: Mapping[str, int])
         mmproj=load_inventory(asked.mmproj) if asked.mmproj else None,
         mmproj_device=CPU if asked.eyes == "cpu" else "",
         draft=load_inventory(asked.draft) if asked.draft else None,
+        ngrams=asked.ngrams,
         reserved={name: size for name, size in kept.items() if size},
     )
 
 
-def accept_rate(asked: SolveOptions) -> int | None:
-    """Share of drafted tokens that are right, in ppm; None where the draft length is not to be chosen.
+def acceptance(asked: SolveOptions) -> ExtraModels:
+    """Who drafts and what is known of its tokens; no rate where the draft length is not to be chosen.
 
-    Raises OptionProblem for a rate that is none.
+    Raises OptionProblem for a rate that is none, and drafts of two kinds; NoAcceptance for a file that
+    tells nothing of drafts.
     """
+    from planner.memory.reserves import Extras
+    from planner.plan.request import ExtraModels
+
+    kinds = {"--draft": asked.draft is not None, "--mtp": asked.mtp, "--ngram": asked.ngrams}
+    named = [name for name, given in kinds.items() if given]
+    if asked.ngrams and len(named) > 1:
+        raise OptionProblem("--ngram", "", f"one kind of draft at a time: there is {named[0]} too")
+    if asked.accept is not None and not named:
+        raise OptionProblem("--draft-accept", asked.accept, "needs --draft, --mtp or --ngram")
+    nothing = ExtraModels(Extras(), "")
+    if asked.accept is None and not asked.ngrams:
+        return nothing
+    text = asked.accept if asked.accept is not None else "auto"
+    found = _acceptance(text, asked.ngrams)
+    return replace(nothing, accept_ppm=found.each_ppm, accepted_ppm=found.by_position)
+
+
+def _acceptance(text: str, ngrams: bool) -> Acceptance:
+    from planner.drafts.acceptance import Acceptance, by_rates
+    from planner.drafts.server_texts import acceptance_in
     from planner.passes.settings_to_try import PUBLISHED_PPM
 
-    if asked.accept is None:
-        return None
-    if asked.draft is None and not asked.mtp:
-        raise OptionProblem("--draft-accept", asked.accept, "needs --draft or --mtp")
-    if asked.accept == "auto":
-        return PUBLISHED_PPM
-    if not _RATE.fullmatch(asked.accept):
-        raise OptionProblem("--draft-accept", asked.accept, "expected a rate from 0 to 1, or auto")
-    return round(float(asked.accept) * 10**6)
+    if text == "auto":
+        if ngrams:
+            why = "n-grams are right as often as a text repeats itself: give a rate, or a log of the server"
+            raise OptionProblem("--draft-accept", text, why)
+        return Acceptance(PUBLISHED_PPM)
+    rates = text.split(",")
+    if all(_RATE.fullmatch(rate) for rate in rates):
+        shares = [round(float(rate) * PPM) for rate in rates]
+        if shares != sorted(shares, reverse=True):
+            why = "shares of steps that accept 1, 2, … tokens at least never rise"
+            raise OptionProblem("--draft-accept", text, why)
+        return by_rates(shares)
+    if not Path(text).is_file():
+        why = "expected a rate from 0 to 1, rates by position, auto, or a file"
+        raise OptionProblem("--draft-accept", text, why)
+    return acceptance_in(read_text(Path(text)), text)

@@ -91,11 +91,13 @@ _OPTIONS = (
         help="Where it computes [auto: the CPU where the GPU has no room].",
     ),
     click.option("--draft", type=_FILE, help="Draft model to leave room for."),
+    click.option("--ngram", "ngrams", is_flag=True, help="Draft what followed the last tokens before."),
     click.option(
         "--draft-accept",
         "accept",
         metavar="RATE",
-        help="Choose the draft length for this share of accepted tokens: 0.7, or auto [--draft or --mtp].",
+        help="Choose the draft length by the share of accepted tokens: 0.7, by position 0.8,0.7,0.6, auto, "
+        "or a file with a log or the /metrics of llama-server [--draft, --mtp or --ngram].",
     ),
     click.option("--heat", type=_FILE, help="Expert routing (heat.csv): lets hot experts live on the GPU."),
     click.option(
@@ -144,6 +146,7 @@ class SolveOptions:
     mmproj: Path | None
     eyes: str
     draft: Path | None
+    ngrams: bool
     accept: str | None
     heat: Path | None
     stripes: bool

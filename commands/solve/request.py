@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
-from commands.solve.extras import accept_rate, extras_of, first_gpu
+from commands.solve.extras import acceptance, extras_of, first_gpu
 from commands.solve.options import SolveOptions
 from planner.constants import CPU
 from planner.errors import OptionProblem
@@ -45,10 +45,11 @@ class Inputs:
 
     def plan(self, *, advise: bool = True) -> Plan:
         """The plan; what was decided for it is said. `advise`: a refusal says what was tried and fits."""
+        from planner.check.reprice import with_step_times
         from planner.passes.make_plan import make_plan
         from planner.solver.clock import Clock
 
-        return make_plan(
+        made = make_plan(
             self.inventory,
             self.profile,
             self.request,
@@ -58,6 +59,7 @@ class Inputs:
             tell=say,
             advise=advise,
         )
+        return with_step_times(made, self.inventory, self.profile, self.known)
 
     def _engine_fit(self, workload: Workload, settings: EngineSettings) -> EngineFit:
         from commands.solve.engine_fit import Target, engine_fit
@@ -73,7 +75,7 @@ def inputs_of(asked: SolveOptions) -> Inputs:
     from planner.memory.reserves import check_extras
     from planner.model.layers import layers_of
     from planner.model.nextn import nextn_fault
-    from planner.plan.request import ExtraModels, Request
+    from planner.plan.request import Request
 
     deadline = Deadline(asked.time_limit or math.inf)
     profile = load_profile(asked.profile_path, asked.machine)
@@ -105,7 +107,7 @@ def inputs_of(asked: SolveOptions) -> Inputs:
         page=asked.page,
         stripes=asked.stripes,
         hybrid=asked.hybrid,
-        extra_models=ExtraModels(extras, gpu, accept_rate(asked), movable),
+        extra_models=replace(acceptance(asked), extras=extras, gpu=gpu, projector_moves=movable),
         command=shell(["atsplan", *sys.argv[1:]]),
         **_host_memory(asked),
     )

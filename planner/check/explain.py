@@ -66,7 +66,7 @@ def _between(plan: Plan, rest_ns: int, parts: Breakdown | None) -> list[Slice]:
 def _drafting_ns(plan: Plan) -> int:
     """What the draft model takes of a token."""
     speculation = plan.speculation
-    if speculation is None or not speculation.draft:
+    if speculation is None or not speculation.draft or not speculation.tokens:
         return 0
     return speculation.per_token(speculation.tokens * speculation.draft_ns)
 
@@ -153,9 +153,22 @@ def _host_memory(plan: Plan) -> Iterator[str]:
         yield "Weights on the CPU stay mapped from the file, from which prompts copy them at a slower rate."
 
 
+def drafter(speculation: Speculation) -> str:
+    """Who drafts, at the beginning of a sentence."""
+    if speculation.ngrams:
+        return "What followed the last tokens before"
+    return speculation.draft or "The model's own NextN block"
+
+
+def acceptance_text(speculation: Speculation) -> str:
+    """The share of drafted tokens that is right: one rate, or the counted one of each position."""
+    counted = "/".join(f"{ppm / 1e4:.3g}" for ppm in speculation.accepted_ppm[: max(speculation.tokens, 4)])
+    return f"{counted} % (by position)" if counted else f"{speculation.accept_ppm / 1e4:g} %"
+
+
 def _speculation(speculation: Speculation, tpot_ns: int) -> str:
-    rate = f"{speculation.accept_ppm / 1e4:g} %"
-    who = speculation.draft or "The model's own NextN block"
+    rate = acceptance_text(speculation)
+    who = drafter(speculation)
     if not speculation.tokens:
         return f"{who} drafts nothing: with {rate} of its tokens accepted no length would pay."
     tokens, ones = speculation.step

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planner.block_names import block_of
 from planner.cost.build_problem import Priced
 from planner.cost.pins import parse_pin
+from planner.drafts.length import MOST
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
@@ -121,7 +122,27 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
     made = record(chosen, baselines(alone, stock), profile, case.request, case.known)
     parts = breakdown(priced, chosen.solution, chosen.evaluation)
     told = made.model_copy(update={"notes": plan.notes, "search": plan.search})
+    if plan.speculation is not None and plan.speculation.step_ns:
+        told = with_step_times(told, inventory, profile, known)
     return Repriced(told, chosen.evaluation.violations, parts)
+
+
+def with_step_times(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Plan:
+    """The plan with the time of a step for each draft length, all with its own placement; without drafts the
+    plan itself.
+
+    A length that follows what is accepted asks with them whether one more token pays.
+    """
+    drafts = plan.speculation
+    if drafts is None or not drafts.tokens:
+        return plan
+    found = []
+    for tokens in range(MOST + 1):
+        each = drafts.model_copy(update={"tokens": tokens, "step_ns": ()})
+        priced_ = reprice(plan.model_copy(update={"speculation": each}), inventory, profile, known)
+        made, ones = each.step
+        found.append(priced_.plan.predicted.tpot_ns * made // ones)
+    return plan.model_copy(update={"speculation": drafts.model_copy(update={"step_ns": tuple(found)})})
 
 
 def edited(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Plan:

@@ -117,7 +117,7 @@ class Prices:
 
     def _decode(self, unit: Unit, device: str, buffer: str) -> tuple[int, int]:
         """One step; a NextN block runs once a drafted token, and the output head once more for each."""
-        depth, own = self.workload.depth, self.speculation is not None and not self.speculation.draft
+        depth, own = self.workload.depth, self.speculation is not None and self.speculation.own
         runs = [] if own and unit.kind is Kind.NEXTN else [(self.step_tokens, 1)]
         if own and unit.kind in (Kind.NEXTN, Kind.OUTPUT):
             runs.append((self.workload.n_seq, self.drafted))

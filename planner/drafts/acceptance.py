@@ -48,6 +48,11 @@ class Acceptance:
         return Acceptance(self.each_ppm, tuple(ppm * part // whole for ppm in self.by_position))
 
 
+def by_rates(shares: Sequence[int]) -> Acceptance:
+    """From shares of steps that accept at least 1, 2, … guesses; a single one is that of each position."""
+    return Acceptance(shares[0]) if len(shares) == 1 else counted(shares, PPM)
+
+
 def counted(accepted: Sequence[int], steps: int) -> Acceptance:
     """From how many of some steps accepted at least 1, 2, … guesses."""
     shares, least = [], PPM

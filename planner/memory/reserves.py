@@ -37,6 +37,7 @@ class Extras:
     mmproj_device: str = ""  # "": the first GPU
     draft: Inventory | None = None
     draft_device: str = ""  # "": the first GPU
+    ngrams: bool = False  # what followed the last tokens before is drafted
     rollback: int = 0  # tokens a speculative step may take back (its longest draft)
     reserved: Mapping[str, int] = field(default_factory=dict)  # device -> bytes for other users
 
@@ -67,7 +68,8 @@ def reserves(
 
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
     left out. Lines are named projector, projector compute, MTP compute, MTP state, MTP inputs, draft, draft
-    KV, draft state, draft compute, draft roll-back, draft embedding, draft inputs, other users.
+    KV, draft state, draft compute, draft roll-back, draft embedding, draft inputs, n-gram
+    roll-back, other users.
     Raises OptionProblem for a projector that is none, and a draft that is one.
     """
     check_extras(extras.mmproj, extras.draft)
@@ -75,6 +77,7 @@ def reserves(
         *_projector(extras, extras.mmproj_device or gpu),
         *_nextn(inventory, workload, extras.rollback, gpu, host),
         *_draft(inventory, workload, extras, extras.draft_device or gpu, host),
+        *_ngrams(inventory, workload, extras, gpu),
         *(_line("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
     )
     return tuple(line for line in lines if line.size_bytes)
@@ -131,6 +134,14 @@ def _nextn(
     yield _line("MTP state", device, sum(kept) - sum(plain))
     inputs = host_bytes(inventory, workload, layers=blocks) + output_bytes(inventory, workload)
     yield _line("MTP inputs", host, inputs)
+
+
+def _ngrams(inventory: Inventory, workload: Workload, extras: Extras, device: str) -> Iterator[Reserve]:
+    """N-grams take no memory of their own, but a recurrent model keeps states to take guesses back to."""
+    if not extras.ngrams:
+        return
+    kept = state_bytes(inventory, workload, rollback=extras.rollback)
+    yield _line("n-gram roll-back", device, sum(kept) - sum(state_bytes(inventory, workload)))
 
 
 def _draft(

@@ -113,4 +113,5 @@ def _draft_lengths(loadings: list[Loading]) -> list[str]:
     drafts = loadings[0].settings.speculation
     assert drafts is not None
     told = ", ".join(f"{n}: {times[n] / 1e6:.2f} ms" for n in sorted(times))
-    return [f"drafted tokens a step and time of a token, acceptance {drafts.accept_ppm / PPM:g}: {told}"]
+    rate = "/".join(f"{ppm / PPM:g}" for ppm in drafts.accepted_ppm[:8]) or f"{drafts.accept_ppm / PPM:g}"
+    return [f"drafted tokens a step and time of a token, acceptance {rate}: {told}"]

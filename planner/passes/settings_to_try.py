@@ -136,11 +136,16 @@ def speculation(
     """Who drafts and how often it is right, without a length."""
     draft, device = extra.extras.draft, extra.extras.draft_device or extra.gpu
     accept = extra.accept_ppm or 0
+    if extra.extras.ngrams:
+        return Speculation(
+            ngrams=True, accept_ppm=accept, accepted_ppm=extra.accepted_ppm, tokens=0, draft_ns=0
+        )
     if draft is None:
         own_ns = calibration_for(profile, inventory.table_digest()).token_ns
-        return Speculation(accept_ppm=accept, tokens=0, draft_ns=own_ns)
+        return Speculation(accept_ppm=accept, accepted_ppm=extra.accepted_ppm, tokens=0, draft_ns=own_ns)
     return Speculation(
         accept_ppm=accept,
+        accepted_ppm=extra.accepted_ppm,
         tokens=0,
         draft=draft.name,
         table_digest=draft.table_digest(),

@@ -35,7 +35,7 @@ class EngineSettings:
         """The workload with these settings: a NextN block is loaded only where it drafts."""
         if self.speculation is None:
             return asked
-        own = not self.speculation.draft and self.speculation.tokens > 0
+        own = self.speculation.own and self.speculation.tokens > 0
         return asked.model_copy(update={"mtp": own})
 
     def with_extra_models(

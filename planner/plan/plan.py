@@ -172,26 +172,45 @@ class Projector(Record):
 
 
 class Speculation(Record):
-    """Drafted tokens a step: one pass of the model checks them all and its own next one.
+    """Drafted tokens a step: one pass of the model checks them all and its own next one."""
 
-    A drafted token counts as accepted with the same probability wherever it stands, once those before it are.
-    """
-
-    draft: str = ""  # name of the draft model; "": the model's own NextN/MTP block
+    draft: str = ""  # name of the draft model; "": the model's own NextN/MTP block, or n-grams
+    ngrams: bool | None = None  # True: what followed the last tokens before is guessed to follow again
     table_digest: str = ""  # of the draft model
     device: str = ""  # where the draft model computes
+    # Of drafted tokens, each given that those before it are right; where accepted_ppm says more, beyond it.
     accept_ppm: int = Field(ge=0, le=1_000_000)
+    # Of steps, those that accept at least 1, 2, … tokens; absent: powers of accept_ppm.
+    accepted_ppm: Annotated[Many[Annotated[int, Field(ge=0, le=1_000_000)]], Field(max_length=64)] = ()
     tokens: int = Field(ge=0, le=63)  # drafted a step; 0: none, the draft is not loaded
     draft_ns: Nanoseconds  # of one drafted token, beside what the model's own units take for it
+    # Of a step that drafts 0, 1, … tokens with this placement, for lengths that follow what is accepted.
+    step_ns: Annotated[Many[Nanoseconds], Field(max_length=64)] = ()
+
+    @model_validator(mode="after")
+    def _never_more_than_before(self) -> Speculation:
+        if list(self.accepted_ppm) != sorted(self.accepted_ppm, reverse=True):
+            raise ValueError("expected in accepted_ppm shares that never rise")
+        if self.ngrams and self.draft:
+            raise ValueError("expected a draft or ngrams, not both")
+        return self
+
+    @property
+    def own(self) -> bool:
+        """Whether the model's own NextN/MTP block drafts."""
+        return not self.draft and not self.ngrams
 
     @property
     def step(self) -> tuple[int, int]:
-        """Expected tokens of a step as a fraction: 1 + a + a^2 + ... + a^tokens."""
-        powers = range(self.tokens + 1)
-        return (
-            sum(self.accept_ppm**i * 10 ** (6 * (self.tokens - i)) for i in powers),
-            10 ** (6 * self.tokens),
-        )
+        """Expected tokens of a step as a fraction: 1 + a + a^2 + ... + a^tokens, or the counted shares."""
+        known = self.accepted_ppm[: self.tokens]
+        rest = self.tokens - len(known)
+        last = known[-1] if known else 10**6
+        # Over 10^(6 (rest + 1)): whole numbers all the way.
+        ones = 10 ** (6 * (rest + 1))
+        counted = (10**6 + sum(known)) * 10 ** (6 * rest)
+        beyond = sum(last * self.accept_ppm**i * 10 ** (6 * (rest - i)) for i in range(1, rest + 1))
+        return counted + beyond, ones
 
     def per_token(self, step_ns: int) -> int:
         """The share of one token in the time of a step."""

@@ -25,6 +25,7 @@ class ExtraModels:
     extras: Extras
     gpu: str  # the device of what names none
     accept_ppm: int | None = None  # share of drafted tokens that are right: choose the draft length by it
+    accepted_ppm: tuple[int, ...] = ()  # of steps that accept 1, 2, … tokens at least, where that is known
     projector_moves: bool = False  # the projector goes to the CPU where the GPU has no room
 
 

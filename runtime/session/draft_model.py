@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.drafts.acceptance import Step
+from planner.drafts.length import DraftLength
 from planner.errors import EngineProblem, InputError
 from planner.plan.load_spec import LoadSpec
 from runtime.load.dry_run import from_json, to_json
@@ -26,8 +28,15 @@ class Draft:
 
     path: Path
     spec: LoadSpec
-    tokens: int  # guessed at a time
+    tokens: int  # guessed at a time, at first
     devices: Mapping[str, str]  # tensor to the device it must be on
+    most: int = 0  # the length follows what is accepted, up to this; 0: it stays
+    step_ns: tuple[int, ...] = ()  # of a pass that checks 0, 1, 2, … guesses, where a plan says it
+
+    @property
+    def guesses(self) -> int | DraftLength:
+        """The length of a sequence's drafts."""
+        return DraftLength(self.tokens, self.step_ns, self.most) if self.most else self.tokens
 
 
 @dataclass(eq=False)
@@ -48,7 +57,8 @@ def draft_to_json(draft: Draft) -> dict[str, Any]:
 
 def draft_from_json(data: Mapping[str, Any]) -> Draft:
     """A draft from the plain data that `draft_to_json` made."""
-    return Draft(Path(data["path"]), from_json(data["spec"]), data["tokens"], data["devices"])
+    fields = {**data, "path": Path(data["path"]), "spec": from_json(data["spec"])}
+    return Draft(**{**fields, "step_ns": tuple(data["step_ns"])})
 
 
 def check_vocabulary(model: Session, draft: Session) -> None:
@@ -69,14 +79,16 @@ def check_vocabulary(model: Session, draft: Session) -> None:
 def generate(
     model: Session,
     draft: Session,
-    n_guess: int,
+    guesses: int | DraftLength,
     prompt: str | Sequence[int],
     n: int,
     on_text: Callable[[str], None] = lambda text: None,
     stop: Sequence[str] = (),
     ignore_end: bool = False,
 ) -> Timings:
-    """Continue a prompt as `Session.generate` does greedily, with up to `n_guess` guesses a pass."""
+    """Continue a prompt as `Session.generate` does greedily, with up to `guesses` a pass, or as many as the
+    length of this sequence's drafts has come to.
+    """
     ids = model.ids(prompt, n)
     answer = Answer(model, n, on_text, stop, ignore_end)
     model.clear()
@@ -85,23 +97,27 @@ def generate(
     known = [*ids, model.choose(ids, 0)]
     guesser.read(ids)
     first = time.perf_counter_ns()
-    going, guessed, accepted = answer.take(known[-1]), 0, 0
+    going, drafts = answer.take(known[-1]), list[tuple[int, int]]()
     while going:
         # A pass makes one token more than it accepts guesses.
-        most = min(n_guess, n - len(answer.tokens) - 1, model.n_batch - 1)
-        guesses = guesser.guess(known, most, model.n_vocab)
-        chosen = model.choices([known[-1], *guesses], len(known) - 1)
-        right = _agreeing(guesses, chosen)
-        _forget(model, len(known) + right, right < len(guesses))
+        length = guesses if isinstance(guesses, int) else guesses.tokens
+        most = min(length, n - len(answer.tokens) - 1, model.n_batch - 1)
+        guess = guesser.guess(known, most, model.n_vocab)
+        chosen = model.choices([known[-1], *guess], len(known) - 1)
+        right = _agreeing(guess, chosen)
+        _forget(model, len(known) + right, right < len(guess))
         guesser.keep(len(known) + right)
-        guessed, accepted = guessed + len(guesses), accepted + right
-        for token in (*guesses[:right], chosen[right]):
+        if guess:
+            drafts.append((len(guess), right))
+        if isinstance(guesses, DraftLength):
+            guesses.saw(Step(len(guess), right))
+        for token in (*guess[:right], chosen[right]):
             known.append(token)
             if going:
                 going = answer.take(token)
     ended = time.perf_counter_ns()
     answer.finish()
-    return Timings(len(ids), tuple(answer.tokens), first - start, ended - first, guessed, accepted)
+    return Timings(len(ids), tuple(answer.tokens), first - start, ended - first, tuple(drafts))
 
 
 class _Guesser:

@@ -45,8 +45,17 @@ class Timings:
     tokens: tuple[int, ...]
     prefill_ns: int
     decode_ns: int  # of all tokens after the first, whose logits the prefill computes
-    guessed: int = 0  # by a draft
-    accepted: int = 0  # of those
+    drafts: tuple[tuple[int, int], ...] = ()  # guesses of each pass by a draft, and how many were right
+
+    @property
+    def guessed(self) -> int:
+        """Tokens that a draft guessed."""
+        return sum(made for made, _ in self.drafts)
+
+    @property
+    def accepted(self) -> int:
+        """Guesses that were right."""
+        return sum(right for _, right in self.drafts)
 
     @property
     def tpot_ns(self) -> int:

@@ -276,6 +276,7 @@ def _not_in_python(placed: Stock) -> list[str]:
     lacks = {
         "a vision projector (--mmproj)": bool(placed.mmproj),
         "a draft model": bool(placed.draft),
+        "drafts of n-grams": placed.ngrams,
         "the NextN/MTP block": work.mtp,
         f"{work.n_seq} sequences at once": work.n_seq > 1,
         f"remote devices ({', '.join(placed.rpc)})": bool(placed.rpc),

@@ -47,6 +47,7 @@ def lacks(placed: Stock) -> list[str]:
         f"{work.n_seq} sequences at once": work.n_seq > 1,
         "a vision projector": bool(placed.mmproj),
         "a draft model": bool(placed.draft),
+        "drafts of n-grams": placed.ngrams,
         "the NextN/MTP block": work.mtp,
         "a full cache of sliding-window layers": placed.spec.swa_full,
         "a MoE cache": bool(placed.spec.cache_bytes),

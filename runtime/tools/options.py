@@ -47,6 +47,7 @@ class Stock:
     draft: str = ""  # path of a draft model
     draft_device: str = ""  # where it computes; "": the tool's choice
     draft_tokens: int = 0  # drafted a step; 0: the usual number
+    ngrams: bool = False  # what followed the last tokens before is drafted
     rule: ExpertRule | None = None  # stands for overrides of `spec`
     drafts: bool = True  # False: nothing is drafted, not even by the model's own NextN block
     checkpoint_bytes: int = 0  # host memory of one checkpoint of one slot; 0: none are made, or not known
@@ -110,7 +111,14 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
         found.append(("--mmproj", plan.mmproj))
         if plan.mmproj_on_cpu:
             found.append(("--no-mmproj-offload", ""))
-    if plan.draft and plan.drafts:
+    if plan.ngrams and plan.drafts:
+        # Their length has an option of its own. ngram-simple never drafts less than the 12 tokens it looks up
+        # by, whatever it is told (b10068); this one keeps to its length.
+        found += [
+            ("--spec-type", "ngram-map-k"),
+            ("--spec-ngram-map-k-size-m", str(plan.draft_tokens or STOCK_DRAFT)),
+        ]
+    elif plan.draft and plan.drafts:
         # Without the type the draft model is loaded and never asked (b10434). A draft with other KV types
         # than the model's is refused or slow.
         found += [
@@ -129,7 +137,7 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
             ("--cache-type-k-draft", work.type_k),
             ("--cache-type-v-draft", work.type_v),
         ]
-    if plan.drafts and (plan.draft or work.mtp):
+    if plan.drafts and (plan.draft or work.mtp) and not plan.ngrams:
         # Said always: the plan counts as many copies of a recurrent state.
         found.append(("--spec-draft-n-max", str(plan.draft_tokens or STOCK_DRAFT)))
     if spec.threads:
