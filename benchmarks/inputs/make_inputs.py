@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.inputs.tensor_tables import inventory_of, read_table
+from benchmarks.inputs.tensor_tables import Row, inventory_of, read_table
+from planner.model.ggml_types import tensor_bytes
 from planner.model.inventory import Hparam, Inventory, to_text
 
 INPUTS = Path(__file__).resolve().parent.parent.parent / "plans" / "inputs"
@@ -34,6 +35,9 @@ class Source:
     config: str  # file in DATA/hf_configs, or an entry of published_configs.json
     hparams: Callable[[Config], Hparams]
     note: str  # for README.md beside the inventories
+    nextn: bool = (
+        False  # the table lacks the NextN/MTP block that the configuration has: it is made from that
+    )
 
 
 def common(c: Config) -> Hparams:
@@ -228,11 +232,20 @@ NO_MTP = "Text model alone: the MTP block and the vision projector are files of 
 DUMP = "Tensor table of a real GGUF file."
 DERIVED = "Derived from the model's configuration and llama.cpp's quantisation rules; no file was read."
 
+WITH_NEXTN = (
+    "The MTP block is a file of its own upstream; here it is made from the configuration: one more layer of "
+    "full attention with the shapes and types of the last, and a projection of token and hidden state."
+)
+
 SOURCES = (
     Source("Qwen3.6-35B-A3B-q4_K", "qwen35moe", f"{MAPS}/Qwen3.6-35B-A3B.q4_K.csv",
            "nvidia--Qwen3.6-35B-A3B_config.stripped.json", qwen_hybrid, f"{DUMP} {NO_MTP}"),
     Source("Qwen3.6-27B-q4_K", "qwen35", f"{MAPS}/Qwen3.6-27B.q4_K.csv",
            "nvidia--Qwen3.6-27B_config.stripped.json", qwen_hybrid, f"{DUMP} {NO_MTP}"),
+    Source("Qwen3.6-35B-A3B-q4_K+nextn", "qwen35moe", f"{MAPS}/Qwen3.6-35B-A3B.q4_K.csv",
+           "nvidia--Qwen3.6-35B-A3B_config.stripped.json", qwen_hybrid, f"{DUMP} {WITH_NEXTN}", nextn=True),
+    Source("Qwen3.6-27B-q4_K+nextn", "qwen35", f"{MAPS}/Qwen3.6-27B.q4_K.csv",
+           "nvidia--Qwen3.6-27B_config.stripped.json", qwen_hybrid, f"{DUMP} {WITH_NEXTN}", nextn=True),
     Source("Qwen3.5-397B-A17B-q4_K", "qwen35moe", f"{MAPS}/Qwen3.5-397B-A17B.q4_K.csv",
            "Qwen--Qwen3.5-397B-A17B_config.json", qwen_hybrid, f"{DUMP} {NO_MTP}"),
     Source("Qwen3.5-0.8B-q8_0", "qwen35", f"{MAPS}/Qwen3.5-0.8B.q8_0.csv", "Qwen3.5-0.8B", qwen_hybrid,
@@ -304,8 +317,31 @@ def make(source: Source, data: Path) -> Inventory:
     path = data / source.table
     if source.name == FLASH_NEXT:
         return experts_alone(path)
-    hparams = source.hparams(_config(source.config, data))
-    return inventory_of(source.name, source.architecture, hparams, read_table(path.read_text(), str(path)))
+    config = _config(source.config, data)
+    hparams, rows = source.hparams(config), read_table(path.read_text(), str(path))
+    if source.nextn:
+        hparams, rows = with_nextn(config, hparams, rows)
+    return inventory_of(source.name, source.architecture, hparams, rows)
+
+
+def with_nextn(config: Config, hparams: Hparams, rows: tuple[Row, ...]) -> tuple[Hparams, tuple[Row, ...]]:
+    """The table with the NextN block that a configuration of Qwen3.5 and later counts.
+
+    Published weights name them mtp.fc (2 widths to one), two norms before it, one layer of full attention
+    and a norm; embedding and head are those of the model (mtp_use_dedicated_embeddings: false).
+    """
+    assert config["mtp_num_hidden_layers"] == 1 and not config["mtp_use_dedicated_embeddings"]
+    last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
+    assert (last + 1) % config["full_attention_interval"] == 0
+    block = [replace(row, name=row.name.replace(f"blk.{last}.", f"blk.{last + 1}."))
+             for row in rows if row.name.startswith(f"blk.{last}.")]  # fmt: skip
+    kind = next(row.type for row in block if row.name.endswith("attn_q.weight"))
+    own = f"blk.{last + 1}.nextn"
+    norms = [Row(f"{own}.{name}.weight", "f32", (width,), 4 * width)
+             for name in ("enorm", "hnorm", "shared_head_norm")]  # fmt: skip
+    joined = Row(f"{own}.eh_proj.weight", kind, (2 * width, width), tensor_bytes(kind, (2 * width, width)))
+    counted = {**hparams, "block_count": last + 2, "nextn_predict_layers": 1}
+    return counted, (*rows, *block, joined, *norms)
 
 
 def _config(name: str, data: Path) -> Config:
