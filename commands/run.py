@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.check.smoke_test import smoke as prove
-from commands.shared.console import ms, out, out_json, out_piece, say
-from commands.shared.option_types import Number
+from commands.shared.console import ms, out, out_json, out_piece, say, write_text
+from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
 from commands.shared.spellings import RUN, answers
 from planner.errors import OptionProblem
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     "--smoke", is_flag=True, help="Only prove that short and long prompts decode; no prompt needed."
 )
 @draft_options
+@click.option("--prometheus", type=Target(), help="Also write the figures as a Prometheus text file.")
 @click.option("--json", "as_json", is_flag=True, help="Text, timings and memory as JSON.")
 @engine_options
 @answers(RUN)
@@ -59,6 +60,7 @@ def command(
     draft: Path | None,
     draft_max: int | None,
     draft_device: str | None,
+    prometheus: Path | None,
     as_json: bool,
     engine: str | None,
     llama_h: Path | None,
@@ -94,6 +96,9 @@ def command(
         on_note=say,
         draft=guesser,
     )
+    if prometheus is not None:
+        write_text(prometheus, _figures(job, outcome))
+        say(f"wrote {prometheus}")
     if as_json:
         out_json(_report(job, outcome, "".join(heard)))
     else:
@@ -122,6 +127,23 @@ def _say_speed(job: Job, timings: Timings) -> None:
         where = f" on {job.plan.machine.name}" if job.mapped or job.elsewhere else ""
         line += where + ("" if job.plan.machine.measured else " (assumed, not measured)")
     say(line)
+
+
+def _figures(job: Job, outcome: Outcome) -> str:
+    """The text of a Prometheus file."""
+    from dataclasses import asdict
+
+    from planner.plan.plan import to_text
+    from planner.records import digest
+    from runtime.metrics.registry import Metrics, Request
+
+    metrics = Metrics(job.plan, digest(to_text(job.plan)))
+    for each in outcome.timings:
+        metrics.request(Request(each.prompt_tokens, each.prefill_ns, len(each.tokens), each.tpot_ns))
+        metrics.drafted(each.drafts)
+    metrics.memory({name: asdict(sizes) for name, sizes in outcome.loaded.memory.items()})
+    metrics.lanes(outcome.lanes)
+    return metrics.text()
 
 
 def _report(job: Job, outcome: Outcome, text: str) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from commands.shared.console import out, say
 from commands.shared.extra_models import draft_fields, missing_files, projector_fields, uncounted_draft
 from commands.shared.plan_job import Job, engine_options, open_job, plan_options, review
 from planner.errors import EngineProblem, FileProblem, OptionProblem
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -24,6 +27,8 @@ from planner.errors import EngineProblem, FileProblem, OptionProblem
 @click.option("--draft", type=click.Path(path_type=Path), help="Draft model for speculative decoding.")
 @click.option("--no-check", is_flag=True, help="Skip the dry run.")
 @click.option("--quiet", is_flag=True, help="Do not show the server's log.")
+@click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve figures for Prometheus here.")
+@click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Who may read the figures.")
 @engine_options
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -40,6 +45,8 @@ def command(
     draft: Path | None,
     no_check: bool,
     quiet: bool,
+    metrics_port: int | None,
+    metrics_host: str,
     engine: str | None,
     llama_h: Path | None,
     extra: tuple[str, ...],
@@ -48,6 +55,8 @@ def command(
 
     Striped experts are served by the engine's own server library, loaded beside the stripes.
     """
+    from contextlib import ExitStack
+
     from runtime.child.environment import python_program
     from runtime.tools.llama_server import free_port, serving
 
@@ -58,9 +67,37 @@ def command(
     if not no_check:
         build = None if program == python_program() else str(program.parent)
         review(job, engine or build, llama_h)
-    with serving(program, [*words, *extra], host, port, (lambda line: None) if quiet else say) as server:
+    with ExitStack() as stack:
+        hear = (lambda line: None) if quiet else say
+        if metrics_port is not None:
+            hear, more = _metrics(job, stack, metrics_port, metrics_host, hear)
+            words = [*words, *more]
+        server = stack.enter_context(serving(program, [*words, *extra], host, port, hear))
         out(f"{server.url} (OpenAI-compatible under /v1)")
         raise EngineProblem("llama-server", server.outlive())
+
+
+def _metrics(
+    job: Job, stack: ExitStack, port: int, host: str, hear: Callable[[str], None]
+) -> tuple[Callable[[str], None], list[str]]:
+    """A page of figures as long as the stack; who is to hear the log, and options of the server for it."""
+    from planner.plan.plan import to_text
+    from planner.records import digest
+    from runtime.metrics.endpoint import metrics_page
+    from runtime.metrics.registry import Metrics
+    from runtime.metrics.server_log import listening
+
+    metrics = Metrics(job.plan, digest(to_text(job.plan)))
+    say(f"figures for Prometheus: {stack.enter_context(metrics_page(metrics, port, host))}")
+    count = listening(metrics)
+
+    def both(line: str) -> None:
+        count(line)
+        hear(line)
+
+    # From this verbosity on the server tells at which position drafts fail.
+    drafts = job.plan.speculation is not None and job.plan.speculation.tokens > 0
+    return both, ["--verbosity", "4"] if drafts else []
 
 
 def _refuse_open(host: str, extra: tuple[str, ...], no_key: bool) -> None:

@@ -6,7 +6,6 @@ and no memory of a device stays with the program that asked.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,7 @@ from runtime.engine.libllama import Engine
 from runtime.engine.logs import Tail
 from runtime.engine.page_reads import PAGING_BYTES, read_bytes
 from runtime.engine.rpc import connect
-from runtime.hybrid.device import Report, read_report
+from runtime.hybrid.device import Report, report_of
 from runtime.load import dry_run, load_params
 from runtime.load.dry_run import Breakdown
 from runtime.session.draft_model import Draft, check_vocabulary, draft_from_json, draft_to_json
@@ -143,7 +142,7 @@ def work(
         Timings(**{**t, "tokens": tuple(t["tokens"]), "drafts": tuple((a, b) for a, b in t["drafts"])})
         for t in answer["timings"]
     )
-    lanes = tuple(read_report(json.dumps(report)) for report in answer.get("lanes", ()))
+    lanes = tuple(report_of(report) for report in answer.get("lanes", ()))
     here = Loaded(loaded["engine"], loaded["load_ns"], memory, tuple(loaded["notes"]))
     return Outcome(here, timings, lanes)
 

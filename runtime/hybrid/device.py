@@ -150,10 +150,13 @@ def load(path: Path) -> Any:
 
 def read_report(text: str) -> Report:
     """A report as the library writes it, also into files."""
-    said = json.loads(text)
-    for blocks in ("blocks", "freed"):
-        said[blocks] = tuple(_block(block) for block in said[blocks])
-    return Report(**said)
+    return report_of(json.loads(text))
+
+
+def report_of(said: dict[str, Any]) -> Report:
+    """A report from plain data."""
+    blocks = {name: tuple(_block(block) for block in said[name]) for name in ("blocks", "freed")}
+    return Report(**{**said, **blocks})
 
 
 def read_blocks(text: str) -> tuple[Block, ...]:

@@ -1,0 +1,1 @@
+"""Figures of a running plan for Prometheus: one page over HTTP, or a text file."""
