@@ -21,7 +21,8 @@ import numpy as np
 from planner.solver.capacities import Bools, Floats, binding, grain_of, share_memory, share_sets, with_modes
 from planner.solver.labels import NEVER, Ints, Labels, joined, pareto
 from planner.solver.problem import Problem, Solution
-from planner.solver.stages import FORBIDDEN, stage_cost, stage_of, stage_over
+from planner.solver.relaxation import Bound, Relaxation
+from planner.solver.stages import FORBIDDEN, stages_of
 
 BEAM = 2_000  # labels of the first, unproven pass
 MOST = 100_000  # labels of the proving pass; beyond that the proof is given up
@@ -48,6 +49,7 @@ class Scenario:
     allowed: tuple[Bools, ...]
     fixed_ns: int
     capacity: Ints  # what is left of each memory
+    relaxed: Relaxation
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +58,6 @@ class Focus:
 
     paid: frozenset[int]
     modes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A Lagrangian relaxation: suffix costs by decision and device before it, at given multipliers."""
-
-    multipliers: Floats
-    suffix: Floats  # (decisions + 1, ports)
-    value: float
 
 
 def applies(problem: Problem) -> bool:
@@ -125,19 +118,16 @@ class _Search:
         self.memories = binding(problem)
         self.turns = (problem.max_runs - 1,) if limit_runs else ()
         self.ports = sorted({(o.entry, o.exit) for _, _, o in problem.all_options()})
-        self.stages = [
-            stage_of(problem, i, self.memories, self.ports, limit_turns=limit_runs)
-            for i in range(len(problem.decisions))
-        ]
+        self.stages = stages_of(problem, self.memories, self.ports, limit_turns=limit_runs)
         self.best, self.best_ns = incumbent, incumbent_ns
         self.grain = grain_of(problem)
         self.work, self.most = (WORK, MOST) if len(self.memories) < 2 else (WORK_MANY, MOST_MANY)
 
     def run(self) -> Found:
         scenarios = list(self._scenarios())
-        quick = [(self._bound(s, np.zeros(len(s.capacity))).value, n, s) for n, s in enumerate(scenarios)]
+        quick = [(s.relaxed.bound(np.zeros(len(s.capacity))).value, n, s) for n, s in enumerate(scenarios)]
         rough = self._multipliers(scenarios[-1]) if scenarios else np.zeros(0)
-        ranked = sorted((max(v, self._bound(s, rough).value), n, s) for v, n, s in quick if v < NEVER)
+        ranked = sorted((max(v, s.relaxed.bound(rough).value), n, s) for v, n, s in quick if v < NEVER)
         bound, proven = NEVER, self.focus is None
         for value, _, scenario in ranked:
             if self._beaten(value) or self.best_ns <= self.bound_ns:
@@ -162,10 +152,10 @@ class _Search:
 
     def _scenario(self, scenario: Scenario) -> tuple[int, bool]:
         """Search one scenario; its lower bound and whether it is closed."""
-        best = self._bound(scenario, self._multipliers(scenario))
+        best = scenario.relaxed.bound(self._multipliers(scenario))
         if self._beaten(best.value):
             return self._up(best.value), True
-        bounds = [best, *(self._bound(scenario, best.multipliers * f) for f in (0.7, 1.4))]
+        bounds = [best, *(scenario.relaxed.bound(best.multipliers * f) for f in (0.7, 1.4))]
         self._labels(scenario, bounds, BEAM)
         if self._beaten(best.value):
             return self._up(best.value), True
@@ -182,39 +172,18 @@ class _Search:
             if (capacity < 0).any():
                 continue
             capacity = np.concatenate([capacity, np.array(self.turns, dtype=np.int64)])
-            within = [np.array([set(o.shares) <= paid for o in d.options]) for d in problem.decisions]
+            options = {id(d.options): d.options for d in problem.decisions}  # many have the same
+            paying = {k: np.array([set(o.shares) <= paid for o in mine]) for k, mine in options.items()}
+            within = [paying[id(d.options)] for d in problem.decisions]
             every = itertools.product((0, 1, 2), repeat=len(problem.mixed))
             for modes in [focus.modes] if focus else every:
                 allowed, fixed = with_modes(problem, within, modes)
                 if all(a.any() for a in allowed):
-                    yield Scenario(tuple(allowed), fixed, capacity)
+                    yield Scenario(tuple(allowed), fixed, capacity, self._relaxed(allowed, fixed, capacity))
 
-    def _bound(self, scenario: Scenario, multipliers: Floats) -> Bound:
-        """Relax every memory into the cost and solve the chain backwards."""
-        n, devices = len(self.stages), len(self.problem.devices)
-        suffix = np.zeros((n + 1, len(self.ports)))
-        for i in range(n - 1, -1, -1):
-            stage = self.stages[i]
-            reduced = np.where(scenario.allowed[i], stage_cost(stage, multipliers), np.inf)
-            reduced = reduced + suffix[i + 1][stage.port]
-            by_entry = np.full(devices, np.inf)
-            np.minimum.at(by_entry, stage.entry, reduced)
-            suffix[i] = (stage_over(stage, multipliers) + by_entry[None, :]).min(axis=1)
-        rest = sum(float(m * c) for m, c in zip(multipliers, scenario.capacity, strict=True))
-        value = float(suffix[0].min()) + scenario.fixed_ns - rest
-        return Bound(multipliers, suffix, value if math.isfinite(value) else NEVER)
-
-    def _walk(self, scenario: Scenario, bound: Bound) -> Ints:
-        """Memory of the placement that attains a relaxation."""
-        at = int(bound.suffix[0].argmin())
-        used = np.zeros(len(scenario.capacity), dtype=np.int64)
-        for i, stage in enumerate(self.stages):
-            reduced = np.where(scenario.allowed[i], stage_cost(stage, bound.multipliers), np.inf)
-            over = stage_over(stage, bound.multipliers)[at][stage.entry]
-            choice = int((reduced + bound.suffix[i + 1][stage.port] + over).argmin())
-            used += stage.memory[:, choice] + stage.turns[:, at, stage.entry[choice]]
-            at = int(stage.port[choice])
-        return used
+    def _relaxed(self, allowed: list[Bools], fixed_ns: int, capacity: Ints) -> Relaxation:
+        devices = len(self.problem.devices)
+        return Relaxation(self.stages, allowed, self.ports, devices, fixed_ns, capacity)
 
     def _multipliers(self, scenario: Scenario) -> Floats:
         """Near-optimal multipliers: by bisection of the slope for one memory, else by subgradients."""
@@ -227,13 +196,13 @@ class _Search:
     def _one_multiplier(self, scenario: Scenario) -> Floats:
         low, high = 0.0, 1e-9
         capacity = int(scenario.capacity[0])
-        while self._walk(scenario, self._bound(scenario, np.array([high])))[0] > capacity and high < 1e9:
+        while scenario.relaxed.walk(scenario.relaxed.bound(np.array([high])))[0] > capacity and high < 1e9:
             low, high = high, high * 8
-        if low == 0.0 and self._walk(scenario, self._bound(scenario, np.array([0.0])))[0] <= capacity:
+        if low == 0.0 and scenario.relaxed.walk(scenario.relaxed.bound(np.array([0.0])))[0] <= capacity:
             return np.zeros(1)
         for _ in range(50):
             middle = (low + high) / 2
-            if self._walk(scenario, self._bound(scenario, np.array([middle])))[0] > capacity:
+            if scenario.relaxed.walk(scenario.relaxed.bound(np.array([middle])))[0] > capacity:
                 low = middle
             else:
                 high = middle
@@ -241,18 +210,18 @@ class _Search:
 
     def _many_multipliers(self, scenario: Scenario) -> Floats:
         now = best = np.zeros(len(scenario.capacity))
-        value, size = self._bound(scenario, best).value, 1.0
+        at = scenario.relaxed.bound(best)
+        value, size = at.value, 1.0
         target = float(self.bound_ns or self.best_ns) if self.best else abs(value) * 1.5 + 1.0
         for _ in range(_STEPS):
-            over = (self._walk(scenario, self._bound(scenario, now)) - scenario.capacity).astype(float)
+            over = (scenario.relaxed.walk(at) - scenario.capacity).astype(float)
             norm = float((over * over).sum())
             if norm == 0.0:
                 break
-            at = self._bound(scenario, now).value
-            now = np.maximum(now + size * max(target - at, abs(target) * 1e-6) / norm * over, 0.0)
-            reached = self._bound(scenario, now).value
-            if reached > value:
-                value, best = reached, now
+            now = np.maximum(now + size * max(target - at.value, abs(target) * 1e-6) / norm * over, 0.0)
+            at = scenario.relaxed.bound(now)
+            if at.value > value:
+                value, best = at.value, now
             else:
                 size *= 0.93
         return best

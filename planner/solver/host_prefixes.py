@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.solver.problem import Problem, Solution
+from planner.solver.problem import Option, Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,10 @@ def parts(problem: Problem) -> Iterator[Part]:
 
 
 def _left(problem: Problem, kept: tuple[tuple[int, ...], ...]) -> Problem:
+    options: dict[tuple[int, tuple[int, ...]], tuple[Option, ...]] = {}  # alike: shared
+    for d, js in zip(problem.decisions, kept, strict=True):
+        options.setdefault((id(d.options), js), tuple(d.options[j] for j in js))
     decisions = tuple(
-        replace(d, options=tuple(d.options[j] for j in js))
-        for d, js in zip(problem.decisions, kept, strict=True)
+        replace(d, options=options[id(d.options), js]) for d, js in zip(problem.decisions, kept, strict=True)
     )
     return replace(problem, decisions=decisions)

@@ -59,6 +59,21 @@ def stage_of(
     )
 
 
+def stages_of(
+    problem: Problem, memories: list[Memory], ports: list[tuple[int, int]], *, limit_turns: bool
+) -> list[Stage]:
+    """All decisions; those with the same options and hand-overs share one."""
+    known: dict[tuple[object, ...], Stage] = {}
+    found = []
+    for i, decision in enumerate(problem.decisions):
+        edge = (id(problem.edges[i - 1].decode_ns), id(problem.edges[i - 1].prefill_ns)) if i else ()
+        key = (id(decision.options), decision.layer, bool(i) and problem.decisions[i - 1].layer, edge)
+        if key not in known:
+            known[key] = stage_of(problem, i, memories, ports, limit_turns=limit_turns)
+        found.append(known[key])
+    return found
+
+
 def stage_over(stage: Stage, multipliers: Floats) -> Floats:
     total: Floats = stage.before.astype(np.float64)
     for m, multiplier in enumerate(multipliers):

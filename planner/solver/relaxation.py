@@ -1,0 +1,100 @@
+"""The Lagrangian relaxation of a chain: every memory priced by a multiplier, the rest solved backwards.
+
+It is asked for thousands of multipliers. Decisions that are alike are priced once for each; along the chain
+only the best option of every port is compared, in plain floats: their sums round as the arrays' own would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.solver.capacities import Bools, Floats
+from planner.solver.labels import NEVER, Ints
+from planner.solver.stages import Stage, stage_cost, stage_over
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """Decisions that are alike, at some multipliers."""
+
+    reduced: Floats  # by option; infinite where it is not allowed
+    least: list[float]  # of the options of each port
+    over: list[list[float]]  # by the port before and the entry device
+    turned: Floats  # the same by the port before and the option
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A relaxation: suffix costs by decision and the port before it, at given multipliers."""
+
+    multipliers: Floats
+    suffix: Floats  # (decisions + 1, ports)
+    value: float
+    priced: tuple[_Priced, ...]  # by kind of decision
+
+
+class Relaxation:
+    """The chain of one scenario: options that are allowed, what is left of each memory."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        allowed: Sequence[Bools],
+        ports: Sequence[tuple[int, int]],
+        devices: int,
+        fixed_ns: int,
+        capacity: Ints,
+    ) -> None:
+        self._stages, self._fixed_ns, self._capacity = stages, fixed_ns, capacity
+        self._entries, self._devices = [entry for entry, _ in ports], devices
+        kinds: dict[tuple[int, bytes], int] = {}
+        self._alike: list[tuple[Stage, Bools]] = []
+        self._kinds: list[int] = []  # of each decision
+        for stage, mine in zip(stages, allowed, strict=True):
+            key = id(stage), mine.tobytes()
+            if key not in kinds:
+                kinds[key] = len(kinds)
+                self._alike.append((stage, mine))
+            self._kinds.append(kinds[key])
+        self._turning = any(stage.turns.any() for stage, _ in self._alike)
+
+    def bound(self, multipliers: Floats) -> Bound:
+        """Relax every memory into the cost and solve the chain backwards."""
+        priced = tuple(self._priced(stage, allowed, multipliers) for stage, allowed in self._alike)
+        after = [0.0] * len(self._entries)
+        rows = [after]
+        for kind in reversed(self._kinds):
+            one = priced[kind]
+            by_entry = [math.inf] * self._devices
+            for entry, least, rest in zip(self._entries, one.least, after, strict=True):
+                if (total := least + rest) < by_entry[entry]:
+                    by_entry[entry] = total
+            after = [min(map(float.__add__, row, by_entry)) for row in one.over]
+            rows.append(after)
+        rest = sum(float(m * c) for m, c in zip(multipliers, self._capacity, strict=True))
+        value = min(after) + self._fixed_ns - rest
+        return Bound(multipliers, np.array(rows[::-1]), value if math.isfinite(value) else NEVER, priced)
+
+    def _priced(self, stage: Stage, allowed: Bools, multipliers: Floats) -> _Priced:
+        reduced = np.where(allowed, stage_cost(stage, multipliers), np.inf)
+        least = np.full(len(self._entries), np.inf)
+        np.minimum.at(least, stage.port, reduced)
+        over = stage_over(stage, multipliers)
+        return _Priced(reduced, least.tolist(), over.tolist(), over[:, stage.entry])
+
+    def walk(self, bound: Bound) -> Ints:
+        """Memory of the placement that attains a relaxation."""
+        at = int(bound.suffix[0].argmin())
+        used = np.zeros(len(self._capacity), dtype=np.int64)
+        for i, kind in enumerate(self._kinds):
+            stage, one = self._stages[i], bound.priced[kind]
+            choice = int((one.reduced + bound.suffix[i + 1][stage.port] + one.turned[at]).argmin())
+            used += stage.memory[:, choice]
+            if self._turning:
+                used += stage.turns[:, at, stage.entry[choice]]
+            at = int(stage.port[choice])
+        return used
