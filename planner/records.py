@@ -25,6 +25,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic_core import CoreSchema
+from yaml.representer import SafeRepresenter
 
 from planner import quoting, yaml_reader
 from planner.errors import FieldProblem
@@ -75,7 +76,7 @@ Rate = Annotated[int, Field(ge=0, le=1 << 60)]  # bytes or operations a second
 Ppm = Annotated[int, Field(ge=0, le=10**9)]  # a share or a factor in millionths, up to a thousandfold
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]  # what the engine counts in
 
-_STRING = "tag:yaml.org,2002:str"
+_TAG = "tag:yaml.org,2002:"
 _WORDS = {"extra_forbidden": "unknown key", "missing": "is missing"}
 _SHAPE = re.compile(r"[0-9]{1,18}(x[0-9]{1,18}){0,15}")
 
@@ -103,13 +104,27 @@ class _Dumper(_DUMPER_BASE):  # type: ignore[misc]
 
     _tags: ClassVar[dict[Any, str]] = {}
 
-    def ignore_aliases(self, data: Any) -> bool:
-        """Nothing of a record is one object with another part."""
-        return True
+
+def _node(value: Any) -> yaml.Node:
+    """What PyYAML's representer makes of plain values, without its look-ups; flat parts on one line."""
+    if isinstance(value, str):
+        return yaml.ScalarNode(_TAG + "str", *_spelt(value))
+    if isinstance(value, dict):
+        pairs = [(_node(key), _node(each)) for key, each in value.items()]
+        flat = all(_is_plain(key) and _is_plain(each) for key, each in pairs)
+        return yaml.MappingNode(_TAG + "map", pairs, flow_style=flat)
+    if isinstance(value, list):
+        items = [_node(each) for each in value]
+        return yaml.SequenceNode(_TAG + "seq", items, flow_style=all(map(_is_plain, items)))
+    if isinstance(value, bool):
+        return yaml.ScalarNode(_TAG + "bool", "true" if value else "false")
+    if isinstance(value, int):
+        return yaml.ScalarNode(_TAG + "int", str(value))
+    return SafeRepresenter().represent_data(value)
 
 
-def _text_node(dumper: Any, text: str) -> yaml.Node:
-    return yaml.ScalarNode(_STRING, *_spelt(text))
+def _is_plain(node: yaml.Node) -> bool:
+    return type(node) is yaml.ScalarNode and not node.style
 
 
 @lru_cache(maxsize=1 << 14)
@@ -118,16 +133,11 @@ def _spelt(text: str) -> tuple[str, None, None, str | None]:
     return text, None, None, '"' if quoting.needs_escapes(text) else None
 
 
-_Dumper.add_representer(str, _text_node)
-
-
 def dump(record: Record, header: str = "") -> str:
     """Canonical text of a record; `header` lines are written first as comments."""
     comments = "".join(quoting.comment("#", line) if line else "#\n" for line in header.splitlines())
     data = record.model_dump(mode="json", by_alias=True, exclude_none=True)
-    body: str = yaml.dump(
-        data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=True
-    )
+    body: str = yaml.serialize(_node(data), Dumper=_Dumper, width=2**31 - 1, allow_unicode=True)
     return comments + quoting.yaml_escapes(body)
 
 

@@ -39,6 +39,8 @@ class SiteKind(StrEnum):
     CACHE = "cache"
     HYBRID = "hybrid"
 
+    __hash__ = str.__hash__  # Enum's own is far slower, and a problem hashes its sites all the time
+
 
 _COUNTED = (SiteKind.STRIPE, SiteKind.CACHE, SiteKind.HYBRID)
 _OWN = (SiteKind.STRIPE, SiteKind.HYBRID)  # buffers that the engine does not have

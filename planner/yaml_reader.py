@@ -31,6 +31,7 @@ try:  # libyaml is some twenty times faster and gives the same events
 except ImportError:  # pragma: no cover - PyYAML without libyaml
     _parser = yaml.SafeLoader
 
+_SCALAR, _MAPPING_END, _SEQUENCE_END = yaml.ScalarEvent, yaml.MappingEndEvent, yaml.SequenceEndEvent
 _RULES: dict[str, list[tuple[str, re.Pattern[str]]]] = yaml.SafeLoader.yaml_implicit_resolvers
 _TAG = "tag:yaml.org,2002:"
 _BOOLS = yaml.SafeLoader.bool_values
@@ -155,10 +156,15 @@ class _Reader:
 
     def _value(self, event: Any) -> Plain:
         kind = type(event)
-        if kind is yaml.ScalarEvent:
+        if kind is _SCALAR:
             if event.anchor is None and event.tag is None:
-                text = event.value
-                return self._plain(event, text) if event.implicit[0] else text
+                text: str = event.value
+                if not event.implicit[0] or text[:1] not in _RULES:
+                    return text
+                known = self._known
+                if text not in known:
+                    known[text] = self._resolved(event, text, _RULES[text[:1]])
+                return known[text]
             self._bare(event)
         self._bare(event)
         if len(self._where) > MAX_DEPTH:
@@ -167,9 +173,9 @@ class _Reader:
 
     def _mapping(self, start: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        get, where, value = self._next, self._where, self._value
-        while type(key := get()) is not yaml.MappingEndEvent:
-            if type(key) is not yaml.ScalarEvent:
+        get, where, value, end, scalar = self._next, self._where, self._value, _MAPPING_END, _SCALAR
+        while type(key := get()) is not end:
+            if type(key) is not scalar:
                 raise self._wrong(key, "a key must be a word")
             name = key.value
             where.append(name)
@@ -185,22 +191,12 @@ class _Reader:
 
     def _sequence(self) -> list[Any]:
         found: list[Any] = []
-        get, where, value = self._next, self._where, self._value
-        while type(item := get()) is not yaml.SequenceEndEvent:
+        get, where, value, end = self._next, self._where, self._value, _SEQUENCE_END
+        while type(item := get()) is not end:
             where.append(len(found))
             found.append(value(item))
             where.pop()
         return found
-
-    def _plain(self, event: Any, text: str) -> Plain:
-        rules = _RULES.get(text[:1])
-        if rules is None:
-            return text
-        known = self._known
-        if text in known:
-            return known[text]
-        value = known[text] = self._resolved(event, text, rules)
-        return value
 
     def _resolved(self, event: Any, text: str, rules: list[tuple[str, re.Pattern[str]]]) -> Plain:
         tag = next((tag.removeprefix(_TAG) for tag, rule in rules if rule.match(text)), "")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from planning_models import MIB, dense, machine, moe, plan, problem_of, real, sites, timed
+from planning_models import MIB, dense, machine, moe, plan, priced, problem_of, real, sites, timed
 
 from planner.cost.build_problem import UNFUSED
+from planner.cost.layer_options import Chooser
 from planner.cost.unit_time import state_case
 from planner.errors import OptionProblem
 from planner.machine.budgets import budgets_for, parse_budget, parse_reserve
@@ -26,6 +27,7 @@ from planner.plan.known import Known
 from planner.plan.plan import CachePoint, Plan, to_text
 from planner.plan.request import Pin, Request
 from planner.site import ON_CPU, Site, SiteKind
+from planner.solver.problem import Problem
 from planner.workload import Workload
 
 SKEWED = tuple(min(1.0, (k / 128) ** 0.15) for k in range(129))
@@ -498,3 +500,22 @@ def test_layers_of_one_device_stand_together_where_that_costs_nothing() -> None:
     assert (before.runs, after.runs) == (6, 2)
     assert after.objective_ns <= before.objective_ns
     assert sorted(found.choices) == sorted(mingled.choices)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b-MXFP4", "gemma-4-26B-A4B-Q4_K_M", "Qwen3.6-35B-A3B-q4_K"])
+def test_layers_that_share_their_options_have_those_of_their_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alternating windows, other layers at the ends, recurrent mixers: likeness must see them all."""
+    model, profile = real(name), machine()
+    curves = {n: tuple((k / 128) ** 0.5 for k in range(129)) for n in range(0, 48, 3)}
+    request = Request(budgets_for(profile, parse_budget("8000")), Workload(prompt=700, gen=200))
+    known, settings = Known(curves=curves), EngineSettings(slots=True)
+
+    def made() -> Problem:
+        return priced(model, profile, request, known=known, settings=settings).problem
+
+    shared = made()
+    monkeypatch.setattr(Chooser, "layer", Chooser._layer)
+    assert made() == shared
+    assert len({id(d.options) for d in shared.decisions}) < len(shared.decisions)

@@ -16,6 +16,7 @@ from planner.solver.evaluate import evaluate
 from planner.solver.host_prefixes import parts
 from planner.solver.problem import Problem, Solution
 from planner.solver.solve import Solved, price_of, solve, solve_cp
+from planner.solver.totals import Totals
 
 SEEDS = st.integers(min_value=0, max_value=2**40)
 
@@ -120,6 +121,19 @@ def test_the_frontier_proves_what_it_says(seed: int) -> None:
         assert (found.objective_ns if found.solution else None) == best
     elif best is not None:
         assert found.bound_ns <= best
+
+
+@many(300)
+@given(SEEDS)
+def test_totals_of_many_placements_are_what_the_evaluator_says_of_each(seed: int) -> None:
+    problem = random_problem(seed, length=3)
+    choices = itertools.product(*(range(len(d.options)) for d in problem.decisions))
+    placements = [Solution(each) for each in choices]
+    objective, fits = Totals(problem).of(placements)
+    for n, found in enumerate(evaluate(problem, each) for each in placements):
+        assert int(objective[n]) == found.objective_ns
+        over = any("budget" in each or "together" in each for each in found.violations)
+        assert bool(fits[n]) is not over
 
 
 @many(300)

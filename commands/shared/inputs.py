@@ -134,10 +134,9 @@ class InputLibrary:
             self._keep(load(name))
 
     def _keep(self, profile: Profile) -> None:
-        from planner.machine.profile import to_text
-        from planner.records import digest
+        from planner.machine.profile import profile_digest
 
-        self._profiles[digest(to_text(profile))] = profile
+        self._profiles[profile_digest(profile)] = profile
 
 
 def _check_heat(path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.block_names import block_of
 from planner.constants import MAX_ENGINE_DEVICES
 from planner.cost.expert_cache import cache_shares
 from planner.cost.layer_options import Choices, Chooser
-from planner.cost.ledger import Ledger, Once, Parts, Placed, once
+from planner.cost.ledger import Ledger, Once, Placed, once
 from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
 from planner.cost.shared_kv import Sharing
@@ -145,14 +145,15 @@ def build_problem(
         name: sharing.with_shares(name, _placed(chooser, model, name, units, request, wanted))
         for name, units in model.groups
     }
+    alike = {id(found): tuple(p.option for p in found) for found in placed.values()}
     decisions = tuple(
-        Decision(name, tuple(u.name for u in units), tuple(p.option for p in placed[name]), name != INPUT)
+        Decision(name, tuple(u.name for u in units), alike[id(placed[name])], name != INPUT)
         for name, units in model.groups
     )
-    held: dict[tuple[str, Hashable], Parts] = {
-        (name, p.option.key): p.held for name, options_ in placed.items() for p in options_
-    }
-    ledger = Ledger(held, tuple(memory for _, memory in fixed))
+    held = {id(found): {p.option.key: p.held for p in found} for found in placed.values()}
+    ledger = Ledger(
+        {name: held[id(found)] for name, found in placed.items()}, tuple(memory for _, memory in fixed)
+    )
     reserved = {d.name: settings.reserved_bytes(d.name) for d in devices}
     pools = _pools(devices, profile, reserved)
     problem = Problem(
@@ -244,6 +245,8 @@ def _placed(
     else:
         kept = Memory(kv=model.kv.get(name, 0), state=model.state.get(name, 0))
         found = chooser.layer(units, kept, reads=name in model.owners)
+    if not (request.contiguous or request.no_cpu or any(unit.name in wanted for unit in units)):
+        return found
     return [p for p in found if _allowed(chooser, p.option, name, units, request, wanted)]
 
 

@@ -58,7 +58,7 @@ class Choices:
 
 
 class Chooser:
-    """Makes the options of each decision; the same layer twice costs nothing the second time."""
+    """Makes the options of each decision; layers that are alike share one list of them."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Chooser:
     ) -> None:
         self.prices, self.devices, self.choices, self.buffers = prices, devices, choices, buffers
         self.workload = prices.workload
+        self._layers: dict[object, list[Placed]] = {}
         self.cpu = next((i for i, d in enumerate(devices) if d.kind == "cpu"), -1)
         self.first_gpu = next((i for i, d in enumerate(devices) if d.kind == "gpu"), -1)
 
@@ -103,6 +104,18 @@ class Chooser:
 
         `reads`: its attention works on another layer's cache.
         """
+        likeness = (kept, reads, tuple(map(self._likeness, units)))
+        if likeness not in self._layers:
+            self._layers[likeness] = self._layer(units, kept, reads=reads)
+        return self._layers[likeness]
+
+    def _likeness(self, unit: Unit) -> tuple[object, ...]:
+        """All that the options of a unit depend on but its name."""
+        layer = -1 if unit.layer is None else unit.layer
+        routed = (self.choices.curves.get(layer), self.prices.distinct.get(layer)) if unit.experts else ()
+        return (self.prices.likeness(unit), unit.size_bytes, unit.active_bytes, routed)
+
+    def _layer(self, units: tuple[Unit, ...], kept: Memory, *, reads: bool) -> list[Placed]:
         found: list[Placed] = []
         for d, device in enumerate(self.devices):
             limit = device.max_alloc_bytes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from planner.memory.memory import NOTHING, Memory, together
 from planner.solver.problem import Decision, Option, Problem, Share, Solution
 
+Key = tuple[int, tuple[Hashable, ...], bool]  # of an option within its decision
 Parts = tuple[Memory, ...]  # one record a device
 
 
@@ -31,12 +32,12 @@ def once(name: str, device: int, held: Memory) -> Once:
 class Ledger:
     """What options and shares of one problem hold."""
 
-    options: Mapping[tuple[str, Hashable], Parts]  # by decision and key of the option
+    options: Mapping[str, Mapping[Key, Parts]]  # by decision, and key of the option
     shares: tuple[Memory, ...]  # in the problem's order, each on the device of its share
 
     def of(self, decision: Decision, option: Option) -> Parts:
         """What one option holds on each device."""
-        return self.options[decision.name, option.key]
+        return self.options[decision.name][option.key]
 
     def held(self, problem: Problem, solution: Solution) -> Parts:
         """What fills each device: every chosen option, and each share that any of them asks for, once."""

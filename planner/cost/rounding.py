@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.solver.problem import Edge, Matrix, Problem
+from planner.solver.problem import Edge, Matrix, Option, Problem
 
 _FIGURES = 10_000  # times are rounded to this share of a token, at least: finer is noise, and slow to prove
 
@@ -36,18 +36,16 @@ def rounded(problem: Problem) -> Problem:
         key = (edge.decode_ns, edge.prefill_ns)
         if key not in edges:
             edges[key] = (matrix(key[0], decode), matrix(key[1], prefill))
+    options: dict[int, tuple[Option, ...]] = {}  # decisions that are alike share theirs
+    for d in problem.decisions:
+        if id(d.options) not in options:
+            options[id(d.options)] = tuple(
+                replace(o, decode_ns=near(o.decode_ns, decode), prefill_ns=near(o.prefill_ns, prefill))
+                for o in d.options
+            )
     return replace(
         problem,
-        decisions=tuple(
-            replace(
-                d,
-                options=tuple(
-                    replace(o, decode_ns=near(o.decode_ns, decode), prefill_ns=near(o.prefill_ns, prefill))
-                    for o in d.options
-                ),
-            )
-            for d in problem.decisions
-        ),
+        decisions=tuple(replace(d, options=options[id(d.options)]) for d in problem.decisions),
         edges=tuple(Edge(e.source, e.target, *edges[e.decode_ns, e.prefill_ns]) for e in problem.edges),
         mixed=tuple(
             replace(m, decode_ns=near(m.decode_ns, decode), prefill_ns=near(m.prefill_ns, prefill))

@@ -47,13 +47,13 @@ class Sharing:
     def _lies(self, name: str, device: int) -> int:
         return self.first + self.caches.index(name) * len(self.devices) + device
 
-    def with_shares(self, name: str, options: Sequence[Placed]) -> list[Placed]:
+    def with_shares(self, name: str, options: Sequence[Placed]) -> Sequence[Placed]:
         """Options of a decision that say where the cache lies; a reader has each twice, with the cache and
         away from it.
         """
         owner = self.owners.get(name, name)
         if owner not in self.caches:
-            return list(options)
+            return options
         found = [replace(each, option=self._with(owner, each.option)) for each in options]
         if owner != name and len(self.devices) > 1:
             found += [self._away(each, owner) for each in options]

@@ -82,7 +82,8 @@ class Prices:
         self._weights = _weights_of(self.inventory)
         self._steps: dict[object, tuple[int, int]] = {}
         self._times: dict[object, Times] = {}
-        self._likenesses: dict[str, tuple[object, ...]] = {}
+        self._likenesses: dict[str, int] = {}
+        self._kinds: dict[tuple[object, ...], int] = {}
         self._layers, self._slides = self.structure.layers, self.structure.slides
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
         self._state = state_case(self.inventory, 1)
@@ -96,7 +97,7 @@ class Prices:
 
     def on(self, unit: Unit, device: str, buffer: str = "") -> Times:
         """A unit computed on a device that holds it in `buffer` ("": its own memory)."""
-        key = (self._likeness(unit), device, buffer)
+        key = (self.likeness(unit), device, buffer)
         if key not in self._times:
             self._times[key] = self._priced(unit, device, buffer)
         return self._times[key]
@@ -218,15 +219,15 @@ class Prices:
 
         `outputs` tokens reach the head; 0: one a sequence. Layers are mostly alike: each kind is priced once.
         """
-        key = (self._likeness(unit), device, buffer, batch, depth, outputs)
+        key = (self.likeness(unit), device, buffer, batch, depth, outputs)
         if key not in self._steps:
             self._steps[key] = self._priced_step(unit, device, buffer, batch, depth, outputs)
         return self._steps[key]
 
-    def _likeness(self, unit: Unit) -> tuple[object, ...]:
-        """All that the time of a step depends on but the name: units with the same take the same."""
+    def likeness(self, unit: Unit) -> int:
+        """Units with the same number take the same time, and have tensors of the same sizes."""
         if unit.name not in self._likenesses:
-            self._likenesses[unit.name] = (
+            kind = (
                 unit.kind,
                 unit.experts,
                 unit.used,
@@ -235,6 +236,7 @@ class Prices:
                 self._weightless(unit, 1, 1 << 60),  # so deep that a sliding window shows
                 self._batches(unit),
             )
+            self._likenesses[unit.name] = self._kinds.setdefault(kind, len(self._kinds))
         return self._likenesses[unit.name]
 
     def _priced_step(
@@ -329,9 +331,11 @@ class Prices:
 
 @remembered
 def _weights_of(inventory: Inventory) -> Mapping[str, tuple[object, ...]]:
-    """All that the time of each tensor depends on."""
+    """All that the time of each tensor depends on, and its size."""
     parts = parts_of(inventory)
-    return {t.name: (parts[t.name].role, t.type, t.shape, _is_matrix(t)) for t in inventory.tensors}
+    return {
+        t.name: (parts[t.name].role, t.type, t.shape, t.size_bytes, _is_matrix(t)) for t in inventory.tensors
+    }
 
 
 def _is_matrix(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -104,6 +105,7 @@ class Demands:
         return f"the plan's times were measured with {self.made_for}, this is {engine}: they may differ"
 
 
+@cache
 def knowledge() -> Knowledge:
     """What ships with the program."""
     return load(_FILE.read_text(encoding="utf-8"), Knowledge, _FILE.name)

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Rate, Record, Shape, dump, load
+from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Rate, Record, Shape, digest, dump, load
+from planner.remember import remembered
 
 
 class Device(Record):
@@ -121,3 +122,9 @@ def to_text(profile: Profile) -> str:
 def from_text(text: str, path: str) -> Profile:
     """Profile from YAML text; FieldProblem names the line of what is wrong."""
     return load(text, Profile, path)
+
+
+@remembered
+def profile_digest(profile: Profile) -> str:
+    """The digest of a profile's canonical text, by which a plan names it."""
+    return digest(to_text(profile))

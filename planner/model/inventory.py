@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import Field
@@ -14,6 +15,7 @@ from planner.constants import MAX_COUNT, MAX_LAYERS
 from planner.errors import FieldProblem
 from planner.model.ggml_types import is_known, least_bytes, tensor_bytes
 from planner.records import Bytes, Many, Record, Shape, digest, dump, load
+from planner.remember import remembered
 from planner.yaml_reader import Lines
 
 Scalar = bool | int | float | str
@@ -85,6 +87,7 @@ class Inventory(Record):
     def size_bytes(self) -> int:
         return sum(t.size_bytes for t in self.tensors)
 
+    @remembered
     def table_digest(self) -> str:
         """Digest of architecture, hyperparameters and tensor table, whatever the order of the file."""
         lines = [f"{t.name} {t.type} {'x'.join(map(str, t.shape))} {t.size_bytes}" for t in self.tensors]
@@ -165,6 +168,7 @@ def _impossible(tensor: Tensor, n_shards: int) -> str:
     return "" if tensor.shard < n_shards else f"lies in shard {tensor.shard} of {n_shards}"
 
 
+@remembered
 def by_name(inventory: Inventory) -> Mapping[str, Tensor]:
     """Tensors by name."""
-    return {t.name: t for t in inventory.tensors}
+    return MappingProxyType({t.name: t for t in inventory.tensors})

@@ -15,7 +15,7 @@ from planner.cost.expert_cache import cached
 from planner.errors import InputError
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
-from planner.machine.profile import Profile, to_text
+from planner.machine.profile import Profile, profile_digest
 from planner.memory.memory import NOTHING, Memory
 from planner.model.units import Unit
 from planner.passes.chosen import Chosen
@@ -40,7 +40,6 @@ from planner.plan.plan import (
     Search,
 )
 from planner.plan.request import Request
-from planner.records import digest
 from planner.site import HOST, ON_CPU, Site, SiteKind, sites
 from planner.solver.deadline import Deadline
 
@@ -160,7 +159,7 @@ def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> Ma
     few = min(best or profile.fingerprint.cores or IDLE_THREADS, IDLE_THREADS)
     return MachineRef(
         name=profile.name,
-        profile_digest=digest(to_text(profile)),
+        profile_digest=profile_digest(profile),
         measured=profile.measured,
         engine=profile.fingerprint.engine,
         threads=best if cpu_computes else few,

@@ -22,6 +22,7 @@ from planner.plan.stock_rule import ALL_CPU, CPU_MOE, FIT, N_CPU_FFN, N_CPU_MOE,
 from planner.site import ON_CPU, Site
 from planner.solver.evaluate import Evaluation, evaluate
 from planner.solver.problem import Decision, Solution
+from planner.solver.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,13 @@ def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate,
     A rule without a feasible setting appears once, infeasible. The engine's own `--fit` comes last.
     """
     found: list[Candidate] = []
-    known: Options = {}
+    placer, totals = Placer(priced), Totals(priced.problem)
     for name, rules in itertools.groupby(_rules(priced.model, priced), key=lambda rule: rule.name):
-        found.append(_best(priced, name, list(rules), known))
+        found.append(_best(placer, totals, name, list(rules)))
     if fit is not None:
-        found.append(_fitted(priced, fit, known))
+        read = fit_rules(priced.model.structure, fit, priced.prices.workload)
+        none = Candidate(FIT, "finds no placement", None, None)
+        found.append(_best(placer, totals, FIT, read) if read else none)
     return tuple(found)
 
 
@@ -70,64 +73,91 @@ def _better(copying: Candidate, plain: Candidate | None) -> Candidate:
     return replace(plain, setting=f"{plain.setting} {PLAIN}")
 
 
-def _fitted(priced: Priced, fit: EngineFit, known: Options) -> Candidate:
-    rules = fit_rules(priced.model.structure, fit, priced.prices.workload)
-    return _best(priced, FIT, rules, known) if rules else Candidate(FIT, "finds no placement", None, None)
-
-
-def _best(priced: Priced, name: str, rules: Sequence[Rule], known: Options) -> Candidate:
-    best: Candidate | None = None
-    for rule in rules:
-        solution = realise(priced, rule.layer_devices, rule.sites, known)
-        if solution is None:
-            continue
-        result = evaluate(priced.problem, solution)
-        pipeline = pipeline_of(priced, solution, result)
-        if pipeline.refused:  # a stock rule does not keep the engine from it
-            result = replace(result, violations=(*result.violations, "no room for a pipeline's copies"))
-        used = zip(result.memory, priced.problem.devices, pipeline.copies, strict=True)
-        vram = sum(size + extra for size, device, extra in used if not device.host)
-        found = Candidate(name, rule.setting, solution, result, vram)
-        if best is None or _rank(found) < _rank(best):
-            best = found
-    return best or Candidate(name, rules[0].setting, None, None)
-
-
 def _rank(candidate: Candidate) -> tuple[bool, int]:
     assert candidate.evaluation is not None
     return not candidate.feasible, candidate.evaluation.objective_ns
 
 
-# Which option a decision has for a layer device and sites: the rules ask the same over and over.
-Options = dict[tuple[object, ...], int | None]
+def _best(placer: Placer, totals: Totals, name: str, rules: Sequence[Rule]) -> Candidate:
+    """The fastest that fits, the first of equals; where none does the fastest of all."""
+    placed = [(rule, placer.solution(rule.layer_devices, rule.sites)) for rule in rules]
+    possible = [(rule, solution) for rule, solution in placed if solution is not None]
+    if not possible:
+        return Candidate(name, rules[0].setting, None, None)
+    objective, fits = totals.of([solution for _, solution in possible])
+    order = objective.argsort(kind="stable").tolist()
+    for n in order:
+        if fits[n] and (found := _candidate(placer.priced, name, *possible[n])).feasible:
+            return found
+    return _candidate(placer.priced, name, *possible[order[0]])
 
 
-def realise(
-    priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Site], known: Options | None = None
-) -> Solution | None:
-    """The solution with these layer devices and sites; None when a decision has no such option.
+def _candidate(priced: Priced, name: str, rule: Rule, solution: Solution) -> Candidate:
+    result = evaluate(priced.problem, solution)
+    pipeline = pipeline_of(priced, solution, result)
+    if pipeline.refused:  # a stock rule does not keep the engine from it
+        result = replace(result, violations=(*result.violations, "no room for a pipeline's copies"))
+    used = zip(result.memory, priced.problem.devices, pipeline.copies, strict=True)
+    vram = sum(size + extra for size, device, extra in used if not device.host)
+    return Candidate(name, rule.setting, solution, result, vram)
 
-    `known` holds answers of earlier calls about the same problem.
-    """
-    known = {} if known is None else known
-    names = [d.device for d in priced.problem.devices]
-    homes = {f"blk.{n}": device for n, device in enumerate(layer_devices[:-1])}
-    homes[OUTPUT] = layer_devices[-1]
-    choices: list[int] = []
-    for number, decision in enumerate(priced.problem.decisions):
-        home = homes.get(decision.name, CPU)
-        if home not in names and decision.layer:
+
+class Placer:
+    """Finds the placements of one problem that have some layer devices and sites; rules ask much the same."""
+
+    def __init__(self, priced: Priced) -> None:
+        self.priced = priced
+        self._names = [d.device for d in priced.problem.devices]
+        n_all = priced.model.layers.n_all
+        layers = {f"blk.{n}": n for n in range(n_all)} | {OUTPUT: n_all}
+        owners = priced.model.owners
+        self._rows = [
+            (number, d, layers.get(d.name), layers[owners[d.name]] if d.name in owners else None)
+            for number, d in enumerate(priced.problem.decisions)
+        ]
+        self._readers = {number for number, _, _, owner in self._rows if owner is not None}
+        self._holder = {unit: n for n, d in enumerate(priced.problem.decisions) for unit in d.units}
+        self._known: dict[tuple[object, ...], int | None] = {}
+        self._whole: dict[str, list[int | None]] = {}  # by layer device: each decision all there
+
+    def solution(self, layer_devices: Sequence[str], sites: Mapping[str, Site]) -> Solution | None:
+        """The placement, all other units on their layer's device; None when a decision has no such option.
+
+        The last layer device is that of the output head.
+        """
+        homes = [CPU if layer is None else layer_devices[layer] for _, _, layer, _ in self._rows]
+        whole = {home: self._all_on(home) for home in set(homes)}
+        found = [whole[home][number] for number, home in enumerate(homes)]
+        moved = {number for unit in sites if (number := self._holder.get(unit)) is not None}
+        for number in moved | self._readers:
+            _, decision, _, owner = self._rows[number]
+            home = homes[number]
+            away = owner is not None and layer_devices[owner] != home
+            key = (number, home, away, *map(sites.get, decision.units))
+            if key not in self._known:
+                self._known[key] = self._find(decision, home, sites, away)
+            found[number] = self._known[key]
+        choices = tuple(index for index in found if index is not None)
+        return Solution(choices) if len(choices) == len(found) else None
+
+    def _all_on(self, home: str) -> list[int | None]:
+        if home not in self._whole:
+            self._whole[home] = [self._find(d, home, {}, away=False) for _, d, _, _ in self._rows]
+        return self._whole[home]
+
+    def _find(self, decision: Decision, home: str, sites: Mapping[str, Site], away: bool) -> int | None:
+        if not decision.layer:
+            return 0 if decision.options else None
+        if home not in self._names:
             return None
-        owner = priced.model.owners.get(decision.name)
-        away = owner is not None and homes[owner] != home
-        key = (number, home, away, *map(sites.get, decision.units))
-        if key not in known:
-            known[key] = _find(decision, home, names.index(home) if decision.layer else -1, sites, away)
-        index = known[key]
-        if index is None:
-            return None
-        choices.append(index)
-    return Solution(tuple(choices))
+        wanted = tuple(sites.get(unit, Site.on(home)) for unit in decision.units)
+        key = (self._names.index(home), wanted, away)
+        return next((index for index, option in enumerate(decision.options) if option.key == key), None)
+
+
+def realise(priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Site]) -> Solution | None:
+    """The one placement with these layer devices and sites, if there is one."""
+    return Placer(priced).solution(layer_devices, sites)
 
 
 def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate | None:
@@ -144,14 +174,6 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
         choices.append(same[0])
     solution = Solution(tuple(choices))
     return replace(candidate, solution=solution, evaluation=evaluate(priced.problem, solution))
-
-
-def _find(decision: Decision, home: str, device: int, sites: Mapping[str, Site], away: bool) -> int | None:
-    wanted = tuple(sites.get(unit, Site.on(home)) for unit in decision.units)
-    for index, option in enumerate(decision.options):
-        if not decision.layer or option.key == (device, wanted, away):
-            return index
-    return None
 
 
 def _rules(model: Model, priced: Priced) -> Iterator[Rule]:
