@@ -39,9 +39,9 @@ def python(*words: object, given: str | None = None, limit_s: int = 120) -> subp
     )
 
 
-def missing(what: str) -> NoReturn:
-    """Skip the test, or fail it where engines are required."""
-    text = f"{what}; python tests/get_engines.py fetches the engines"
+def missing(what: str, remedy: str = "python tests/get_engines.py fetches the engines") -> NoReturn:
+    """Skip the test, or fail it where engines, and all that tests need beside them, are required."""
+    text = f"{what}; {remedy}"
     if os.environ.get("ATSPLAN_REQUIRE_ENGINES") == "1":
         pytest.fail(text)
     pytest.skip(text)

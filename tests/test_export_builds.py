@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from engines import ENVIRONMENT, PORTABLE_BUILD, ROOT
+from engines import ENVIRONMENT, PORTABLE_BUILD, ROOT, missing
 
 from atsplan import main
 from planner.machine.engine_builds import EngineRange, range_of
@@ -54,8 +54,10 @@ def test_the_spelling_is_that_of_the_oldest_build() -> None:
     assert "-lm none" in " ".join(words(placed(0, False), "m", 1, 1, 0))
 
 
-@pytest.mark.skipif(not (PORTABLE_BUILD / "llama-server").is_file(), reason="needs the older server")
 def test_the_older_server_takes_its_spelling_and_not_the_newer() -> None:
+    if not (PORTABLE_BUILD / "llama-server").is_file():
+        missing("the server of the older build is not here")
+
     def taken(each: Stock) -> bool:
         told = [
             w for pair in options(replace(each, spec=replace(each.spec, devices=())), "m") for w in pair if w

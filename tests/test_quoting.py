@@ -23,6 +23,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from engines import missing
 from hostile_texts import ANY, CRAFTED, unseemly
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -499,7 +500,10 @@ def check_file_name(text: str, suffix: str, folder: Path) -> None:
 
 @pytest.fixture
 def plots() -> Any:
-    matplotlib = pytest.importorskip("matplotlib")
+    try:
+        import matplotlib
+    except ImportError:
+        missing("matplotlib is not here", "pip install 'atsplan[plot]'")
     from commands.shared.pictures import pyplot
 
     with matplotlib.rc_context({"text.usetex": True}):
