@@ -5,6 +5,18 @@ from __future__ import annotations
 import re
 
 _BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)(?:\.|$)")
+_WITHIN = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
+
+
+def block_name(layer: int) -> str:
+    """The name of a layer, with which those of its tensors and units begin."""
+    return f"blk.{layer}"
+
+
+def within_block(name: str) -> tuple[int, str] | None:
+    """Layer and rest of `blk.N.REST`; None for all other names, those of an encoder or decoder too."""
+    found = _WITHIN.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
 
 
 def block_digits(name: str) -> str:

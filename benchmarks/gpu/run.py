@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.timed_decode import TimedContext
 from runtime.child.serve import serve
-from runtime.engine.ggml import Handle, Tensor
-from runtime.engine.libllama import Batch, Engine
+from runtime.engine.ggml import Tensor
+from runtime.engine.libllama import Engine
 from runtime.load import dry_run
 from runtime.session.session import Session
 from runtime.session.striped import StripedSession, session_for
@@ -29,47 +30,15 @@ REPEATS = 3  # of a prefill
 
 
 @dataclass(slots=True)
-class Run:
-    """A loaded model under measurement; tokens are random, from a fixed seed."""
+class Run(TimedContext):
+    """Tokens are random, from a fixed seed."""
 
-    engine: Engine
-    context: Handle
-    n_vocab: int
     seed: int = 7
 
     def tokens(self, count: int) -> Any:
         """The next random tokens; the same sequence for every configuration."""
         self.seed += 1
         return np.random.default_rng(self.seed).integers(0, self.n_vocab, count).astype(np.int32)
-
-    def clear(self) -> None:
-        """Empty the KV cache."""
-        lib = self.engine.lib
-        lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
-
-    def decode(self, tokens: Any, position: int) -> int:
-        """Evaluate tokens from a position on, logits for the last one; nanoseconds."""
-        n = len(tokens)
-        positions = np.arange(position, position + n, dtype=np.int32)
-        one = (c.c_int32 * 1)(0)
-        counts, wanted = np.ones(n, np.int32), np.zeros(n, np.int8)
-        wanted[-1] = 1
-        sequences = (c.c_void_p * n)(*[c.addressof(one)] * n)
-        batch = Batch(
-            n,
-            tokens.ctypes.data,
-            None,
-            positions.ctypes.data,
-            counts.ctypes.data,
-            c.addressof(sequences),
-            wanted.ctypes.data,
-        )
-        start = time.perf_counter_ns()
-        status = self.engine.lib.llama_decode(self.context, batch)
-        self.engine.lib.llama_synchronize(self.context)
-        if status:
-            raise RuntimeError(f"llama_decode returned {status}")
-        return time.perf_counter_ns() - start
 
     def prefill(self, tokens: Any, n_batch: int) -> int:
         """Evaluate a prompt in batches; nanoseconds."""

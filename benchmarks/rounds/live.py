@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rounds import paired
+from benchmarks.timed_decode import TimedContext
 from planner.errors import AtsplanError, EngineProblem
 from planner.plan.load_spec import LoadSpec
 from runtime.child import process
 from runtime.child.ask import Relayed
 from runtime.child.environment import environment, python
-from runtime.engine.libllama import Batch, Engine
+from runtime.engine.libllama import Engine
 from runtime.load import dry_run
 
 Json = dict[str, Any]
@@ -111,11 +112,11 @@ class Live(paired.Session):
 # Below here: the child.
 
 
-class _Run:
-    """A context under measurement."""
+class _Run(TimedContext):
+    """Tokens follow the habits of the model, where it has some."""
 
     def __init__(self, engine: Engine, context: Any, n_vocab: int, model: Path) -> None:
-        self.engine, self.context, self.n_vocab = engine, context, n_vocab
+        super().__init__(engine, context, n_vocab)
         self._habits = _habits(model)
 
     def tokens(self, count: int, seed: int) -> Any:
@@ -125,27 +126,6 @@ class _Run:
         from profiler.routed.stream import ids_of
 
         return ids_of(self._habits, count, seed).astype(np.int32)
-
-    def clear(self) -> None:
-        lib = self.engine.lib
-        lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
-
-    def decode(self, tokens: Any, position: int) -> int:
-        """Evaluate tokens from a position on, logits for the last; nanoseconds."""
-        n = len(tokens)
-        positions = np.arange(position, position + n, dtype=np.int32)
-        one = (c.c_int32 * 1)(0)
-        counts, wanted = np.ones(n, np.int32), np.zeros(n, np.int8)
-        wanted[-1] = 1
-        sequences = (c.c_void_p * n)(*[c.addressof(one)] * n)
-        arrays = (positions.ctypes.data, counts.ctypes.data, c.addressof(sequences), wanted.ctypes.data)
-        batch = Batch(n, tokens.ctypes.data, None, *arrays)
-        start = time.perf_counter_ns()
-        status = self.engine.lib.llama_decode(self.context, batch)
-        self.engine.lib.llama_synchronize(self.context)
-        if status:
-            raise EngineProblem(self.engine.label, f"llama_decode returned {status}")
-        return time.perf_counter_ns() - start
 
     def prefill(self, tokens: Any) -> int:
         """Evaluate a prompt from an empty context; nanoseconds."""

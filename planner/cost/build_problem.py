@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.block_names import block_of
+from planner.block_names import block_name, block_of
 from planner.constants import MAX_ENGINE_DEVICES
 from planner.cost.expert_cache import cache_shares
 from planner.cost.layer_options import Choices, Chooser
@@ -75,7 +75,7 @@ def analyse(structure: Structure, workload: Workload) -> Model:
     groups[OUTPUT] = groups.pop(OUTPUT, [])
     caches = dict(zip(_names(layers.n_main), kv_cache.kv_bytes(inventory, workload), strict=True))
     if workload.mtp:
-        names = [f"blk.{n}" for n in range(layers.n_main, layers.n_all)]
+        names = [block_name(n) for n in range(layers.n_main, layers.n_all)]
         caches |= dict(zip(names, kv_cache.nextn_kv_bytes(inventory, workload), strict=True))
     state = dict(zip(_names(layers.n_main), kv_cache.state_bytes(inventory, workload), strict=True))
     return Model(
@@ -84,7 +84,7 @@ def analyse(structure: Structure, workload: Workload) -> Model:
         tuple((k, tuple(v)) for k, v in groups.items() if v),
         caches,
         state,
-        {f"blk.{reader}": f"blk.{owner}" for reader, owner in shared_kv(inventory, layers).items()},
+        {block_name(reader): block_name(owner) for reader, owner in shared_kv(inventory, layers).items()},
     )
 
 
@@ -92,11 +92,11 @@ def decision_of(unit: Unit) -> str:
     """The name of the decision a unit belongs to."""
     if unit.kind in _ON_HOST:
         return INPUT
-    return OUTPUT if unit.layer is None else f"blk.{unit.layer}"
+    return OUTPUT if unit.layer is None else block_name(unit.layer)
 
 
 def _names(n_main: int) -> list[str]:
-    return [f"blk.{n}" for n in range(n_main)]
+    return [block_name(n) for n in range(n_main)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ def _mixed(
     ns = prices.calibration.mixed_ns
     every = tuple(i for i, d in enumerate(decisions) if d.layer)
     graph = Mixed("mixed graph", every, prices.per_token(ns), ns * steps)
-    recurrent = {f"blk.{n}" for n, is_recurrent in enumerate(model.layers.recurrent) if is_recurrent}
+    recurrent = {block_name(n) for n, is_recurrent in enumerate(model.layers.recurrent) if is_recurrent}
     if not any(_delta_net(t.name) for t in model.inventory.tensors) or not recurrent:
         return (graph,)
     # A delta-net layer away from the GPU switches the fused operator off everywhere.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planner.block_names import block_of
 from planner.cost.ledger import Placed, spread, summed, totals
 from planner.cost.unit_time import Prices, Times
 from planner.machine.profile import Device
@@ -90,6 +91,6 @@ class Sharing:
     def _filled_ppm(self, owner: str, depth: int) -> int:
         inventory = self.prices.inventory
         cells = cells_of(inventory, self.prices.workload)
-        layer = int(owner.removeprefix("blk."))
+        layer = block_of(owner) or 0
         there = cells.sliding if sliding_layers(inventory, layer + 1)[layer] else cells.full
         return min(-(-(depth + 1) // _STEP) * _STEP, there) * 10**6 // max(there, 1)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
+from planner.block_names import within_block
 from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.memory.kv_cache import INDEXED, Cells, cells_of, head_widths, is_latent, kv_heads, state_widths
 from planner.model.ggml_types import row_bytes
@@ -53,6 +55,18 @@ class Compute:
         if self.masks < head:
             head += self.masks
         return max(inner, head) + self.inputs
+
+
+class Parts(TypedDict, total=False):
+    """What `compute_bytes` may be asked, as `compute_items` says."""
+
+    layers: Collection[int] | None
+    head: bool
+    outputs: int
+    staged_bytes: int
+    copies: int
+    swa_full: bool
+    converts: bool
 
 
 def compute_items(
@@ -105,39 +119,16 @@ def _piped(inventory: Inventory, shape: Layers, tokens: int, width: int) -> int:
     return 5 * 4 * tokens * width + _per_layer_inputs(inventory, shape, tokens)
 
 
-def compute_bytes(
-    inventory: Inventory,
-    workload: Workload,
-    *,
-    layers: Collection[int] | None = None,
-    head: bool = True,
-    outputs: int = 0,
-    staged_bytes: int = 0,
-    copies: int = 1,
-    swa_full: bool = False,
-    converts: bool = False,
-) -> int:
+def compute_bytes(inventory: Inventory, workload: Workload, **parts: Unpack[Parts]) -> int:
     """The total of `compute_items`."""
-    return compute_items(
-        inventory,
-        workload,
-        layers=layers,
-        head=head,
-        outputs=outputs,
-        staged_bytes=staged_bytes,
-        copies=copies,
-        swa_full=swa_full,
-        converts=converts,
-    ).total
+    return compute_items(inventory, workload, **parts).total
 
 
 def _head_copies(inventory: Inventory, shape: Layers, workload: Workload) -> int:
     """Copies of the residual stream that may lie below the logits, as seen on CPU, Vulkan and CUDA."""
     if not workload.flash_attn:
         return _LIVE + 3
-    names = {
-        t.name.partition(".")[2].partition(".")[2] for t in inventory.tensors if t.name.startswith("blk.")
-    }
+    names = {block[1] for t in inventory.tensors if (block := within_block(t.name))}
     gated = {"ffn_gate_exps.weight", "ffn_gate_up_exps.weight"} & names
     if gated and not {"ffn_down_shexp.weight", "ffn_down_exps.bias", "ffn_down.weight"} & names:
         return 13

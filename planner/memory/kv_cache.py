@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from planner.block_names import within_block
 from planner.constants import CELL_STEP
 from planner.errors import InputError
 from planner.model.ggml_types import BY_NAME, row_bytes
@@ -32,7 +33,6 @@ _MIXERS = (
     ("kda", "ssm_conv1d_q"),
     ("ssm", "ssm_conv1d"),
 )
-_BLOCK = re.compile(r"blk\.([0-9]+)\.")
 _UNGROUPED = frozenset({"mamba", "jamba"})  # Mamba-1: the convolution sees the inner width alone
 # Architectures that say which of their layers have an indexer, and those whose speculative block has none.
 _TYPED = frozenset({"glm-dsa", "glm5-next", "dots3note", "hy_v4"})
@@ -245,10 +245,10 @@ def _shaped(inventory: Inventory, name: str) -> int:
         return 0
     ending = f".attn_{name[0]}.weight"
     found = next((t for t in inventory.tensors if t.name.endswith(ending) and len(t.shape) == 2), None)
-    block = _BLOCK.match(found.name) if found else None
+    block = within_block(found.name) if found else None
     if found is None or block is None:
         return 0
-    heads = kv_heads(inventory, int(block[1]) + 1)[-1]
+    heads = kv_heads(inventory, block[0] + 1)[-1]
     return found.shape[1] // heads if heads and found.shape[1] % heads == 0 else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from planner.block_names import within_block
 from planner.memory.kv_cache import padded
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import ENCODERS, layers_of
@@ -23,7 +24,7 @@ def loaded_tensors(inventory: Inventory, *, mtp: bool = False) -> tuple[Tensor, 
     n_main = layers_of(inventory).n_main
     if mtp:
         return inventory.tensors
-    return tuple(t for t in inventory.tensors if not t.name.startswith("blk.") or _layer(t) < n_main)
+    return tuple(t for t in inventory.tensors if (within_block(t.name) or (-1, ""))[0] < n_main)
 
 
 def tied_copy_bytes(inventory: Inventory, *, head_on_host: bool) -> int:
@@ -42,7 +43,3 @@ def tied_copy_bytes(inventory: Inventory, *, head_on_host: bool) -> int:
 def context_bytes(kv: Iterable[int], state: Iterable[int]) -> int:
     """KV cache and recurrent state of some layers together."""
     return sum(kv) + sum(state)
-
-
-def _layer(tensor: Tensor) -> int:
-    return int(tensor.name.split(".", 2)[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.block_names import block_name
 from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Priced
 from planner.solver.evaluate import Evaluation
@@ -56,4 +57,4 @@ class Chosen:
         names = [d.device for d in self.priced.problem.devices]
         by_name = {decision.name: names[o.entry] for decision, o in self.pairs() if decision.layer}
         head = by_name.get(OUTPUT, CPU)
-        return (*(by_name.get(f"blk.{n}", head) for n in range(self.priced.model.layers.n_all)), head)
+        return (*(by_name.get(block_name(n), head) for n in range(self.priced.model.layers.n_all)), head)

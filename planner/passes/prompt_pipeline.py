@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.block_names import block_name
 from planner.cost.build_problem import Priced
 from planner.memory.compute_buffer import PIPELINE_COPIES, compute_bytes, host_bytes
 from planner.model.inventory import Inventory
@@ -90,7 +91,8 @@ def _fit(priced: Priced, found: Evaluation, copies: Sequence[int], buffer: int) 
 
 def unpiped(inventory: Inventory, layer_devices: Sequence[str]) -> Override:
     """An override that changes no placement: the smallest weight of the first layer stays where it is."""
-    mine = [t for t in inventory.tensors if t.name.startswith("blk.0.") and t.name.endswith(".weight")]
+    first = f"{block_name(0)}."
+    mine = [t for t in inventory.tensors if t.name.startswith(first) and t.name.endswith(".weight")]
     least = min(mine, key=lambda t: (t.size_bytes, t.name))
     return Override(pattern=f"^{escape(least.name)}$", buffer=layer_devices[0], tensors=1)
 

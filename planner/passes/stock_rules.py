@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planner.block_names import block_name
 from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Model, Priced
 from planner.model.units import Kind, Unit
@@ -109,7 +110,7 @@ class Placer:
         self.priced = priced
         self._names = [d.device for d in priced.problem.devices]
         n_all = priced.model.layers.n_all
-        layers = {f"blk.{n}": n for n in range(n_all)} | {OUTPUT: n_all}
+        layers = {block_name(n): n for n in range(n_all)} | {OUTPUT: n_all}
         owners = priced.model.owners
         self._rows = [
             (number, d, layers.get(d.name), layers[owners[d.name]] if d.name in owners else None)

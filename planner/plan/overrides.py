@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.block_names import within_block
 from planner.constants import CPU
 from planner.errors import InputError
 from planner.model.inventory import Inventory
@@ -20,7 +21,6 @@ from planner.model.units import Kind, Unit, movable
 from planner.plan.plan import Override
 from planner.site import Site, SiteKind
 
-_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
 _TIED = "token_embd.weight"
 
 
@@ -81,12 +81,13 @@ def collate(wanted: Mapping[str, str]) -> tuple[Override, ...]:
     grouped: dict[tuple[str, str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     found: list[tuple[int, Override]] = []
     for name, buffer in wanted.items():
-        block = _BLOCK.fullmatch(name)
+        block = within_block(name)
         if block is None or Site.of_buffer(buffer).kind is SiteKind.STRIPE:
             found.append((_first_layer(name), _exact(name, buffer)))
         else:
-            stem, _, suffix = block[2].rpartition(".")
-            grouped[buffer, suffix][int(block[1])].append(stem)
+            layer, rest = block
+            stem, _, suffix = rest.rpartition(".")
+            grouped[buffer, suffix][layer].append(stem)
     for (buffer, suffix), layers in grouped.items():
         found += list(_joined(buffer, suffix, layers))
     found.sort(key=lambda each: (each[0], each[1].pattern))
@@ -147,5 +148,5 @@ def _exact(name: str, buffer: str) -> Override:
 
 
 def _first_layer(name: str) -> int:
-    block = _BLOCK.fullmatch(name)
-    return int(block[1]) if block else -1
+    block = within_block(name)
+    return block[0] if block else -1
