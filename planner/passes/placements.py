@@ -35,7 +35,8 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
     case = loading.case
     free = loading.free(settings)
     loading.stock = stock_rules.candidates(free, case.known.fit)
-    priced = loading.constrained(settings)
+    same = loading.limits == case.request.unconstrained()
+    priced = free if same else loading.constrained(settings)
     if full := overfilled_by_extras(priced, case.request):
         loading.crowded = True
         tried.refusals.append(full)
