@@ -369,7 +369,8 @@ QUOTERS: dict[str, dict[str, str]] = {
         "profiler/journal.py": "our own journal",
         "profiler/routed/model.py": "metadata of files that we generate",
     },
-    "yaml.dump": {"planner/records.py": "the canonical text of records"},
+    "yaml.dump": {},
+    "yaml.serialize": {"planner/records.py": "the canonical text of records"},
     "xml.etree": {"planner/check/findings.py": "ElementTree, on texts that went through xml()"},
     "repr": {
         "rewriter/publishing/journal.py": "in a message, through terminal()",
