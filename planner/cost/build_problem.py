@@ -245,9 +245,8 @@ def _placed(
     else:
         kept = Memory(kv=model.kv.get(name, 0), state=model.state.get(name, 0))
         found = chooser.layer(units, kept, reads=name in model.owners)
-    if not (request.contiguous or request.no_cpu or any(unit.name in wanted for unit in units)):
-        return found
-    return [p for p in found if _allowed(chooser, p.option, name, units, request, wanted)]
+    left = [p for p in found if _allowed(chooser, p.option, name, units, request, wanted)]
+    return left if len(left) < len(found) else found  # where all are left, layers that are alike share them
 
 
 def _allowed(
@@ -265,7 +264,7 @@ def _allowed(
             return False
         if request.first_on_cpu is not None and not _counted(chooser, option, name, request.first_on_cpu):
             return False
-    return all(
+    return not wanted or all(
         wanted[unit.name].admits(site)
         for unit, site in zip(units, sites(option.sites), strict=True)
         if unit.name in wanted
