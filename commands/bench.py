@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.shared.console import mib, out, out_json, out_table, say, table, write_text
-from commands.shared.option_types import Target
+from commands.shared.option_types import Target, html_option
 from commands.shared.plan_job import (
     Job,
     draft_options,
@@ -51,6 +51,7 @@ _FAR = 2.0  # measured over predicted, from which the prediction is called wrong
 @click.option("-n", "--tokens", type=click.IntRange(2), default=64, show_default=True, help="Per prompt.")
 @click.option("--json", "as_json", is_flag=True, help="Results as JSON.")
 @click.option("--prometheus", type=Target(), help="Also write a Prometheus text file.")
+@html_option
 @draft_options
 @engine_options
 @answers(RUN)
@@ -67,6 +68,7 @@ def command(
     tokens: int,
     as_json: bool,
     prometheus: Path | None,
+    html: Path | None,
     draft: Path | None,
     draft_max: int | None,
     draft_device: str | None,
@@ -94,6 +96,8 @@ def command(
         from runtime.bench.prometheus import prometheus as metrics
 
         write_text(prometheus, metrics(job.plan.model.name, results))
+    if html is not None:
+        _write_page(html, job, results)
     if as_json:
         out_json(_report(job, results, comparisons, twins))
     else:
@@ -220,6 +224,28 @@ def _show(results: list[Result], comparisons: list[Comparison]) -> None:
             say(f"{failure.at} {result.rival.name} failed while {when}: {failure.why}")
             for line in failure.lines:
                 say(f"    {line}")
+
+
+def _write_page(path: Path, job: Job, results: list[Result]) -> None:
+    """The page of the plan with what was measured."""
+    from dataclasses import replace
+
+    from commands.page.bars_figure import Bar
+    from commands.page.page import plan_page, view_of, write_page
+    from runtime.bench.measure import summary
+
+    measured: dict[int, list[Bar]] = {}
+    for index, result in enumerate(results):
+        memory = sum(sizes.total for name, sizes in result.memory.items() if name != CPU)
+        for prompt in sorted(result.decode):
+            if found := summary(result.decode[prompt]):
+                name, setting = ("this plan", "") if index == 0 else (result.arm.name, result.arm.setting)
+                rates = (1e9 / found.median, 1e9 / found.high, 1e9 / found.low)
+                said = f"{found.samples} samples, 95 % interval, {mib(memory)} of device memory"
+                measured.setdefault(prompt, []).append(Bar(name, setting, *rates, said, index == 0))
+    view = view_of(job.plan, job.file.inventory, job.path)
+    shown = tuple((f"{prompt} tokens", tuple(found)) for prompt, found in measured.items())
+    write_page(path, plan_page(replace(view, measured=shown)))
 
 
 def _ratio(each: Interval) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+PAGE = "page"
 _HEAD_CHARS = 4096
 _KEY = re.compile(r"^([a-z_]+):", re.MULTILINE)
 # The first key of each record that no other one has.
@@ -14,11 +15,15 @@ _RECORDS: Mapping[str, str] = {
     "measured": "profile",
     "source_header": "manifest",
 }
-_TABLES = {"# heat:": "heat file", "# trace:": "routing trace"}
+_TABLES = {
+    "# heat:": "heat file",
+    "# trace:": "routing trace",
+    "<!doctype html>\n<!-- atsplan: page -->": PAGE,
+}
 
 
 def kind_of(text: str) -> str:
-    """plan, inventory, profile, manifest, heat file or routing trace; "" for everything else."""
+    """plan, inventory, profile, manifest, heat file, routing trace or page; "" for everything else."""
     head = text[:_HEAD_CHARS]
     for start, kind in _TABLES.items():
         if head.startswith(start):

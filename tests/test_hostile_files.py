@@ -115,7 +115,7 @@ def walk_all(walk: Walk) -> None:
         "--plot",
         "s.svg",
     )
-    walk("explain", "plan.yaml", *sides, "--plot", "p.svg")
+    walk("explain", "plan.yaml", *sides, "--plot", "p.svg", "--html", "p.html")
     walk("explain", "plan.yaml", *sides, "--json")
     walk("diff", "roomy.yaml", "plan.yaml", "--model", model, code=1)
     walk("diff", "roomy.yaml", "plan.yaml", "--json", code=1)

@@ -371,7 +371,10 @@ QUOTERS: dict[str, dict[str, str]] = {
     },
     "yaml.dump": {},
     "yaml.serialize": {"planner/records.py": "the canonical text of records"},
-    "xml.etree": {"planner/check/findings.py": "ElementTree, on texts that went through xml()"},
+    "xml.etree": {
+        "planner/check/findings.py": "ElementTree, on texts that went through xml()",
+        "commands/page/elements.py": "ElementTree, on texts that went through message() and xml()",
+    },
     "repr": {
         "rewriter/publishing/journal.py": "in a message, through terminal()",
         "planner/model/inventory.py": "a digest",

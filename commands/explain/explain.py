@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import click
 from commands.shared.console import PICTURE, out, out_json, say
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.models import load_plan
-from commands.shared.option_types import Number, Target
+from commands.shared.option_types import Number, Target, html_option
 from commands.shared.pictures import check_name
 from planner.solver.deadline import Deadline
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 @click.option("--time-limit", type=Number(0.1, 3600), help="Seconds to solve again [work is limited].")
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 @click.option("--plot", type=Target(PICTURE), help="Draw the plan: .png, .svg or .pdf.")
+@html_option
 def command(
     path: Path,
     library: InputLibrary,
     time_limit: float | None,
     as_json: bool,
     plot: Path | None,
+    html: Path | None,
 ) -> None:
     """Where the time of PLAN goes, what limits it, what 1 GiB more would buy, why it beats stock rules.
 
@@ -53,6 +56,13 @@ def command(
             out(sentence)
         for note in plan.notes:
             say(f"note: {note}")
+    if html is not None:
+        from commands.page.page import plan_page, view_of, write_page
+
+        view = replace(
+            view_of(plan, library.of(plan, path).inventory, None, path), larger=larger, parts=parts
+        )
+        write_page(html, plan_page(view))
     if plot is not None:
         from commands.explain.plan_picture import draw_plan
 

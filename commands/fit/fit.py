@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import mib, ms, out, out_json, out_table, out_text, say, table
+from commands.shared.console import mib, out, out_json, out_table, out_text, say, table
 from commands.shared.machine_options import Described, machine_parts, profile_of, words_of
 from commands.shared.models import load_inventory
+from commands.shared.option_types import html_option
+from commands.shared.paste import pasted
 from commands.shared.refusals import refusal_data
 from commands.shared.spellings import Size, Tokens, kv_type
+from commands.shared.verdicts import best_stock, gain, rates, verdict
 from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import shell
 
@@ -21,13 +24,11 @@ if TYPE_CHECKING:
     from planner.model.inventory import Inventory
     from planner.passes.case import Case
     from planner.passes.refusal import Infeasible
-    from planner.plan.plan import Baseline, Plan
+    from planner.plan.plan import Plan
     from planner.plan.request import Request
 
 _FILE = click.Path(path_type=Path)
-_LOOKED_UP = ("token_embd", "per_layer")  # tables that the engine keeps on the host
 _STEPS_GIB = (0, 1, 2, 4, 8, 16)  # beyond the shortage, for units that do not divide
-ALL, EXPERTS, LAYERS = "fits", "fits with experts in host memory", "fits with layers in host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Answer:
 @click.option("--kv-type", metavar="TYPE", help="Of K and V: f16, q8_0; K/V: q8_0/f16 [default: f16].")
 @click.option("-ctk", "--cache-type-k", "type_k", metavar="TYPE", help="Of K alone [default: f16].")
 @click.option("-ctv", "--cache-type-v", "type_v", metavar="TYPE", help="Of V alone [default: f16].")
+@html_option
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def command(
     model: Path,
@@ -72,6 +74,7 @@ def command(
     kv_type: str | None,
     type_k: str | None,
     type_v: str | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Does MODEL fit, how fast, with what context, and what to type.
@@ -96,6 +99,13 @@ def command(
         else:
             _show_refusal(question, refusal)
         raise
+    if html is not None:
+        from commands.page.page import plan_page, view_of, write_page
+
+        told = f"Largest context: {answer.largest_ctx}, with {answer.keeps}."
+        view = view_of(answer.plan, inventory, model)
+        view = replace(view, hybrid=answer.hybrid, facts=(told, *view.facts))
+        write_page(html, plan_page(view))
     if as_json:
         out_json(_data(answer, inventory, model))
     else:
@@ -178,28 +188,6 @@ def _largest(question: Question) -> tuple[int, str]:
     return found, keep.value
 
 
-def verdict(plan: Plan) -> str:
-    """How a plan fits: wholly on GPUs, with experts in host memory, or with whole layers there."""
-    from planner.site import SiteKind
-
-    if all(use.kind == "cpu" for use in plan.devices if use.used_bytes):
-        return "fits in host memory: the CPU computes all of it"
-    there = [
-        line.unit
-        for line in plan.units
-        if line.site.kind is not SiteKind.GPU and not line.unit.startswith(_LOOKED_UP)
-    ]
-    if not there:
-        return ALL
-    return EXPERTS if all("experts" in unit for unit in there) else LAYERS
-
-
-def _best_stock(plan: Plan) -> Baseline | None:
-    """The fastest stock rule that uses a GPU."""
-    rules = [b for b in plan.baselines if b.feasible and b.name != "all-cpu"]
-    return min(rules, key=lambda b: b.tpot_ns, default=None)
-
-
 def _rows(answer: Answer) -> list[dict[str, Any]]:
     """Each placement with its time for a token, GPU memory, and setting."""
     plan = answer.plan
@@ -210,7 +198,7 @@ def _rows(answer: Answer) -> list[dict[str, Any]]:
         more = sum(use.used_bytes for use in answer.hybrid.devices if use.kind != "cpu")
         found.append(_row("hybrid", "solve --hybrid", p.tpot_ns, p.prefill_ns, more))
     cpu = [b for b in plan.baselines if b.feasible and b.name == "all-cpu"]
-    for name, rule in (("best stock rule", _best_stock(plan)), ("all-CPU", cpu[0] if cpu else None)):
+    for name, rule in (("best stock rule", best_stock(plan)), ("all-CPU", cpu[0] if cpu else None)):
         if rule is not None:
             found.append(_row(name, rule.setting, rule.tpot_ns, rule.prefill_ns, rule.vram_bytes))
     return found
@@ -234,57 +222,23 @@ def _show(answer: Answer, inventory: Inventory, model: Path) -> None:
     out(f"{plan.model.name} on {plan.machine.name}{assumed}:")
     out(f"{verdict(plan)}: {mib(used)} on GPUs, {mib(host)} in host memory, context {plan.workload.n_ctx}")
     made = table("placement", "setting", "tokens/s", "between", "prompt ms", "GPU memory")
-    error = plan.predicted.error_ppm / 10**6
     for row in _rows(answer):
-        rate = 1e9 / max(row["tpot_ns"], 1)
-        low, high = rate / (1 + error), rate / max(1 - error, 0.01)
+        rate, low, high = rates(row["tpot_ns"], plan.predicted.error_ppm)
         between = f"{low:.1f}–{high:.1f}"
         prompt = f"{row['prefill_ns'] / 1e6:.0f}"
         made.add_row(row["name"], row["setting"], f"{rate:.1f}", between, prompt, mib(row["gpu_bytes"]))
     out_table(made)
-    out(_gain(plan))
+    out(gain(plan))
     out(f"largest context: {answer.largest_ctx}, with {answer.keeps}")
-    text, notes = _pasted(plan, inventory, model)
+    text, notes = pasted(plan, inventory, model)
     for note in notes:
         say(f"not expressible by a stock tool: {note}")
     out("to paste:")
     out_text(text)
 
 
-def _gain(plan: Plan) -> str:
-    """What the plan gains over the best stock rule, and whether that can be told."""
-    stock = _best_stock(plan)
-    if stock is None or not plan.predicted.tpot_ns:
-        return "no stock rule with a GPU fits"
-    gain = stock.tpot_ns / plan.predicted.tpot_ns
-    if plan.predicted.status == "baseline" or abs(gain - 1) < 0.01:
-        return "the plan is as fast as the best stock rule: use that one"
-    within = "" if gain - 1 > plan.predicted.error_ppm / 10**6 else ", less than the predictions' own error"
-    took = ms(plan.predicted.tpot_ns)
-    return f"the plan takes {took} a token, {gain:.2f}x as fast as the best stock rule{within}"
-
-
-def _pasted(plan: Plan, inventory: Inventory, model: Path) -> tuple[str, tuple[str, ...]]:
-    """The command line of llama-server for a plan, and what it cannot say."""
-    from planner.plan.load_spec import load_spec, plan_layer_devices
-    from planner.plan.override_match import placed as matched
-    from planner.plan.overrides import collate
-    from planner.quoting import file_name
-    from runtime.tools.export import export
-    from runtime.tools.options import cut_by_parsers, stock
-
-    if any(cut_by_parsers(each.pattern) for each in plan.overrides):
-        found = tuple((each.pattern, each.buffer) for each in plan.overrides)
-        plan = plan.model_copy(update={"overrides": collate(matched(inventory, found))})
-    placed = stock(load_spec(plan), len(plan_layer_devices(plan)) - 1)
-    table_only = model.suffix in (".yaml", ".yml")
-    path = file_name(plan.model.name, ".gguf") if table_only else str(model)
-    text = export(plan, placed, path, "llama-server")
-    return "".join(line for line in text.splitlines(True) if not line.startswith("#")), placed.notes
-
-
 def _data(answer: Answer, inventory: Inventory, model: Path) -> dict[str, Any]:
-    text, notes = _pasted(answer.plan, inventory, model)
+    text, notes = pasted(answer.plan, inventory, model)
     return {
         "feasible": True,
         "verdict": verdict(answer.plan),

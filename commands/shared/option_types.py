@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from commands.shared.console import check_target
+from planner.texts import PAGE
 
 
 class Target(click.Path):
@@ -32,3 +33,12 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+html_option = click.option(
+    "--html",
+    "html",
+    type=Target(PAGE),
+    metavar="FILE",
+    help="Write a page for a browser: one file, no network.",
+)

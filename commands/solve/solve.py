@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.shared.console import mib, ms, out, out_json, out_table, say, table, write_text
-from commands.shared.option_types import Target
+from commands.shared.option_types import Target, html_option
 from commands.shared.refusals import refusal_data
 from commands.solve.options import SolveOptions, solve_options
 from commands.solve.request import inputs_of
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     "--quant", "quants", multiple=True, help="What if: REGEX=TYPE, for example 'ffn_.*_exps=iq2_xs'."
 )
 @click.option("--tensor-types", type=Target(), help="Write --quant as a llama-quantize map.")
+@html_option
 @click.option("--json", "as_json", is_flag=True, help="The plan as JSON.")
 def command(
     asked: SolveOptions,
     output: Path | None,
     quants: tuple[str, ...],
     tensor_types: Path | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Place every tensor of MODEL (a GGUF file or an inventory.yaml) under a memory budget."""
@@ -52,6 +54,10 @@ def command(
     if output is not None:
         write_text(output, to_text(plan))
         say(f"wrote {output}")
+    if html is not None:
+        from commands.page.page import plan_page, view_of, write_page
+
+        write_page(html, plan_page(view_of(plan, inputs.inventory, inputs.model, output)))
     if as_json:
         out_json(plan.model_dump(mode="json", by_alias=True))
     else:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from commands.shared.console import PICTURE, mib, out_json, out_table, progress, say, table
-from commands.shared.option_types import Target
 from commands.shared.pictures import check_name, pyplot, save
-from commands.shared.spellings import ask_unit
+from commands.shared.option_types import Target, html_option
+from commands.shared.spellings import ask_unit, tokens
 from commands.solve.options import SolveOptions, solve_options
-from commands.solve.request import Inputs, inputs_of
+from commands.solve.request import Inputs, inputs_of, workload_of
 from planner.constants import MIB, PPM
 from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import mathtext
@@ -37,9 +37,10 @@ class NothingFits(AnswerIsNo):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One budget and what it gives; `plan` is None where nothing fits."""
+    """One budget and context, and what they give; `plan` is None where nothing fits."""
 
     budget_bytes: int
+    n_ctx: int
     plan: Plan | None
 
     @property
@@ -63,35 +64,95 @@ class Point:
         return max(gain, PPM) if self.plan.predicted.status == "baseline" else gain
 
 
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What is swept: budgets of one device, in bytes, and contexts, in tokens."""
+
+    device: str
+    budgets: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    @property
+    def several(self) -> bool:
+        """Whether contexts differ, so that they are worth a column."""
+        return len(self.contexts) > 1
+
+
 @click.command()
 @solve_options
-@click.option(
-    "--budgets", required=True, help="FIRST:LAST:STEP on the swept device: 4000:24000:1000 (MiB), 4G:24G:1G."
-)
+@click.option("--budgets", help="FIRST:LAST:STEP on the swept device: 4000:24000:1000 (MiB), 4G:24G:1G.")
+@click.option("--contexts", metavar="TOKENS,…", help="Contexts, each with each budget: 4k,16k,64k.")
 @click.option("--device", help="The device whose budget is swept [default: the first GPU].")
 @click.option("--plot", type=Target(PICTURE), help="Write a picture: .png, .svg or .pdf.")
+@html_option
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
-def command(asked: SolveOptions, budgets: str, device: str | None, plot: Path | None, as_json: bool) -> None:
-    """Plan MODEL for a range of budgets."""
-    from planner.machine.budgets import parse_budget
+def command(
+    asked: SolveOptions,
+    budgets: str | None,
+    contexts: str | None,
+    device: str | None,
+    plot: Path | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan MODEL for a range of budgets, of contexts, or of both.
 
-    sizes = parse_range(budgets)
+    Interrupted, it shows what it has.
+    """
     check_name(plot, "--plot")
-    inputs = inputs_of(asked)
-    swept = _device(inputs, device)
-    if asked.budget is not None and swept in parse_budget(asked.budget):
-        raise OptionProblem("--budget", asked.budget, f"{swept} is what --budgets sweeps")
-    points = _points(inputs, swept, sizes)
-    if plot is not None:
-        draw(points, f"{inputs.inventory.name} on {inputs.profile.name}, budget of {swept}", plot)
+    asked = replace(asked, ctx=str(parse_contexts(contexts)[0])) if contexts is not None else asked
+    inputs, swept = _asked(asked, budgets, contexts, device)
+    points: list[Point] = []
+    try:
+        _solve(inputs, asked, swept, points)
+        complete = True
+    except KeyboardInterrupt:
+        if not points:
+            raise
+        complete = False
+    _write(inputs, swept, points, (plot, html), complete)
     if as_json:
         out_json([_data(point) for point in points])
     else:
-        _show(points)
+        _show(points, swept.several)
     if not inputs.profile.measured:
         say(f"assumed, not measured: {inputs.profile.name}")
+    if not complete:
+        say(f"{len(points)} of {len(swept.budgets) * len(swept.contexts)} plans were solved")
+        raise KeyboardInterrupt
     if all(point.plan is None for point in points):
         raise NothingFits(points[-1].budget_bytes)
+
+
+def _asked(
+    asked: SolveOptions, budgets: str | None, contexts: str | None, device: str | None
+) -> tuple[Inputs, Range]:
+    """What the command line asks for; OptionProblem for what makes no sense."""
+    from planner.machine.budgets import parse_budget
+
+    if budgets is None and contexts is None:
+        raise OptionProblem("--budgets", "", "say what to sweep: --budgets 4G:24G:1G, --contexts 4k,16k,64k")
+    sizes = parse_range(budgets) if budgets is not None else ()
+    inputs = inputs_of(asked)
+    swept = _device(inputs, device)
+    if sizes and asked.budget is not None and swept in parse_budget(asked.budget):
+        raise OptionProblem("--budget", asked.budget, f"{swept} is what --budgets sweeps")
+    found = Range(
+        swept,
+        tuple(size * MIB for size in sizes) or (inputs.request.budgets[swept],),
+        parse_contexts(contexts) if contexts is not None else (inputs.request.workload.n_ctx,),
+    )
+    if len(found.budgets) * len(found.contexts) > _MOST:
+        raise OptionProblem("--contexts", contexts or "", f"with these budgets are more than {_MOST} plans")
+    return inputs, found
+
+
+def parse_contexts(text: str) -> tuple[int, ...]:
+    """Contexts in tokens, rising; OptionProblem for what is no list of them."""
+    found = sorted({tokens(part) for part in text.split(",")}, key=lambda each: (len(each), each))
+    if not all(each.isdecimal() and 0 < int(each) < 2**31 for each in found):
+        raise OptionProblem("--contexts", text, "expected numbers of tokens, for example 4k,16k,64k")
+    return tuple(map(int, found))
 
 
 def parse_range(text: str) -> tuple[int, ...]:
@@ -131,38 +192,73 @@ def _device(inputs: Inputs, asked: str | None) -> str:
     return asked or gpus[0]
 
 
-def _points(inputs: Inputs, device: str, sizes: Sequence[int]) -> list[Point]:
-    from dataclasses import replace
-
-    from planner.errors import AnswerIsNo
+def _solve(inputs: Inputs, asked: SolveOptions, swept: Range, points: list[Point]) -> None:
+    """A plan for each budget and context, added to `points` as it is found."""
     from planner.passes.refusal import OutOfTime
 
-    found = []
+    pairs = [(size, n_ctx) for n_ctx in swept.contexts for size in swept.budgets]
     with progress() as bar:
-        task = bar.add_task("budgets", total=len(sizes), rate="")
-        for n, size in enumerate(sizes):
-            request = replace(inputs.request, budgets={**inputs.request.budgets, device: size * MIB})
-            here = replace(inputs.within(1 / (len(sizes) - n)), request=request)
+        task = bar.add_task("plans", total=len(pairs), rate="")
+        for n, (size, n_ctx) in enumerate(pairs):
+            bar.update(task, rate=f"{mib(size)}, context {n_ctx}")
+            request = replace(inputs.request, budgets={**inputs.request.budgets, swept.device: size})
+            if n_ctx != request.workload.n_ctx:
+                use = workload_of(replace(asked, ctx=str(n_ctx)), inputs.inventory)
+                request = replace(request, workload=use)
+            here = replace(inputs.within(1 / (len(pairs) - n)), request=request)
             try:
                 plan = here.plan(advise=False)
             except OutOfTime:  # nothing is known of this budget
                 raise
             except AnswerIsNo:
                 plan = None
-            found.append(Point(size * MIB, plan))
+            points.append(Point(size, n_ctx, plan))
             bar.advance(task)
-    return found
 
 
-def _show(points: Sequence[Point]) -> None:
-    shown = table("budget", "tokens/s", "ms/token", "prompt ms", "best stock rule", "request gain", "gap")
+def _write(
+    inputs: Inputs,
+    swept: Range,
+    points: Sequence[Point],
+    targets: tuple[Path | None, Path | None],
+    complete: bool,
+) -> None:
+    """The picture and the page, where they are asked for."""
+    plot, page = targets
+    title = f"{inputs.inventory.name} on {inputs.profile.name}, budget of {swept.device}"
+    if plot is not None:
+        draw([point for point in points if point.n_ctx == swept.contexts[0]], title, plot)
+    if page is None:
+        return
+    from commands.page.page import view_of, write_page
+    from commands.page.sweep_page import Sweep, sweep_page
+
+    at = [(swept.budgets.index(p.budget_bytes), swept.contexts.index(p.n_ctx)) for p in points]
+    views = [view_of(p.plan, inputs.inventory, inputs.model) if p.plan else None for p in points]
+    sweep = Sweep(
+        title,
+        swept.device,
+        swept.budgets[: max(b for b, _ in at) + 1],
+        swept.contexts[: max(c for _, c in at) + 1],
+        dict(zip(at, views, strict=True)),
+        complete,
+    )
+    write_page(page, sweep_page(sweep))
+
+
+def _show(points: Sequence[Point], several: bool) -> None:
+    shown = table(
+        "budget", "context", "tokens/s", "ms/token", "prompt ms", "best stock rule", "request gain", "gap"
+    )
     for point in points:
+        context = str(point.n_ctx) if several else ""
         if point.plan is None:
-            shown.add_row(mib(point.budget_bytes), "does not fit", "", "", "", "", "")
+            shown.add_row(mib(point.budget_bytes), context, "does not fit")
             continue
         p, stock = point.plan.predicted, point.best_stock
         shown.add_row(
             mib(point.budget_bytes),
+            context,
             f"{1e9 / p.tpot_ns:.1f}",
             f"{p.tpot_ns / 1e6:.2f}",
             f"{p.prefill_ns / 1e6:.0f}",
@@ -175,10 +271,11 @@ def _show(points: Sequence[Point]) -> None:
 
 def _data(point: Point) -> dict[str, Any]:
     if point.plan is None:
-        return {"budget_bytes": point.budget_bytes, "feasible": False}
+        return {"budget_bytes": point.budget_bytes, "n_ctx": point.n_ctx, "feasible": False}
     p = point.plan.predicted
     return {
         "budget_bytes": point.budget_bytes,
+        "n_ctx": point.n_ctx,
         "feasible": True,
         "tpot_ns": p.tpot_ns,
         "prefill_ns": p.prefill_ns,

@@ -1,0 +1,274 @@
+"""Pages for a browser: one file, in which every text is data, seen in a real browser where there is one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner, Result
+from hostile_texts import CRAFTED
+from planning_models import moe
+from sample_plan import sample_plan
+
+from atsplan import main
+from commands.page.elements import FIRST_LINES
+from commands.page.page import View, plan_page
+from commands.page.words import WORDS
+from planner.model.inventory import to_text as inventory_text
+from planner.plan.plan import Plan, from_text, to_text
+from planner.site import ON_CPU, Site
+from planner.texts import kind_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+ROOT = Path(__file__).parent.parent
+INPUTS = ROOT / "plans" / "inputs"
+QWEN = INPUTS / "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"
+PLAN = ROOT / "plans" / "Qwen3.6-35B-A3B-q4_K--rtx4060-8gb-ddr5.yaml"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_TAGS = {
+    *(
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "script",
+        "header",
+        "main",
+        "section",
+        "footer",
+        "div",
+    ),
+    *("p", "h1", "h2", "ul", "li", "span", "strong", "b", "code", "pre", "button", "details", "summary"),
+    *("label", "input", "output", "figure", "figcaption", "svg", "defs", "pattern", "rect", "line", "circle"),
+    *("path", "g", "text"),
+}
+
+
+def run(*words: str | Path) -> Result:
+    found = CliRunner().invoke(main, [str(word) for word in words], env={"COLUMNS": "80"})
+    assert found.exit_code == 0, found.output
+    return found
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and the attributes that lead anywhere or run anything."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.leading: set[str] = set()
+        self.scripts = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.scripts += tag == "script"
+        self.leading |= {
+            name for name, _ in attrs if name in ("href", "src", "style") or name.startswith("on")
+        }
+
+
+def with_name(name: str) -> Plan:
+    """A plan in which everything that strangers name has this name, with hybrid and striped experts too."""
+    plan = sample_plan()
+    units = tuple(
+        unit.model_copy(update={"why": name, "site": site})
+        for unit, site in zip(plan.units, map(Site.parse, ("hybrid:CUDA0:3", "stripe:CUDA0:2")), strict=True)
+    )
+    other = plan.units[0].model_copy(
+        update={"unit": f"blk.1.{name}", "site": Site.parse(f"gpu:{name or 'G'}")}
+    )
+    used = plan.devices[0].model_copy(update={"name": name})
+    return plan.model_copy(
+        update={
+            "command": name,
+            "model": plan.model.model_copy(update={"name": name, "architecture": name}),
+            "machine": plan.machine.model_copy(update={"name": name}),
+            "notes": (name,),
+            "units": (*units, other),
+            "devices": (*plan.devices, used),
+            "baselines": (plan.baselines[0].model_copy(update={"name": name, "setting": name}),),
+        }
+    )
+
+
+def test_the_same_plan_gives_the_same_page_which_asks_for_nothing(tmp_path: Path) -> None:
+    alone = shutil.copy(PLAN, tmp_path / "plan.yaml")  # without its inputs nothing is solved again
+    for name in ("a", "b"):
+        run("explain", alone, "--html", tmp_path / f"{name}.html")
+    text = (tmp_path / "a.html").read_text()
+    assert text == (tmp_path / "b.html").read_text()
+    assert text.startswith(FIRST_LINES) and kind_of(text) == "page"
+    found = Tags(text)
+    assert not found.leading and found.scripts == 1 and found.tags <= _TAGS
+    assert "default-src 'none'" in text and not re.search(
+        r"@import|url\((?!#)|https?://|fetch\(|import\(", text
+    )
+    assert len(text) < 200_000
+
+
+@pytest.mark.parametrize("name", CRAFTED, ids=range(len(CRAFTED)))
+def test_texts_of_files_are_data(name: str) -> None:
+    text = plan_page(View(with_name(name), 8, name, facts=(name,)))
+    found = Tags(text)
+    assert found.tags <= _TAGS and found.scripts == 1 and not found.leading
+    text.encode()
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def test_only_a_page_replaces_a_page(tmp_path: Path) -> None:
+    alone, plan, page = (tmp_path / name for name in ("alone.yaml", "plan.yaml", "page.html"))
+    for path in (alone, plan):
+        path.write_text(to_text(sample_plan()))
+    kept = plan.read_bytes()
+    refused = CliRunner().invoke(main, ["explain", str(alone), "--html", str(plan)])
+    assert (
+        refused.exit_code == 2 and "is a plan: not replaced" in refused.output and plan.read_bytes() == kept
+    )
+    run("explain", alone, "--html", page)
+    run("explain", alone, "--html", page)
+    over = CliRunner().invoke(main, ["solve", str(QWEN), "--machine", "rtx4060-8gb-ddr5", "-o", str(page)])
+    assert over.exit_code == 2 and "is a page: not replaced" in over.output
+
+
+def test_words_mean_what_the_glossary_says() -> None:
+    rows = re.findall(
+        r"^\| \*\*(.+?)\*\* \| (.+) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE
+    )
+    glossary = {word: meaning.replace("`", "") for word, meaning in rows}
+    for word, meaning in WORDS.items():
+        assert glossary[word].startswith(meaning), word
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = find_spec("playwright") is not None
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    own = any((Path.home() / ".cache" / "ms-playwright").glob("chromium-*"))
+    if not found or not (path or own):
+        why = "needs playwright and a Chromium (Debian: apt-get install chromium)"
+        if os.environ.get("ATSPLAN_REQUIRE_ENGINES") == "1":
+            pytest.fail(why)
+        pytest.skip(why)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+def in_slots(path: Path) -> Plan:
+    """A plan of the project with the experts of its CPU in slots, more of them from layer to layer."""
+    plan = from_text(path.read_text(), str(path))
+    units = tuple(
+        unit.model_copy(update={"site": Site.parse(f"hybrid:CUDA0:{8 + index}")})
+        if unit.unit.endswith("experts") and unit.site == ON_CPU
+        else unit
+        for index, unit in enumerate(plan.units)
+    )
+    return plan.model_copy(update={"units": units})
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan's page and a sweep's, made by the commands."""
+    folder = tmp_path_factory.mktemp("pages")
+    machine = ("--machine", "rtx3060-12gb-ddr4")
+    (folder / "plan.html").write_text(plan_page(View(in_slots(PLAN), 256, "llama-server --model x.gguf")))
+    (folder / "moe.inventory.yaml").write_text(inventory_text(moe()))
+    swept = ("--budgets", "1G:5G:2G", "--contexts", "4k,8k", "--html", folder / "sweep.html")
+    run("sweep", folder / "moe.inventory.yaml", *machine, *swept)
+    (folder / "hostile.html").write_text(plan_page(View(with_name("".join(CRAFTED)), 8, CRAFTED[0])))
+    return folder
+
+
+class Watched:
+    """A page of a browser, and everything that it complains of or asks for."""
+
+    def __init__(self, browser: Browser, path: Path, width: int = 1200, scheme: str = "light") -> None:
+        self.heard: list[str] = []
+        self.asked: list[str] = []
+        self.page: Page = browser.new_page(
+            viewport={"width": width, "height": 800},
+            color_scheme="dark" if scheme == "dark" else "light",
+        )
+        self.page.on("console", lambda message: self.heard.append(message.text))
+        self.page.on("pageerror", lambda error: self.heard.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.heard.append(dialog.message))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+
+
+@pytest.mark.parametrize("name", ["plan", "sweep", "hostile"])
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (360, "dark")])
+def test_it_is_drawn_without_complaint(
+    browser: Browser, pages: Path, name: str, width: int, scheme: str
+) -> None:
+    path = pages / f"{name}.html"
+    seen = Watched(browser, path, width, scheme)
+    page = seen.page
+    assert (seen.heard, seen.asked) == ([], [path.as_uri()])
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    cells = page.locator(".map:visible .cell rect:not(.frame)")
+    assert cells.count() > 1 and (cells.first.bounding_box() or {"width": 0})["width"] > 5
+    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    bright = sum(map(int, re.findall(r"\d+", back)[:3])) > 384
+    assert bright == (scheme == "light")
+    page.close()
+
+
+def test_cells_terms_and_the_command_answer_to_the_keyboard(browser: Browser, pages: Path) -> None:
+    page = Watched(browser, pages / "plan.html").page
+    page.locator(".bands").focus()
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowRight"):
+        page.keyboard.press(key)
+    told = page.locator(".told").inner_text()
+    assert (
+        told.startswith("blk.1.experts: ") and "14 of 256 experts on CUDA0, the others by CPU and bus" in told
+    )
+    term = page.locator(".term", has_text="gap").first
+    term.focus()
+    assert term.locator(".tip").is_visible()
+    page.keyboard.press("Escape")
+    assert not term.locator(".tip").is_visible()
+    page.locator(".copy").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelector('.copied').textContent !== ''")
+    page.close()
+
+
+def test_sliders_show_the_point_that_was_solved(browser: Browser, pages: Path) -> None:
+    seen = Watched(browser, pages / "sweep.html")
+    page = seen.page
+    heads = page.locator(".panel:visible h2.wide")
+    assert "5 120 MiB, context 8192" in heads.first.inner_text()
+    page.locator("#budget").focus()
+    page.keyboard.press("ArrowLeft")
+    page.locator("#context").focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.locator(".panel:visible").count() == 1
+    assert "3 072 MiB, context 4096" in heads.first.inner_text()
+    assert (
+        page.locator("figure:visible").count() == 2 and page.locator("figure:visible .dot.now").count() == 2
+    )
+    page.locator(
+        "figure:visible .dot[data-key='0-0'] circle, figure:visible .dot[data-key='0-0'] text"
+    ).first.click()
+    assert "1 024 MiB, context 4096" in page.locator(".panel:visible").inner_text().replace("\u202f", " ")
+    assert not seen.heard
+    page.close()
