@@ -239,7 +239,7 @@ def _write_page(path: Path, job: Job, results: list[Result]) -> None:
         memory = sum(sizes.total for name, sizes in result.memory.items() if name != CPU)
         for prompt in sorted(result.decode):
             if found := summary(result.decode[prompt]):
-                name, setting = ("this plan", "") if index == 0 else (result.arm.name, result.arm.setting)
+                name, setting = ("this plan", "") if index == 0 else (result.rival.name, result.rival.setting)
                 rates = (1e9 / found.median, 1e9 / found.high, 1e9 / found.low)
                 said = f"{found.samples} samples, 95 % interval, {mib(memory)} of device memory"
                 measured.setdefault(prompt, []).append(Bar(name, setting, *rates, said, index == 0))

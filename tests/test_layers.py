@@ -359,7 +359,7 @@ QUOTERS: dict[str, dict[str, str]] = {
     "shlex": {},
     "html": {},
     "xml.sax": {},
-    "urllib.parse": {},
+    "urllib.parse": {"commands/fit/remote.py": "takes addresses apart; uri() spells them"},
     "json.dumps": {
         "planner/records.py": "between YAML and the validator, within a process",
         "planner/plan/schema.py": "our own schema, keys sorted",

@@ -21,10 +21,10 @@ from atsplan import main
 from commands.page.elements import FIRST_LINES
 from commands.page.page import View, plan_page
 from commands.page.words import WORDS
+from planner.file_kinds import kind_of
 from planner.model.inventory import to_text as inventory_text
 from planner.plan.plan import Plan, from_text, to_text
 from planner.site import ON_CPU, Site
-from planner.texts import kind_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

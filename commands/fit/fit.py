@@ -20,6 +20,7 @@ from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import shell
 
 if TYPE_CHECKING:
+    from commands.fit.remote import Reference
     from planner.machine.profile import Profile
     from planner.model.inventory import Inventory
     from planner.passes.case import Case
@@ -28,7 +29,21 @@ if TYPE_CHECKING:
     from planner.plan.request import Request
 
 _FILE = click.Path(path_type=Path)
+Words = tuple[str, ...]  # by which llama-server finds a model that is not here
 _STEPS_GIB = (0, 1, 2, 4, 8, 16)  # beyond the shortage, for units that do not divide
+
+
+class Model(click.ParamType[Any]):
+    """A file here, or a reference to one elsewhere."""
+
+    name = "model"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value).startswith(("hf:", "https:", "http:")):
+            from commands.fit.remote import reference
+
+            return reference(str(value)) or Path(str(value))
+        return Path(str(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +66,7 @@ class Answer:
 
 
 @click.command()
-@click.argument("model", type=_FILE)
+@click.argument("model", type=Model(), metavar="MODEL")
 @click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine.")
 @click.option("--machine", help="A machine description that ships with the program.")
 @machine_parts
@@ -65,7 +80,7 @@ class Answer:
 @html_option
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def command(
-    model: Path,
+    model: Path | Reference,
     profile_path: Path | None,
     machine: str | None,
     parts: Described,
@@ -79,8 +94,9 @@ def command(
 ) -> None:
     """Does MODEL fit, how fast, with what context, and what to type.
 
-    MODEL is a GGUF file, any shard or the folder of a split one, or an inventory.yaml. The machine is a
-    profile, a known one, or its parts: --gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8.
+    MODEL is a GGUF file, any shard or the folder of a split one, an inventory.yaml, or lies elsewhere:
+    https://… or hf:owner/repo/file.gguf, of which only the header is fetched. The machine is a profile,
+    a known one, or its parts: --gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8.
     """
     if profile_path is None and machine is None and not parts:
         raise OptionProblem(
@@ -89,7 +105,8 @@ def command(
             "say for which machine: --profile FILE, --machine NAME, or --gpu CARD (atsplan machines)",
         )
     profile = profile_of(profile_path, machine, parts)
-    inventory = load_inventory(model)
+    inventory, where = _opened(model)
+    words = () if isinstance(model, Path) else model.words
     question = _question(inventory, profile, budget, ctx, _types(kv_type, type_k, type_v))
     try:
         answer = _answer(question)
@@ -103,19 +120,31 @@ def command(
         from commands.page.page import plan_page, view_of, write_page
 
         told = f"Largest context: {answer.largest_ctx}, with {answer.keeps}."
-        view = view_of(answer.plan, inventory, model)
+        view = view_of(answer.plan, inventory, where, words=words)
         view = replace(view, hybrid=answer.hybrid, facts=(told, *view.facts))
         write_page(html, plan_page(view))
     if as_json:
-        out_json(_data(answer, inventory, model))
+        out_json(_data(answer, inventory, where, words))
     else:
-        _show(answer, inventory, model)
+        _show(answer, inventory, where, words)
     limits = [] if budget is None else ["--budget", budget]
     limits += [] if ctx == "4096" else ["-c", ctx]
     cache = "/".join(_types(kv_type, type_k, type_v))
     limits += [] if cache == "f16/f16" else ["--kv-type", cache]
     which = ["--machine", machine] if machine else ["--profile", str(profile_path or "profile.yaml")]
-    _next_steps(model, profile, [*which, *limits], parts)
+    _next_steps(where, profile, [*which, *limits], parts, fetch=model is not where)
+
+
+def _opened(model: Path | Reference) -> tuple[Inventory, Path]:
+    """The model's table, and what the model is called here."""
+    if isinstance(model, Path):
+        return load_inventory(model), model
+    from commands.fit.remote import read_remote
+
+    file = read_remote(model)
+    for note in file.notes:
+        say(f"note: {note}")
+    return file.inventory, Path(model.name)
 
 
 def _types(whole: str | None, keys: str | None, values: str | None) -> tuple[str, str]:
@@ -214,7 +243,7 @@ def _row(name: str, setting: str, tpot_ns: int, prefill_ns: int, vram_bytes: int
     }
 
 
-def _show(answer: Answer, inventory: Inventory, model: Path) -> None:
+def _show(answer: Answer, inventory: Inventory, model: Path, words: Words) -> None:
     plan = answer.plan
     used = sum(use.used_bytes for use in plan.devices if use.kind != "cpu")
     host = sum(use.used_bytes for use in plan.devices if use.kind == "cpu")
@@ -230,15 +259,15 @@ def _show(answer: Answer, inventory: Inventory, model: Path) -> None:
     out_table(made)
     out(gain(plan))
     out(f"largest context: {answer.largest_ctx}, with {answer.keeps}")
-    text, notes = pasted(plan, inventory, model)
+    text, notes = pasted(plan, inventory, model, words)
     for note in notes:
         say(f"not expressible by a stock tool: {note}")
     out("to paste:")
     out_text(text)
 
 
-def _data(answer: Answer, inventory: Inventory, model: Path) -> dict[str, Any]:
-    text, notes = pasted(answer.plan, inventory, model)
+def _data(answer: Answer, inventory: Inventory, model: Path, words: Words) -> dict[str, Any]:
+    text, notes = pasted(answer.plan, inventory, model, words)
     return {
         "feasible": True,
         "verdict": verdict(answer.plan),
@@ -308,8 +337,10 @@ def _more_host(question: Question, refusal: Infeasible) -> int:
     return 0
 
 
-def _next_steps(model: Path, profile: Profile, asked: list[str], parts: Described) -> None:
+def _next_steps(model: Path, profile: Profile, asked: list[str], parts: Described, fetch: bool) -> None:
     """What to do with the answer, as commands; `asked`: machine, budget and use as solve is told them."""
+    if fetch:
+        say(f"next: download the model, so that {model} is here")
     if parts:
         say(f"next: {shell(['atsplan', 'machines', *words_of(parts), '-o', 'profile.yaml'])}")
     say(f"next: {shell(['atsplan', 'solve', str(model), *asked, '-o', 'plan.yaml'])}")

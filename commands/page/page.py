@@ -45,10 +45,14 @@ def write_page(path: Path, text: str) -> None:
 
 
 def view_of(
-    plan: Plan, inventory: Inventory | None, model: Path | None = None, plan_path: Path | None = None
+    plan: Plan,
+    inventory: Inventory | None,
+    model: Path | None = None,
+    plan_path: Path | None = None,
+    words: tuple[str, ...] = (),
 ) -> View:
     """A plan with the command to paste; `inventory`, where it is at hand, tells the experts of a layer."""
-    text, notes = pasted(plan, inventory, model, plan_path)
+    text, notes = pasted(plan, inventory, model, words, plan_path)
     facts = tuple(f"Not expressible by a stock tool: {note}." for note in notes)
     n_experts = inventory.number("expert_count") if inventory else 0
     return View(plan, n_experts, text.strip(), facts=facts)

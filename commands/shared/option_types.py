@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from commands.shared.console import check_target
-from planner.texts import PAGE
+from planner.file_kinds import PAGE
 
 
 class Target(click.Path):

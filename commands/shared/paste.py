@@ -21,11 +21,16 @@ def model_name(plan: Plan, model: Path | None) -> str:
 
 
 def pasted(
-    plan: Plan, inventory: Inventory | None, model: Path | None, plan_path: Path | None = None
+    plan: Plan,
+    inventory: Inventory | None,
+    model: Path | None,
+    words: tuple[str, ...] = (),
+    plan_path: Path | None = None,
 ) -> tuple[str, tuple[str, ...]]:
     """llama-server's command line for a plan, and what it cannot say.
 
-    `atsplan run` where experts are divided: no option of a stock tool says that.
+    `atsplan run` where experts are divided: no option of a stock tool says that. `words` stand in the place
+    of --model where llama-server itself fetches it.
     """
     from planner.plan.load_spec import load_spec, plan_layer_devices
     from planner.plan.override_match import placed as matched
@@ -41,4 +46,7 @@ def pasted(
         plan = plan.model_copy(update={"overrides": collate(matched(inventory, found))})
     placed = stock(load_spec(plan), len(plan_layer_devices(plan)) - 1)
     text = export(plan, placed, name, "llama-server")
-    return "".join(line for line in text.splitlines(True) if not line.startswith("#")), placed.notes
+    text = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
+    if words:
+        text = text.replace(f" {shell(['--model', name])} ", f" {shell(words)} ", 1)
+    return text, placed.notes

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.shared.console import PICTURE, mib, out_json, out_table, progress, say, table
-from commands.shared.pictures import check_name, pyplot, save
 from commands.shared.option_types import Target, html_option
+from commands.shared.pictures import check_name, pyplot, save
 from commands.shared.spellings import ask_unit, tokens
 from commands.solve.options import SolveOptions, solve_options
 from commands.solve.request import Inputs, inputs_of, workload_of

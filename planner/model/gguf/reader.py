@@ -20,7 +20,7 @@ from planner.constants import SIZE_KEY
 from planner.errors import FileProblem, InputError
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
 from planner.model.gguf.half_published import half_published
-from planner.model.gguf.header import Header, KeyValue, TensorInfo, pad, parse_header
+from planner.model.gguf.header import Bytes, Header, KeyValue, TensorInfo, pad, parse_header
 from planner.model.gguf.magic import MAGIC, part_advice
 from planner.model.gguf.sanity import check_counts, check_layers, wrong_types
 from planner.model.gguf.shards import (
@@ -88,11 +88,19 @@ def read_model(path: Path) -> ModelFile:
     start = read_shard(first)
     paths = shard_paths(first, start.header)
     shards = (start,) if len(paths) == 1 else _read_set(path, paths, start)
+    other = len(paths) > 1 and first != paths[0]
+    said = f"{first.name} is not the first shard: starting from {paths[0].name}"
+    return model_of(paths, shards, (said,) if other else ())
+
+
+def model_of(
+    paths: tuple[Path, ...], shards: tuple[ShardHeader, ...], said: tuple[str, ...] = ()
+) -> ModelFile:
+    """A model from the headers of all its shards; `said`: notes of the caller's own."""
     notes = [
         f"{s.path.name}: {s.trailing_bytes} bytes after the last tensor" for s in shards if s.trailing_bytes
     ]
-    if len(paths) > 1 and first != paths[0]:
-        notes.append(f"{first.name} is not the first shard: starting from {paths[0].name}")
+    notes += said
     notes += _wrong_types(shards)
     notes += _unknown_types(shards)
     notes += _holes(shards)
@@ -103,18 +111,23 @@ def read_shard(path: Path) -> ShardHeader:
     """Read the header of one file and check its offsets against its length."""
     try:
         with mapped(path) as data:
-            header = parse_header(data, str(path))
-            check_layers(header, str(path))
-            digest = _sha256(data, header.end)
-            sizes, trailing = _sizes(header, len(data), str(path))
-            _refuse_joined(header, data, len(data) - trailing, str(path))
+            return shard_of(path, data, len(data))
     except FileNotFoundError:
         raise FileProblem(str(path), "no such file") from None
     except OSError as problem:
         if problem.errno == errno.ENOMEM:  # no fault of the file
             raise OSError(problem.errno, problem.strerror, str(path)) from None
         raise FileProblem(str(path), problem.strerror or str(problem)) from None
-    return ShardHeader(path, path.stat().st_size, header, sizes, trailing, digest)
+
+
+def shard_of(path: Path, data: Bytes, size_bytes: int) -> ShardHeader:
+    """The header of one file of that length from its bytes, wherever they are, its offsets checked."""
+    header = parse_header(data, str(path))
+    check_layers(header, str(path))
+    digest = hashlib.sha256(data[: header.end]).hexdigest()
+    sizes, trailing = _sizes(header, size_bytes, str(path))
+    _refuse_joined(header, data, size_bytes - trailing, str(path))
+    return ShardHeader(path, size_bytes, header, sizes, trailing, digest)
 
 
 @contextmanager
@@ -126,11 +139,6 @@ def mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
-
-
-def _sha256(data: mmap.mmap | bytes, end: int) -> str:
-    with memoryview(data) as view:
-        return hashlib.sha256(view[:end]).hexdigest()
 
 
 def _read_set(path: Path, paths: tuple[Path, ...], start: ShardHeader) -> tuple[ShardHeader, ...]:
@@ -232,7 +240,7 @@ def _refuse_truncation(header: Header, order: list[int], file_bytes: int, path: 
         raise TruncatedTensor(path, info.name, min(missing, whole), len(cut) - 1, part_advice(path))
 
 
-def _refuse_joined(header: Header, data: mmap.mmap | bytes, end: int, path: str) -> None:
+def _refuse_joined(header: Header, data: Bytes, end: int, path: str) -> None:
     """Shards joined with cat: another header behind the data of the first."""
     if header.infos and (header.number("split.count") or 0) > 1 and data[end : end + 4] == MAGIC:
         why = "shards joined with cat: another GGUF starts behind the first; use llama-gguf-split --merge"
