@@ -61,8 +61,8 @@ def test_no_figure_is_guessed() -> None:
         find("RTX 4071")
     with pytest.raises(UnknownCard, match="which of RTX 4060 Ti 8GB, RTX 4060 Ti 16GB"):
         find("RTX 4060 Ti")
-    with pytest.raises(OptionProblem, match="no source says how the RTX 4080 is connected"):
-        described(made("RTX 4080", 16, 64, "ddr5-6000", "", 8))
+    with pytest.raises(OptionProblem, match="no source says how the RTX 4080 Super is connected"):
+        described(made("RTX 4080 Super", 16, 64, "ddr5-6000", "", 8))
     for memory, pcie in (("ddr6-6000", "4x16"), ("ddr5", "4x16"), ("ddr5-6000", "4x3"), ("ddr5-6000", "x16")):
         with pytest.raises(OptionProblem, match="expected"):
             described(made("RTX 4090", 24, 64, memory, pcie, 8))
