@@ -1,0 +1,71 @@
+"""The wheel and the sdist: the same bytes for the same tree, what the program reads, nothing more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from engines import ROOT
+
+PACKAGES = ("commands", "planner", "profiler", "rewriter", "runtime")
+FILES = ("atsplan.py", "pyproject.toml", "README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", ".gitignore")
+MOST_BYTES = 1_500_000  # of either, without a prebuilt library
+
+
+def built(folder: Path, stamp: int) -> dict[str, bytes]:
+    """Both archives of a copy of the tree whose files are of that time."""
+    source = folder / "source"
+    source.mkdir(parents=True)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+    for name in FILES:
+        shutil.copy(ROOT / name, source / name)
+    for path in source.rglob("*"):
+        os.utime(path, (stamp, stamp))
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path.name: path.read_bytes() for path in sorted((folder / "dist").iterdir())}
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("build")
+    first, second = built(folder / "a", 1_700_000_000), built(folder / "b", 1_800_000_000)
+    assert len(first) == 2 and first == second
+    return folder / "a" / "dist"
+
+
+def test_two_builds_are_the_same_and_small(archives: Path) -> None:
+    assert all(path.stat().st_size < MOST_BYTES for path in archives.iterdir())
+
+
+def test_the_wheel_holds_what_the_program_reads(archives: Path) -> None:
+    with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+    kept = {name for name in names if ".dist-info/" not in name}
+    known = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and "prebuilt" not in path.parts
+    }
+    assert kept == known | {"atsplan.py"}
+    assert {"commands/page/page.css", "planner/machine/cards.yaml", "planner/py.typed"} <= kept
+
+
+def test_a_wheel_can_be_made_from_the_sdist(archives: Path) -> None:
+    with tarfile.open(next(archives.glob("*.tar.gz"))) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"pyproject.toml", "LICENSE", "CHANGELOG.md", "atsplan.py"} <= names
+    assert not any(name.startswith(("tests/", "plans/", "benchmarks/")) for name in names)
