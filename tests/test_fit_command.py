@@ -26,7 +26,7 @@ def run(*words: str | Path) -> Result:
 
 
 def data(*words: str | Path, code: int = 0) -> dict[str, Any]:
-    found = run("fit", *words, "--json")
+    found = run("fit", *words, "--no-levers", "--json")
     assert found.exit_code == code, found.output
     read: dict[str, Any] = json.loads(found.stdout)
     return read
@@ -132,3 +132,14 @@ def test_bad_questions_are_one_line(words: tuple[str, ...], said: str) -> None:
     found = run("fit", SMALL, *words)
     assert (found.exit_code, found.stdout) == (2, "") and said in found.stderr
     assert len(found.stderr.splitlines()) == 1
+
+
+def test_each_lever_is_what_solve_says_of_it() -> None:
+    machine = ("--machine", "rtx4060-8gb-ddr5", "--budget", "7000", "-c", "16k")
+    found = json.loads(run("fit", QWEN, *machine, "--json").stdout)
+    levers = {lever["name"]: lever for lever in found["levers"]}
+    assert set(levers) == {"placement", "lanes", "KV type", "context"}
+    assert levers["KV type"]["after_ns"] <= levers["KV type"]["before_ns"]
+    plan = json.loads(run("solve", QWEN, *machine[:-1], "8k", "--json").stdout)
+    assert levers["context"]["after_ns"] == plan["predicted"]["tpot_ns"]
+    assert levers["context"]["option"] == "-c 8192" and found["flags"] == ["--no-mmap"]

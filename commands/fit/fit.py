@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import mib, out, out_json, out_table, out_text, say, table
-from commands.shared.machine_options import Described, machine_parts, profile_of, words_of
+from commands.fit.levers import Lever, flags, levers
+from commands.shared.console import mib, out, out_json, out_table, out_text, progress, say, table
+from commands.shared.machine_options import Described, machine_parts, profile_of, with_found, words_of
 from commands.shared.models import load_inventory
 from commands.shared.option_types import html_option
 from commands.shared.paste import pasted
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(path_type=Path)
 Words = tuple[str, ...]  # by which llama-server finds a model that is not here
+_SAME = 0.01  # a gain that no measurement shows
 _STEPS_GIB = (0, 1, 2, 4, 8, 16)  # beyond the shortage, for units that do not divide
 
 
@@ -63,6 +66,7 @@ class Answer:
     hybrid: Plan | None  # where slots of experts are faster beyond the error
     largest_ctx: int
     keeps: str  # what the largest context leaves on GPUs
+    levers: tuple[Lever, ...]  # what each change alone brings
 
 
 @click.command()
@@ -77,6 +81,7 @@ class Answer:
 @click.option("--kv-type", metavar="TYPE", help="Of K and V: f16, q8_0; K/V: q8_0/f16 [default: f16].")
 @click.option("-ctk", "--cache-type-k", "type_k", metavar="TYPE", help="Of K alone [default: f16].")
 @click.option("-ctv", "--cache-type-v", "type_v", metavar="TYPE", help="Of V alone [default: f16].")
+@click.option("--levers/--no-levers", "with_levers", default=True, help="What each change alone brings.")
 @html_option
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def command(
@@ -89,6 +94,7 @@ def command(
     kv_type: str | None,
     type_k: str | None,
     type_v: str | None,
+    with_levers: bool,
     html: Path | None,
     as_json: bool,
 ) -> None:
@@ -96,20 +102,17 @@ def command(
 
     MODEL is a GGUF file, any shard or the folder of a split one, an inventory.yaml, or lies elsewhere:
     https://… or hf:owner/repo/file.gguf, of which only the header is fetched. The machine is a profile,
-    a known one, or its parts: --gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8.
+    a known one, its parts (--gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8), or this one, with
+    --memory alone where the system does not tell that.
     """
-    if profile_path is None and machine is None and not parts:
-        raise OptionProblem(
-            "--gpu",
-            "",
-            "say for which machine: --profile FILE, --machine NAME, or --gpu CARD (atsplan machines)",
-        )
+    if profile_path is None and machine is None and not parts.other_machine:
+        parts = with_found(parts)
     profile = profile_of(profile_path, machine, parts)
     inventory, where = _opened(model)
     words = () if isinstance(model, Path) else model.words
     question = _question(inventory, profile, budget, ctx, _types(kv_type, type_k, type_v))
     try:
-        answer = _answer(question)
+        answer = _answer(question, with_levers)
     except AnswerIsNo as refusal:
         if as_json:
             out_json({"verdict": "does not fit", **refusal_data(refusal), **_changes(question, refusal)})
@@ -175,17 +178,29 @@ def _question(
     return Question(inventory, profile, Request(budgets=budgets, workload=workload))
 
 
-def _answer(question: Question) -> Answer:
+def _answer(question: Question, with_levers: bool) -> Answer:
     """The plan, a faster one with slots of experts, and the largest context. Raises Infeasible."""
+    with progress() as bar:
+        task = bar.add_task("planning", total=4, rate="")
+        return _answered(question, with_levers, lambda what: bar.update(task, advance=1, rate=what))
+
+
+def _answered(question: Question, with_levers: bool, tell: Callable[[str], None]) -> Answer:
     plan = _plan(question)
-    hybrid = None
+    tell("experts in slots")
+    hybrid = made = None
     if any(line.site.kind == "cpu" and "experts" in line.unit for line in plan.units):
         asked = replace(question, request=replace(question.request, hybrid=True))
         made = _plan(asked)
         if made.predicted.tpot_ns * 10**6 < plan.predicted.tpot_ns * (10**6 - plan.predicted.error_ppm):
             hybrid = made
+    tell("the largest context")
     largest, keeps = _largest(question)
-    return Answer(plan, hybrid, largest, keeps)
+    tell("levers")
+    found: list[Lever] = []
+    if with_levers:
+        found = levers(plan, made, question.request, lambda asked: _plan(replace(question, request=asked)))
+    return Answer(plan, hybrid, largest, keeps, tuple(found))
 
 
 def _plan(question: Question) -> Plan:
@@ -258,12 +273,27 @@ def _show(answer: Answer, inventory: Inventory, model: Path, words: Words) -> No
         made.add_row(row["name"], row["setting"], f"{rate:.1f}", between, prompt, mib(row["gpu_bytes"]))
     out_table(made)
     out(gain(plan))
+    _show_levers(answer)
     out(f"largest context: {answer.largest_ctx}, with {answer.keeps}")
     text, notes = pasted(plan, inventory, model, words)
     for note in notes:
         say(f"not expressible by a stock tool: {note}")
     out("to paste:")
     out_text(text)
+
+
+def _show_levers(answer: Answer) -> None:
+    """What each change alone brings, and the flags whose gain is in the plan's time already."""
+    if not answer.levers:
+        return
+    made = table("lever", "option", "tokens/s", "times as fast")
+    for lever in answer.levers:
+        rate = f"{1e9 / max(lever.after_ns, 1):.1f}"
+        brings = f"{lever.gain:.2f}x" if abs(lever.gain - 1) >= _SAME else "nothing"
+        made.add_row(lever.name, lever.option, rate, brings)
+    out_table(made)
+    if set_by_plan := flags(answer.plan):
+        out(f"flags whose gain is in the plan's time: {' '.join(set_by_plan)}")
 
 
 def _data(answer: Answer, inventory: Inventory, model: Path, words: Words) -> dict[str, Any]:
@@ -276,6 +306,11 @@ def _data(answer: Answer, inventory: Inventory, model: Path, words: Words) -> di
         "measured": answer.plan.machine.measured,
         "error_ppm": answer.plan.predicted.error_ppm,
         "placements": _rows(answer),
+        "levers": [
+            {"name": each.name, "option": each.option, "before_ns": each.before_ns, "after_ns": each.after_ns}
+            for each in answer.levers
+        ],
+        "flags": flags(answer.plan),
         "n_ctx": answer.plan.workload.n_ctx,
         "largest_ctx": answer.largest_ctx,
         "command": text.strip(),

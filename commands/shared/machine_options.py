@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commands.shared.console import say
 from commands.shared.models import load_profile
 from commands.shared.spellings import Size
 from planner.errors import OptionProblem
@@ -42,6 +43,11 @@ class Described:
     cores: int | None
     gpu_bandwidth: int | None
     gpu_tflops: int | None
+
+    @property
+    def other_machine(self) -> bool:
+        """Whether a machine is described, and not only how fast the memory of this one is."""
+        return any(getattr(self, name) is not None for name in self.__slots__ if name != "ddr")
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) is not None for name in self.__slots__)
@@ -78,6 +84,27 @@ def profile_of(path: Path | None, machine: str | None, parts: Described) -> Prof
             "--gpu", parts.gpu or "", "describes a machine: leave out --profile and --machine"
         )
     return from_parts(parts)
+
+
+def with_found(parts: Described) -> Described:
+    """The parts of this machine, its memory as given; OptionProblem where the system does not tell it."""
+    from dataclasses import replace
+
+    from profiler.found_machine import found_machine
+
+    found = found_machine()
+    memory = parts.ddr or found.memory
+    gib = f"{found.ram_bytes >> 20}MiB"
+    told = f"{found.gpu if found.gpu != 'none' else 'no GPU'}, {gib}, {found.cores} cores"
+    if not memory:
+        raise OptionProblem(
+            "--gpu",
+            "",
+            "say for which machine: --profile FILE, --machine NAME, or --gpu CARD (atsplan machines); "
+            f"this one has {told}: --memory ddr5-6000, or what its memory is, plans for it",
+        )
+    say(f"found here: {told}, {memory}")
+    return replace(parts, gpu=found.gpu, pcie=found.pcie or None, ram=gib, ddr=memory, cores=found.cores)
 
 
 def from_parts(parts: Described) -> Profile:

@@ -91,7 +91,8 @@ def show(plan: Plan) -> None:
     _show_speed(plan)
     p = plan.predicted
     out(
-        f"{p.status}: request {ms(p.objective_ns)}, bound {ms(p.bound_ns)}, gap {p.gap_ppm / 1e4:.2f} %, "
+        f"{p.status}: request ({plan.workload.prompt} tokens of prompt, {plan.workload.gen} of answer) "
+        f"{ms(p.objective_ns)}, bound {ms(p.bound_ns)}, gap {p.gap_ppm / 1e4:.2f} %, "
         f"error bar ±{p.error_ppm / 1e4:.0f} %, {p.splits} splits, "
         f"context {plan.workload.n_ctx}, a token at depth {plan.workload.depth}"
     )
