@@ -22,7 +22,10 @@ from benchmarks import draw_rooms
 from commands.demo import write_moe
 from planner.site import SiteKind
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
@@ -165,3 +168,24 @@ def test_the_glossary_has_the_words_of_the_program_in_order() -> None:
     told = {"heat", "stripe", "site", "unit", "reserve", "state", "split", "gap", "bound", "lift", "coverage"}
     assert told | {kind.value for kind in SiteKind if kind.value in ("stripe", "hybrid")} <= set(words)
     assert all(f"`{kind.value}:" in page or f"`{kind.value}`" in page for kind in SiteKind)
+
+
+def test_the_site_builds_and_no_link_is_broken(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "--site-dir",
+            str(tmp_path / "site"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "guides" / "budget" / "index.html").is_file()
