@@ -50,6 +50,8 @@ MOE = Walk(
     "Its weights are random: so is what it says.",
 )
 TOKENS = 24
+LARGER = "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"  # beside this file: a model's tensors, without its weights
+CARD = "rtx3060-12gb-ddr4"
 _DIGEST = ".sha256"  # of the fetched model, in a file beside it
 
 
@@ -82,8 +84,24 @@ def command(folder: Path, small: bool, engine: str | None, seconds: float) -> No
     place = _folder(folder / "moe")
     write_moe(place / MOE.model)
     _walk(place, MOE, engine, seconds)
+    _where_it_wins(_folder(folder / "larger"))
     out("")
     out(f"All steps done in {time.monotonic() - started:.0f} s; the files are in {folder}")
+
+
+def _where_it_wins(folder: Path) -> None:
+    """A model larger than its card, only planned: there lanes are faster than every stock rule."""
+    from commands.shared.console import write_text
+
+    out("")
+    out(f"==== Qwen3-30B-A3B on {CARD}: planned, not run ====")
+    write_text(folder / LARGER, Path(__file__).with_name(LARGER).read_text(encoding="utf-8"))
+    _Steps(folder)("fit", LARGER, "--machine", CARD, "-c", "16k", "--html", "fit.html")
+    say("Placement alone picks whole layers, as --n-cpu-moe does: it gains nothing that could be measured.")
+    say(
+        "Lanes are the gain (solve --hybrid): slots of the card hold a part of every layer's experts, and the"
+    )
+    say("CPU and the bus serve the others at the same time. Predicted for a described machine.")
 
 
 def _folder(path: Path) -> Path:

@@ -122,10 +122,11 @@ def _say_speed(job: Job, timings: Timings) -> None:
         say(f"draft: {timings.accepted} of {timings.guessed} guesses accepted")
     rate = 1e9 / timings.tpot_ns
     line = f"decode: {made} tokens, {ms(timings.tpot_ns)} each, {rate:.1f} tokens/s"
-    if predicted.tpot_ns:
+    if job.mapped or job.elsewhere:
+        line += f"; the plan's times are for {job.plan.machine.name}, not for this machine"
+    elif predicted.tpot_ns:
         line += f"; predicted {ms(predicted.tpot_ns)}, {1e9 / predicted.tpot_ns:.1f} tokens/s"
-        where = f" on {job.plan.machine.name}" if job.mapped or job.elsewhere else ""
-        line += where + ("" if job.plan.machine.measured else " (assumed, not measured)")
+        line += "" if job.plan.machine.measured else " (assumed, not measured)"
     say(line)
 
 

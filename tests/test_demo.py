@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from commands.demo import write_moe
+from engines import ROOT
+
+from commands.demo import LARGER, write_moe
 from profiler.synth.synth import SynthSpec, write
 from runtime.verify.same_logits import same_logits
 
@@ -48,3 +50,7 @@ def test_equal_weights_give_equal_bits_and_others_do_not(tmp_path: Path, dense_m
     differs = same_logits(None, dense_model, other)
     assert not differs.same
     assert differs.largest > 0.1
+
+
+def test_the_larger_model_is_the_one_of_the_plans() -> None:
+    assert (ROOT / "commands" / LARGER).read_bytes() == (ROOT / "plans" / "inputs" / LARGER).read_bytes()
