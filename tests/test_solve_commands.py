@@ -10,8 +10,9 @@ from click.testing import CliRunner, Result
 from planning_models import moe
 
 from atsplan import main
+from commands.solve.request import Inputs
 from planner.model.inventory import to_text
-from planner.plan.plan import from_text
+from planner.plan.plan import Plan, from_text
 from planner.routing.expert_counts import Part, Phase, make
 from planner.routing.expert_counts import to_text as heat_text
 
@@ -215,3 +216,53 @@ def test_explain_names_memory_only_where_it_is_the_limit(model: Path, tmp_path: 
         assert all(size * 2**20 < smallest for size in free)
     assert solve(model, "--budget", "20000", "--pin", "blk.0.experts=cpu", "-o", path).exit_code == 0
     assert "It does not keep to what was asked." in run("explain", path, "--model", model).stdout
+
+
+def test_an_interrupted_sweep_shows_what_it_has(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the third plan is solved."""
+    solved: list[Plan] = []
+    solve_one = Inputs.plan
+
+    def third_is_interrupted(inputs: Inputs, *, advise: bool = True) -> Plan:
+        if len(solved) == 2:
+            raise KeyboardInterrupt
+        solved.append(solve_one(inputs, advise=advise))
+        return solved[-1]
+
+    monkeypatch.setattr(Inputs, "plan", third_is_interrupted)
+    page, swept = tmp_path / "page.html", ("--budgets", "1G:4G:1G", "--contexts", "2k,4k")
+    found = run("sweep", model, "--machine", "rtx4090-ddr5", *swept, "--json", "--html", page)
+    assert found.exit_code == 130
+    assert [point["budget_bytes"] >> 30 for point in json.loads(found.stdout)] == [1, 2]
+    assert "2 of 8 plans were solved" in found.stderr and "interrupted" in found.stderr.splitlines()[-1]
+    assert "The sweep was ended early" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "say what to sweep: --budgets 4G:24G:1G"),
+        (("--contexts", "4k,many"), "expected numbers of tokens"),
+        (("--contexts", "0"), "expected numbers of tokens"),
+        (("--budgets", "1G:24G:1G", "--contexts", ",".join(f"{n}k" for n in range(1, 40))), "more than 500"),
+    ],
+)
+def test_a_sweep_of_nothing_or_too_much_is_one_line(model: Path, words: tuple[str, ...], said: str) -> None:
+    found = run("sweep", model, "--machine", "rtx4090-ddr5", *words)
+    assert (found.exit_code, found.stdout) == (2, "") and said in found.stderr
+
+
+def test_contexts_are_swept_with_each_budget(model: Path) -> None:
+    machine = ("--machine", "rtx4090-ddr5")
+    found = run("sweep", model, *machine, "--budgets", "1G:2G:1G", "--contexts", "8k,2k", "--json")
+    points = json.loads(found.stdout)
+    assert [(p["budget_bytes"] >> 30, p["n_ctx"]) for p in points] == [
+        (1, 2048),
+        (2, 2048),
+        (1, 8192),
+        (2, 8192),
+    ]
+    alone = json.loads(solve(model, "--budget", "1G", "-c", "8k", "--json").stdout)
+    assert points[2]["tpot_ns"] == alone["predicted"]["tpot_ns"]
