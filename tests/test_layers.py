@@ -252,7 +252,8 @@ def test_importing_everything_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("package", [*MAY_IMPORT, "atsplan"])
 def test_no_other_distribution_owns_our_names(package: str) -> None:
-    assert set(packages_distributions().get(package, [])) == {"atsplan"}
+    # An editable install names no files, so that its names have no owner.
+    assert set(packages_distributions().get(package, [])) <= {"atsplan"}
 
 
 def test_test_files_are_flat_and_packages_are_typed() -> None:

@@ -199,7 +199,7 @@ def _legend(cells: Sequence[Cell], gpus: Sequence[str], n_experts: int) -> Node:
             unit = "ppm of the experts" if kind is SiteKind.CACHE else f"{of} experts".strip()
             marks.append((name, f"{kind.value}: {between} {unit} on {device} (lower part of a cell)"))
             if kind is SiteKind.STRIPE:
-                marks.append(("bus", "stripe: the other experts, read across the bus"))
+                marks.append(("bus", "the other experts of stripes, read across the bus"))
             elif ("cpu", "in host memory, computed by the CPU") not in marks:
                 marks.append(("cpu", "the other experts: CPU and bus"))
     return element("ul", *(element("li", swatch(name), words) for name, words in marks), class_="legend")
