@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from planner.plan.plan import Baseline, Plan
 
 _MOST = 500  # plans in one sweep
+_TOKENS = re.compile(r"[0-9]{1,10}", re.ASCII)
 
 
 @dataclass(eq=False)
@@ -150,7 +152,7 @@ def _asked(
 def parse_contexts(text: str) -> tuple[int, ...]:
     """Contexts in tokens, rising; OptionProblem for what is no list of them."""
     found = sorted({tokens(part) for part in text.split(",")}, key=lambda each: (len(each), each))
-    if not all(each.isdecimal() and 0 < int(each) < 2**31 for each in found):
+    if not all(_TOKENS.fullmatch(each) and 0 < int(each) < 2**31 for each in found):
         raise OptionProblem("--contexts", text, "expected numbers of tokens, for example 4k,16k,64k")
     return tuple(map(int, found))
 
