@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import click
@@ -115,6 +116,7 @@ class LazyGroup(click.Group):
         from planner.errors import AtsplanError
 
         _end_politely()
+        ctx.meta["atsplan.began"] = time.monotonic()
         try:
             return super().invoke(ctx)
         except AtsplanError as problem:

@@ -15,14 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fuzz
+import fuzz_targets
 import numpy as np
 import pytest
 from gguf_bytes import ARR, F32, STR, U32, U64, T, arch, f32, gguf, info, kv
 
-SEEDS = fuzz.DATA / "seeds"
+SEEDS = fuzz_targets.DATA / "seeds"
 BIG = 2_000_000  # bytes of a bomb
 PEAK_KIB = 500 << 10
-CPU_SECONDS = fuzz.CPU_SECONDS * fuzz.SLOW_MACHINE
+CPU_SECONDS = fuzz.CPU_SECONDS + fuzz.START_SECONDS
 
 
 def seed(name: str) -> str:
@@ -183,7 +184,7 @@ def refused(folder: Path, *command: str) -> None:
 def test_plans(tmp_path: Path, name: str) -> None:
     (tmp_path / "plan.yaml").write_text(PLANS[name]())
     (tmp_path / "inputs").mkdir()
-    for source, place in fuzz.INPUTS:
+    for source, place in fuzz_targets.INPUTS:
         (tmp_path / place).write_bytes((SEEDS / source).read_bytes())
     code, _ = run(tmp_path, "check", "plan.yaml", "--no-resolve")
     assert code in (1, 2)  # one finding or several, on stdout, each with its line
@@ -291,3 +292,26 @@ def test_profiles(tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(text.replace(old, new, 1))
         (tmp_path / "m.gguf").write_bytes((SEEDS / "model.gguf").read_bytes())
         refused(tmp_path, "solve", "m.gguf", "--profile", "p.yaml", "--budget", "1000")
+
+
+@pytest.mark.parametrize(
+    ("unit", "site"),
+    [
+        ("blk.999999999.experts", "cpu"),
+        ("blk.99999999999999999999.experts", "cpu"),
+        ("blk.\u0663.experts", "cpu"),
+        ("blk.", "cpu"),
+        ("blk", "hybrid:CUDA0:4"),
+        ("output", "hybrid:CUDA0:4"),
+    ],
+)
+def test_names_of_units_that_no_model_has(tmp_path: Path, unit: str, site: str) -> None:
+    """A plan may say anything: layers of a picture and of slots are those a model can have."""
+    text = plan("unit: blk.1.experts, site: 'gpu:CUDA0'", f"unit: '{unit}', site: '{site}'")
+    (tmp_path / "plan.yaml").write_text(text)
+    for command in (
+        ("explain", "plan.yaml", "--plot", "p.svg"),
+        ("export", "plan.yaml", "--model", "m.gguf"),
+    ):
+        code, lines = run(tmp_path, *command)
+        assert code in (0, 1, 2) and not any("Traceback" in line for line in lines), lines

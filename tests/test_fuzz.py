@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fuzz
+import fuzz_targets
 import pytest
 from click.testing import CliRunner
 
@@ -18,29 +19,33 @@ def told(found: list[fuzz.Finding]) -> str:
     return "\n".join(f"{' '.join(f.command)}: {f.why}\n{f.line()[:2000]}" for f in found[:5])
 
 
-@pytest.mark.parametrize("index", range(len(fuzz.TARGETS)), ids=[t.place for t in fuzz.TARGETS])
+@pytest.mark.parametrize(
+    "index", range(len(fuzz_targets.TARGETS)), ids=[t.place for t in fuzz_targets.TARGETS]
+)
 def test_seeds_are_read(index: int) -> None:
     """Undamaged files are taken by every command: else damage would be tried on nothing."""
-    target = fuzz.TARGETS[index]
+    target = fuzz_targets.TARGETS[index]
     with fuzz.ground() as ground:
         for command in target.commands:
-            ground.lay(target, (fuzz.DATA / "seeds" / target.seed).read_bytes())
+            ground.lay(target, (fuzz_targets.DATA / "seeds" / target.seed).read_bytes())
             assert ground.wrong(command) == ""
-            if command != (fuzz.READ_JOURNAL,) and command not in REFUSED:
-                ground.lay(target, (fuzz.DATA / "seeds" / target.seed).read_bytes())
+            if not command[0].startswith("(") and command not in REFUSED:
+                ground.lay(target, (fuzz_targets.DATA / "seeds" / target.seed).read_bytes())
                 assert CliRunner().invoke(main, list(command)).exit_code == 0, command
 
 
 def test_every_seed_is_fuzzed() -> None:
-    used = {target.seed for target in fuzz.TARGETS} | {s for t in fuzz.TARGETS for s, _ in t.beside}
-    assert used == {path.name for path in (fuzz.DATA / "seeds").iterdir()}
+    used = {target.seed for target in fuzz_targets.TARGETS} | {
+        s for t in fuzz_targets.TARGETS for s, _ in t.beside
+    }
+    assert used == {path.name for path in (fuzz_targets.DATA / "seeds").iterdir()}
 
 
 def test_what_once_failed_does_not() -> None:
     with fuzz.ground() as ground:
         for index, data in fuzz.known():
-            for command in fuzz.TARGETS[index].commands:
-                ground.lay(fuzz.TARGETS[index], data)
+            for command in fuzz_targets.TARGETS[index].commands:
+                ground.lay(fuzz_targets.TARGETS[index], data)
                 assert ground.wrong(command) == "", command
 
 
@@ -63,7 +68,7 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reader, "read_model", broken)
     with fuzz.ground() as ground:
-        ground.lay(fuzz.TARGETS[0], b"GGUF")
+        ground.lay(fuzz_targets.TARGETS[0], b"GGUF")
         assert "IndexError: oops" in ground.wrong(("inventory", "model.gguf"))
 
     def endless(path: object) -> None:
@@ -73,5 +78,5 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "read_model", endless)
     monkeypatch.setattr(fuzz, "CPU_SECONDS", 0.05)
     with fuzz.ground() as ground:
-        ground.lay(fuzz.TARGETS[0], b"GGUF")
+        ground.lay(fuzz_targets.TARGETS[0], b"GGUF")
         assert "CPU time" in ground.wrong(("inventory", "model.gguf"))

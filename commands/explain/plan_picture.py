@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.shared.pictures import pyplot, save
+from planner.block_names import block_of
+from planner.constants import MAX_LAYERS
 from planner.quoting import mathtext
 from planner.site import Site, SiteKind
 
@@ -57,12 +59,13 @@ def _draw_grid(axes: Any, plan: Plan) -> None:
     from matplotlib.patches import Patch, Rectangle
 
     gpus = [use.name for use in plan.devices if use.kind != "cpu"]
-    cells = [(p.unit.split("."), p.site) for p in plan.units if p.unit.startswith("blk.")]
-    rows = [row for row in _ROWS if any(name[2] == row for name, _ in cells)]
-    last = max((int(name[1]) for name, _ in cells), default=0)
-    for name, site in cells:
-        if name[2] in rows:
-            corner = (int(name[1]) - 0.45, rows.index(name[2]) - 0.42)
+    named = [(block_of(p.unit), p.unit.rpartition(".")[2], p.site) for p in plan.units]
+    cells = [(layer, row, site) for layer, row, site in named if layer is not None and layer < MAX_LAYERS]
+    rows = [row for row in _ROWS if any(row == of for _, of, _ in cells)]
+    last = max((layer for layer, _, _ in cells), default=0)
+    for layer, row, site in cells:
+        if row in rows:
+            corner = (layer - 0.45, rows.index(row) - 0.42)
             axes.add_patch(Rectangle(corner, 0.9, 0.84, facecolor=_colour(site, gpus)))
     head = next((p.site for p in plan.units if p.unit == "output"), None)
     if head:
@@ -76,7 +79,7 @@ def _draw_grid(axes: Any, plan: Plan) -> None:
     axes.set_xlabel("layer")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    kinds = dict.fromkeys(Site(s.kind, s.device) for _, s in cells)
+    kinds = dict.fromkeys(Site(site.kind, site.device) for _, _, site in cells)
     names = {site: site.device if site.kind is SiteKind.GPU else site.memory for site in kinds}
     marks = [Patch(facecolor=_colour(site, gpus), label=mathtext(name)) for site, name in names.items()]
     axes.legend(handles=marks, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(marks), frameon=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commands.shared.begun import began
 from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
 from commands.solve.extras import acceptance, extras_of, first_gpu
@@ -77,7 +78,7 @@ def inputs_of(asked: SolveOptions) -> Inputs:
     from planner.model.nextn import nextn_fault
     from planner.plan.request import Request
 
-    deadline = Deadline(asked.time_limit or math.inf)
+    deadline = Deadline(asked.time_limit or math.inf, began=began())
     profile = load_profile(asked.profile_path, asked.machine)
     _note_changes(profile, asked.profile_path)
     given = {} if asked.budget is None else parse_budget(asked.budget)

@@ -96,6 +96,9 @@ def show(plan: Plan) -> None:
         f"error bar ±{p.error_ppm / 1e4:.0f} %, {p.splits} splits, "
         f"context {plan.workload.n_ctx}, a token at depth {plan.workload.depth}"
     )
+    if plan.search is not None and plan.search.ended_by == "clock":
+        seconds = plan.search.time_limit_ms / 1000
+        say(f"its search was ended by the clock after {seconds:g} s: another run may find another plan")
     for note in plan.notes:
         say(note)
 

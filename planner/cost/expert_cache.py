@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from planner.block_names import block_of
 from planner.constants import CPU
 from planner.cost.ledger import Once, once
 from planner.machine.profile import Device
@@ -80,5 +81,5 @@ def faults(plan: Plan) -> Iterator[str]:
 
 
 def _home(placed: Placement, devices: Sequence[str]) -> str:
-    layer = placed.unit.split(".")[1]
-    return devices[min(int(layer), len(devices) - 1)] if layer.isdecimal() else CPU
+    layer = block_of(placed.unit)
+    return CPU if layer is None else devices[min(layer, len(devices) - 1)]

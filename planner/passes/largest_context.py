@@ -10,11 +10,13 @@ from functools import partial
 from planner.constants import CELL_STEP, CPU
 from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.passes.case import Case
-from planner.passes.refusal import Infeasible, OutOfTime, because, overfilled_by_extras, refuse, unavoidable
+from planner.passes.refusal import Infeasible, because, overfilled_by_extras, refuse, unavoidable
 from planner.plan.engine_settings import EngineSettings
 from planner.solver.problem import Decision, Edge, Option, Problem
 from planner.solver.solve import Limits, solve
 from planner.workload import Workload
+
+_AFTER = 10  # everything from the context to the recorded plan, in terms of building one problem
 
 
 class Keep(Enum):
@@ -30,6 +32,7 @@ def largest_context(case: Case, settings: EngineSettings, guess: int = 0) -> tup
 
     Contexts are multiples of 256, the engine's own step. With `no_cpu` only the first rule counts. What
     runs beside the model is counted anew for each context. `guess` is tried first.
+    When the clock ends the search it is the largest that was shown to fit, and the lowest where none was.
     Raises Infeasible, which names the floor, when even the lowest does not fit.
     """
     request, lowest = case.limits, case.request.lowest_ctx
@@ -41,7 +44,7 @@ def largest_context(case: Case, settings: EngineSettings, guess: int = 0) -> tup
         if kept(lowest, keep):
             return bisect(partial(kept, keep=keep), lowest, request.workload.n_ctx, guess), keep
     if case.clock.deadline.over():
-        raise OutOfTime
+        return lowest, Keep.ANY
     floor = _priced(case, settings, with_context(request.workload, lowest), Keep.ANY)
     refusal = overfilled_by_extras(floor, request) or unavoidable(floor, request) or refuse(floor, request)
     why = f"not even a context of {lowest} cells fits"
@@ -60,7 +63,7 @@ def fits(case: Case, settings: EngineSettings, workload: Workload, keep: Keep = 
         ways.append(replace(settings, op_offload=False))
         if keep is Keep.ANY and not request.pins and request.first_on_cpu is None:
             ways.append(replace(settings, gpus=False))
-    return any(_fits(_priced(case, way, workload, keep), case) for way in ways)
+    return any(_fits(case, way, workload, keep) for way in ways)
 
 
 def bisect(fits: Callable[[int], bool], low: int, high: int, guess: int = 0) -> int:
@@ -100,12 +103,18 @@ def _priced(case: Case, settings: EngineSettings, workload: Workload, keep: Keep
     )
 
 
-def _fits(priced: Priced, case: Case) -> bool:
+def _fits(case: Case, settings: EngineSettings, workload: Workload, keep: Keep) -> bool:
+    deadline = case.clock.deadline
+    if deadline.over():
+        return False
+    began = deadline.look()
+    priced = _priced(case, settings, workload, keep)
+    deadline.keep(began, _AFTER)
     if overfilled_by_extras(priced, case.limits) or unavoidable(priced, case.limits):
         return False
     if not priced.settings.gpus and any(r.opens and r.device != CPU for r in priced.settings.reserves):
         return False  # a GPU is open all the same
-    limits = Limits(2.0, deadline=case.clock.deadline)
+    limits = Limits(2.0, deadline=deadline)
     return solve(free_of_charge(priced.problem), None, limits).solution is not None
 
 

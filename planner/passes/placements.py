@@ -19,6 +19,8 @@ from planner.solver.problem import Option, Solution
 from planner.solver.solve import Solved, solve
 from planner.solver.tie_break import break_ties
 
+_AFTER = 2  # the CPU alone and the record, in terms of pricing a problem and its stock rules
+
 
 def placements(loading: Loading, settings: EngineSettings, tried: Tried) -> Iterator[Chosen]:
     """The placements to choose from under these settings; where there is none, `tried` learns why."""
@@ -33,6 +35,7 @@ def placements(loading: Loading, settings: EngineSettings, tried: Tried) -> Iter
 def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) -> Iterator[Chosen]:
     """The solver's answer and every stock rule that keeps the request."""
     case = loading.case
+    began = case.clock.deadline.look()
     free = loading.free(settings)
     loading.stock = stock_rules.candidates(free, case.known.fit)
     same = loading.limits == case.request.unconstrained()
@@ -44,6 +47,7 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
     loading.copying = priced if priced.copies and not loading.fault else None
     usable = [c for c in (translated(priced, each, free) for each in loading.stock) if c and c.feasible]
     refusal = unavoidable(priced, loading.limits)
+    case.clock.deadline.keep(began, _AFTER)
     solved = Solved("infeasible", None, 0, 0) if refusal else _solved(case, priced, usable)
     if solved.solution is not None:
         loading.bound_ns = solved.bound_ns
@@ -126,6 +130,8 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     the largest weight on its way.
     """
     case = loading.case
+    if loading.found and case.clock.deadline.over():
+        return
     plain = loading.constrained(settings)
     streamed = loading.best
     start = _same(streamed, plain)

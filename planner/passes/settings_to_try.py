@@ -164,7 +164,7 @@ def draft_ns(draft: Inventory, profile: Profile, workload: Workload, device: str
 def _loadings(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]:
     """Without slots for experts, then with them where they may be: never slower than without."""
     yield from _held(case, drafts, tried)
-    if case.request.hybrid:
+    if case.request.hybrid and not (tried.found and case.clock.deadline.over()):
         yield from _held(case, replace(drafts, slots=True), tried)
 
 

@@ -114,7 +114,9 @@ def _residents(plan: Plan) -> Residents:
     found = []
     for placed in plan.units:
         if placed.site.kind is SiteKind.HYBRID:
-            layer = int(placed.unit.split(".")[1])
+            layer = block_of(placed.unit)
+            if layer is None:
+                raise Unloadable("units", f"{placed.unit} has slots for experts and is of no layer")
             if len(orders.get(layer, ())) < placed.site.amount:
                 raise Unloadable("experts", f"layer {layer} has slots and no order that fills them")
             found.append((layer, len(orders[layer]), orders[layer][: placed.site.amount]))

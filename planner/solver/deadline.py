@@ -8,12 +8,23 @@ from collections.abc import Callable
 
 
 class Deadline:
-    """Seconds by the clock for a whole planning run; without a limit no clock is ever looked at."""
+    """Seconds by the clock for a whole planning run; without a limit no clock is ever looked at.
 
-    def __init__(self, seconds: float = math.inf, now: Callable[[], float] = time.monotonic) -> None:
+    The seconds are those that a person waits: from `began` (None: now) to the plan. Searches end earlier, by
+    what is kept for the work after them.
+    """
+
+    def __init__(
+        self,
+        seconds: float = math.inf,
+        now: Callable[[], float] = time.monotonic,
+        began: float | None = None,
+    ) -> None:
         self.now, self.seconds = now, seconds
-        self.ends = now() + seconds if math.isfinite(seconds) else math.inf
+        self.ends = (now() if began is None else began) + seconds if math.isfinite(seconds) else math.inf
         self.ended: set[str] = set()  # clock, work; shared with all parts
+        self._whole = self  # what this is a part of
+        self._kept_s = 0.0
 
     @property
     def limited(self) -> bool:
@@ -26,19 +37,37 @@ class Deadline:
 
     def left_s(self) -> float:
         """Seconds left, infinitely many without a limit."""
-        return max(self.ends - self.now(), 0.0) if self.limited else math.inf
+        return max(self._last() - self.now(), 0.0) if self.limited else math.inf
 
     def over(self) -> bool:
         """Whether the time is up: the search that asks ends by the clock."""
-        if not self.limited or self.now() < self.ends:
+        if not self.limited or self.now() < self._last():
             return False
         self.ended.add("clock")
         return True
 
+    def keep(self, since: float, times: int) -> None:
+        """Keep for the work after the searches a multiple of what was just done, since a look at the clock.
+
+        Both are of one kind, prices and sums of every layer, and a machine that is busy slows both. Three
+        quarters of the limit at most: a search gets something.
+        """
+        if self.limited:
+            whole = self._whole
+            whole._kept_s = max(whole._kept_s, min(times * (self.now() - since), whole.seconds * 0.75))
+
+    def look(self) -> float:
+        """The time by the clock; 0 without a limit."""
+        return self.now() if self.limited else 0.0
+
+    def _last(self) -> float:
+        """When the last search must be over."""
+        return min(self.ends, self._whole.ends - self._whole._kept_s)
+
     def part(self, share: float) -> Deadline:
         """A deadline for the next problem, which may take this share of what is left."""
         made = Deadline(math.inf, self.now)
-        made.seconds, made.ended = self.seconds, self.ended
+        made.seconds, made.ended, made._whole = self.seconds, self.ended, self._whole
         if self.limited:
             made.ends = self.now() + share * self.left_s()
         return made
