@@ -123,6 +123,22 @@ def shell(words: Iterable[str]) -> str:
     return " ".join(map(_shell_word, words))
 
 
+def heredoc(lines: Iterable[str], end: str) -> str:
+    """Lines as a quoted here-document of a shell, with its end; Unquotable for what ends it early."""
+    found = list(lines)
+    for line in found:
+        if line == end or not line.isprintable():
+            raise Unquotable("a here-document", line)
+    return "\n".join([*found, end])
+
+
+def word(text: str) -> str:
+    """A value in settings that are read word by word, line by line; Unquotable for what is not one word."""
+    if not text or not text.isprintable() or " " in text:
+        raise Unquotable("a line of settings", text)
+    return text
+
+
 def ini_section(text: str) -> str:
     """The name of a section in a preset: brackets become round, a colon, which begins a tag, a dash."""
     name = terminal(text.translate(_SECTION)).strip()

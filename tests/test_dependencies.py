@@ -48,6 +48,13 @@ def test_no_dependency_has_a_fault_that_is_known_here() -> None:
     assert affected({name: metadata.version(name) for name in names}) == []
 
 
+def test_every_line_says_where_it_is_written() -> None:
+    with LIST.open() as file:
+        for row in csv.DictReader(file):
+            assert re.search(r"PYSEC-|https://|GHSA-", row["source"]), row
+            assert re.fullmatch(r"20\d\d-\d\d-\d\d", row["checked"]) and row["fault"], row
+
+
 def test_an_affected_version_is_named() -> None:
-    assert len(affected({"pyyaml": "5.3", "protobuf": "5.29.4", "numpy": "2.0"})) == 2
-    assert affected({"protobuf": "5.29.5"}) == []
+    assert len(affected({"pyyaml": "5.3", "protobuf": "6.33.4", "numpy": "2.0"})) == 2
+    assert affected({"protobuf": "6.33.5"}) == []

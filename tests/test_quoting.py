@@ -13,6 +13,7 @@ import pty
 import re
 import subprocess
 import sys
+import tempfile
 import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,6 +44,7 @@ from planner.workload import Workload
 from runtime.bench.measure import Result
 from runtime.bench.prometheus import prometheus
 from runtime.bench.rivals import Rival
+from runtime.tools import hybrid_script
 from runtime.tools.export import FORMATS, NotHeld, Published, arguments, export
 from runtime.tools.options import ENVIRONMENT, Stock, options, stock
 
@@ -113,6 +115,32 @@ def test_bash_reads_one_argument(form: str, name: str, model: str) -> None:
     assert got[got.index(flag.encode()) + 1] == os.fsencode(model)
     if form == "llama-cli":
         assert got == list(map(os.fsencode, words(model)))
+
+
+@given(device=ANY, name=ANY)
+@crafted("device", "name")
+@seldom
+def test_a_script_with_slots_writes_them_and_runs_one_command(device: str, name: str) -> None:
+    """Its here-document ends where it should, whatever a device is called; or it is refused in one line."""
+    overrides = ((r"^blk\.0\.ffn_up_exps\.weight$", f"hybrid:{device or 'X'}:4"),)
+    spec = replace(SPEC, devices=(device or "X",), tensor_split=(4,), overrides=overrides)
+    residents = ((0, 8, (3, 1, 2, 0)),)
+    command = export(plan_of(name), replace(PLAIN, notes=(name,)), "m.gguf", "llama-server")
+    try:
+        text = hybrid_script.script(spec, residents, command, name)
+    except NotHeld as problem:
+        assert not unseemly(str(problem)) and "\n" not in str(problem)
+        assert not (device.isascii() and device.isalnum())
+        return
+    assert not unseemly(text)
+    head = "llama-server() { echo server $ATSPLAN_HYBRID; }; atsplan() { echo native.so; }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        given_text = (head + text).encode()
+        done = subprocess.run(["bash"], input=given_text, capture_output=True, check=True, cwd=folder)
+        assert done.stderr == b""
+        (made,) = Path(folder).iterdir()
+        assert done.stdout == f"server {made.name}\n".encode() or " " in made.name
+        assert made.read_text() == hybrid_script.slots_text(spec, residents)
 
 
 def read_preset(text: str) -> dict[str, dict[str, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from planner.constants import CPU
-from planner.errors import OptionProblem
+from planner.errors import InputError, OptionProblem
 from planner.memory.compute_buffer import compute_bytes, converts_caches, host_bytes, output_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.memory import Reserve
@@ -19,6 +19,7 @@ from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import KNOWN, layers_of
 from planner.model.tensor_roles import Role, part_of
+from planner.records import MAX_BYTES
 from planner.workload import Workload
 
 PROJECTOR = "clip"  # the architecture that every vision projector states
@@ -61,6 +62,17 @@ def estimates(extras: Extras) -> Iterator[str]:
         )
 
 
+@dataclass(eq=False)
+class BeyondMemory(InputError):
+    """Sizes stated by a file that no memory could hold."""
+
+    line: str
+    size_bytes: int
+
+    def message(self) -> str:
+        return f"{self.line}: would take {self.size_bytes} bytes: its file states sizes that cannot be"
+
+
 def reserves(
     inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = CPU
 ) -> tuple[Reserve, ...]:
@@ -70,7 +82,7 @@ def reserves(
     left out. Lines are named projector, projector compute, MTP compute, MTP state, MTP inputs, draft, draft
     KV, draft state, draft compute, draft roll-back, draft embedding, draft inputs, n-gram
     roll-back, other users.
-    Raises OptionProblem for a projector that is none, and a draft that is one.
+    Raises OptionProblem for a projector that is none, and a draft that is one; BeyondMemory.
     """
     check_extras(extras.mmproj, extras.draft)
     lines = (
@@ -108,6 +120,8 @@ def _patches(mmproj: Inventory) -> int:
 
 
 def _line(name: str, device: str, size_bytes: int) -> Reserve:
+    if size_bytes > MAX_BYTES:
+        raise BeyondMemory(name, size_bytes)
     return Reserve(name=name, device=device, size_bytes=size_bytes)
 
 

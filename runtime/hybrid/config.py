@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planner.quoting import word
+
 ENVIRONMENT = "ATSPLAN_HYBRID"
 LIBRARY = "GGML_BACKEND_PATH"  # of ggml's loader
 MEMORIES = ("pinned", "plain", "mapped")
@@ -43,11 +45,11 @@ class Config:
     fault: str = ""  # seeded by tests
 
     def text(self) -> bytes:
-        """One setting a line."""
+        """One setting a line; quoting.Unquotable for a name that is not one word."""
         numbers: list[str] = ["slots", "guests", "stage", "banks", "threads"]
         numbers += ["cpu_tokens", "cpu_bytes_us", "bus_bytes_us"]
-        lines = [f"device {self.device}"] if self.device else []
-        lines += [f"{key} {getattr(self, key)}" for key in ("name", "report", "fault") if getattr(self, key)]
+        texts = ("device", "name", "report", "fault")
+        lines = [f"{key} {word(getattr(self, key))}" for key in texts if getattr(self, key)]
         lines += [f"{key} {getattr(self, key)}" for key in numbers]
         lines += [f"memory {self.memory}", f"quiet {self.quiet:d}", f"regions {self.regions:d}"]
         for block, line in sorted(self.residents.items()):

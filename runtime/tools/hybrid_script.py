@@ -13,6 +13,7 @@ from planner.plan.load_spec import LoadSpec, Residents
 from planner.site import Site, SiteKind
 from runtime.hybrid.config import ENVIRONMENT, LIBRARY
 from runtime.session.hybrid import settings, slotted
+from runtime.tools.export import NotHeld
 
 FORMS = ("llama-server", "llama-cli", "llama-bench")
 FIND_LIBRARY = '"$(atsplan doctor --native)"'
@@ -49,15 +50,21 @@ def slots_text(spec: LoadSpec, residents: Residents) -> str:
 
 
 def script(spec: LoadSpec, residents: Residents, command: str, name: str) -> str:
-    """The script around `command`: comments and one command line of the spec that `named` gives."""
+    """The script around `command`: comments and one command line of the spec that `named` gives.
+
+    Raises NotHeld for names that its settings cannot hold.
+    """
+    try:
+        slots = quoting.heredoc(slots_text(spec, residents).splitlines(), _END)
+    except quoting.Unquotable as problem:
+        raise NotHeld("a script with slots", str(problem)) from None
     *comments, line = command.rstrip("\n").split("\n")
     path = quoting.shell([quoting.file_name(name, ".slots")])
     head = [
         *comments,
         "# Which experts have slots, for the device of atsplan in an unpatched llama.cpp.",
         f"cat >{path} <<'{_END}'",
-        slots_text(spec, residents).rstrip("\n"),
-        _END,
+        slots,
         f"export {ENVIRONMENT}={path} {LIBRARY}={FIND_LIBRARY}",
     ]
     return "\n".join([*head, line]) + "\n"
