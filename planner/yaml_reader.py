@@ -19,6 +19,7 @@ from planner.errors import FieldProblem
 
 MAX_DEPTH = 16  # our own files have five levels
 MAX_KEYS = 4096  # of one mapping; long lists are sequences
+MAX_ITEMS = 1 << 17  # of one sequence; no field holds more than half of it
 MAX_DIGITS = 40  # of an integer; no field holds more than 19
 
 Location = tuple[str | int, ...]
@@ -169,7 +170,7 @@ class _Reader:
         self._bare(event)
         if len(self._where) > MAX_DEPTH:
             raise self._wrong(event, f"more than {MAX_DEPTH} levels")
-        return self._mapping(event) if kind is yaml.MappingStartEvent else self._sequence()
+        return self._mapping(event) if kind is yaml.MappingStartEvent else self._sequence(event)
 
     def _mapping(self, start: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -189,13 +190,15 @@ class _Reader:
                 raise self._wrong(start, f"more than {MAX_KEYS} keys")
         return found
 
-    def _sequence(self) -> list[Any]:
+    def _sequence(self, start: Any) -> list[Any]:
         found: list[Any] = []
         get, where, value, end = self._next, self._where, self._value, _SEQUENCE_END
         while type(item := get()) is not end:
             where.append(len(found))
             found.append(value(item))
             where.pop()
+            if len(found) > MAX_ITEMS:
+                raise self._wrong(start, f"more than {MAX_ITEMS} entries")
         return found
 
     def _resolved(self, event: Any, text: str, rules: list[tuple[str, re.Pattern[str]]]) -> Plain:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import fuzz
@@ -23,7 +24,6 @@ from gguf_bytes import ARR, F32, STR, U32, U64, T, arch, f32, gguf, info, kv
 SEEDS = fuzz_targets.DATA / "seeds"
 BIG = 2_000_000  # bytes of a bomb
 PEAK_KIB = 500 << 10
-CPU_SECONDS = fuzz.CPU_SECONDS + fuzz.START_SECONDS
 
 
 def seed(name: str) -> str:
@@ -53,6 +53,9 @@ PLANS: dict[str, Callable[[], str]] = {
     "nested blocks": lambda: seed("plan.yaml") + "".join(" " * n + "a:\n" for n in range(1900)),
     "a list of a million wrong entries": lambda: plan("units:\n", f"units: [{many('1,')}]\nmore:\n"),
     "a million numbers": lambda: plan("experts: []", f"experts:\n- {{layer: 0, order: [{many('1,')}]}}"),
+    "a million orders": lambda: plan(
+        "experts: []", "experts:\n" + many(f"- {{layer: 0, order: [{'1, ' * 4000}]}}\n")
+    ),
     "a million keys": lambda: seed("plan.yaml") + "".join(f"k{n}: 1\n" for n in range(150_000)),
     "a million units": lambda: plan(
         "overrides:", many("- {unit: a, site: cpu, size_bytes: 1, time_ns: 1, why: ''}\n") + "overrides:"
@@ -164,14 +167,31 @@ STRANGE_NAMES = [
 
 def run(folder: Path, *command: str) -> tuple[int, list[str]]:
     """Exit code and lines of stderr of the program, its memory and time within bounds."""
+    for again in (False, True):
+        code, lines, peak_kib, cpu_s = measured(folder, *command)
+        assert peak_kib < PEAK_KIB, f"{peak_kib >> 10} MiB"
+        if cpu_s < fuzz.CPU_SECONDS + start_seconds():
+            break
+        assert not again, f"{cpu_s} s, {start_seconds()} of them for the start"
+    return code, lines
+
+
+def measured(folder: Path, *command: str) -> tuple[int, list[str], int, float]:
+    """Exit code, lines of stderr, peak in KiB and CPU time of the program."""
     program = [sys.executable, "-P", "-c", fuzz.CHILD, *command]
     done = subprocess.run(program, cwd=folder, capture_output=True, timeout=300)
     *lines, last = done.stderr.decode(errors="replace").splitlines()
     found = re.fullmatch(r"peak (\d+) cpu ([\d.]+)", last)
     assert found, (lines, last)
-    assert int(found[1]) < PEAK_KIB, f"{int(found[1]) >> 10} MiB"
-    assert float(found[2]) < CPU_SECONDS, f"{found[2]} s"
-    return done.returncode, lines
+    return done.returncode, lines, int(found[1]), float(found[2])
+
+
+@cache
+def start_seconds() -> float:
+    """CPU time of the program on a small plan, on this machine as busy as it is: imports, mostly."""
+    code, *_, cpu_s = measured(SEEDS, "explain", "plan.yaml")
+    assert code == 0
+    return cpu_s
 
 
 def refused(folder: Path, *command: str) -> None:
