@@ -5,9 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from planner.errors import FileProblem
 
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL, errno.EXDEV}
 
@@ -28,6 +32,21 @@ def place_new(staged: Path, target: Path) -> None:
         staged.replace(target)
         return
     staged.unlink()
+
+
+@contextmanager
+def regular(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, open for reading; FileProblem for pipes and devices: they may never end, or begin.
+
+    Raises OSError as `open` does.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise FileProblem(str(path), "is not a regular file")
+        yield file
 
 
 def sync_folder(folder: Path) -> None:

@@ -235,3 +235,12 @@ def test_work_is_shared_out(tmp_path: Path) -> None:
         assert sorted(results) == list(range(20))
     with pytest.raises(ValueError), closing(share_out(int, ["1", "a"], 2)) as numbers:
         list(numbers)
+
+
+def test_the_end_of_a_process_at_work_is_told_in_a_line() -> None:
+    """As the system ends one that has taken the last memory."""
+    with (
+        pytest.raises(MachineError, match="a process at work was ended"),
+        closing(share_out(os._exit, [9, 9], 2)) as results,
+    ):
+        list(results)

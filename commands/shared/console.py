@@ -16,12 +16,13 @@ import click
 from planner import quoting
 from planner.errors import FileProblem
 from planner.file_kinds import kind_of, named
-from planner.files import lock, place_new, sync_folder, try_lock
+from planner.files import lock, place_new, regular, sync_folder, try_lock
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 PICTURE = "picture"
+_TEXT_BYTES = 256 << 20  # no plan, profile or text of prompts is larger
 _HEAD_BYTES = 4096
 _CELL_LETTERS = 400
 _PIPE_LETTERS = 80
@@ -142,15 +143,23 @@ def ms(time_ns: int) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Text of a small file; FileProblem when it cannot be read."""
+    """Text of a small file; FileProblem when it cannot be read.
+
+    Pipes and devices are read where the path itself names one, as `<(...)` of a shell does, and not behind a
+    name in a folder: nobody may ever fill them.
+    """
+    given = path.is_absolute() and path.parts[1] in ("dev", "proc")
     try:
-        with path.open("rb") as file:
+        with path.open("rb") if given else regular(path) as file:
             head = file.read(_HEAD_BYTES)
             if b"\0" in head:  # told before gigabytes are read
                 a_model = "a model file, a text file is needed"
                 what = a_model if head.startswith(b"GGUF") else "not a text file"
                 raise FileProblem(str(path), f"is {what}")
-            return io.TextIOWrapper(io.BytesIO(head + file.read()), encoding="utf-8").read()
+            text = head + file.read(_TEXT_BYTES)
+            if len(text) > _TEXT_BYTES:
+                raise FileProblem(str(path), f"is larger than {mib(_TEXT_BYTES)}")
+            return io.TextIOWrapper(io.BytesIO(text), encoding="utf-8").read()
     except FileNotFoundError:
         raise FileProblem(str(path), "no such file") from None
     except IsADirectoryError:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.shared.console import out_text, say, write_text
+from commands.shared.console import mib, out_text, say, write_text
 from commands.shared.models import load_inventory
 from planner.errors import FileProblem, InputError
+from planner.files import regular
 
 if TYPE_CHECKING:
     from planner.model.gguf.header import Bytes
@@ -20,15 +22,19 @@ if TYPE_CHECKING:
     from planner.routing.formats.orders import Orders
     from planner.routing.trace import Trace
 
+_MOST_BYTES = 1 << 30  # a trace unfolds to some thirty times its length
+
 
 @contextmanager
 def mapped(path: Path) -> Iterator[Bytes]:
-    """The bytes of a file, mapped; FileProblem when it cannot be read or is empty."""
+    """The bytes of a file, mapped; FileProblem when it cannot be read, is empty, or larger than memory."""
     try:
-        with path.open("rb") as file:
-            if not path.stat().st_size:
+        with regular(path) as file:
+            if not os.fstat(file.fileno()).st_size:
                 raise FileProblem(str(path), "empty file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                if len(data) > _MOST_BYTES and data[:4] != b"GGUF":  # of which only the header is read
+                    raise FileProblem(str(path), f"is larger than {mib(_MOST_BYTES)}: split a trace")
                 yield data
     except (OSError, FileNotFoundError, IsADirectoryError, PermissionError) as problem:
         raise FileProblem(str(path), problem.strerror or str(problem)) from None

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 from planner.errors import FileProblem
-from planner.files import sync_folder
+from planner.files import regular, sync_folder
 from planner.model.gguf.half_published import JOURNAL
 from planner.model.gguf.shards import output_name, parse_name
 from planner.records import Record, digest, dump, load
@@ -19,6 +19,7 @@ MANIFEST_SUFFIX = ".manifest.yaml"
 
 
 _END_BYTES = 64 << 10
+_MOST_BYTES = 64 << 20
 
 
 class Known(Record):
@@ -96,9 +97,15 @@ def read_journal(folder: Path) -> Journal:
     """The journal of a hidden folder; FileProblem when it speaks of anything but files of its output."""
     path = folder / JOURNAL
     try:
-        journal = load(path.read_text(encoding="utf-8"), Journal, str(path))
+        with regular(path) as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise FileProblem(str(path), "is larger than any journal")
+        journal = load(text.decode(), Journal, str(path))
     except UnicodeDecodeError:
         raise FileProblem(str(path), "is not a text file") from None
+    except OSError as problem:
+        raise FileProblem(str(path), problem.strerror or str(problem)) from None
     for name in _names(journal):
         if not belongs(name, journal.output):
             raise FileProblem(str(path), f"names {name!a}, which is no file of {journal.output!a}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from planner.errors import AtsplanError, FileProblem, MachineError
 from planner.file_kinds import kind_of, named
-from planner.files import locked, try_lock
+from planner.files import locked, regular, try_lock
 from planner.model.gguf.half_published import JOURNAL, staging_prefix
 from planner.model.gguf.shards import output_name
 from rewriter.manifest import MOST_BYTES, Manifest, from_text
@@ -86,9 +86,9 @@ def _refuse_other_text(manifest: Path) -> None:
 
 def _text_of(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with regular(path) as file:
             return file.read(MOST_BYTES).decode(errors="replace")
-    except OSError:
+    except (OSError, FileProblem):
         return ""
 
 

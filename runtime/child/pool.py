@@ -7,17 +7,29 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
 from typing import TypeVar
 
+from planner.errors import MachineError
 from runtime.child.environment import isolated
 
 P = TypeVar("P")
 R = TypeVar("R")
 
 
+class WorkerGone(MachineError):
+    """A process that the work was shared out to was ended from outside."""
+
+    def message(self) -> str:
+        return "a process at work was ended, as the system does to whom has taken the last memory"
+
+
 def share_out(work: Callable[[P], R], parts: Sequence[P], workers: int) -> Generator[R]:
-    """The results of `work(part)` as they come; to be closed by whom may not read to the end."""
+    """The results of `work(part)` as they come; to be closed by whom may not read to the end.
+
+    Raises WorkerGone.
+    """
     with contextlib.ExitStack() as stack:
         stack.callback(_end_children)
         # The first lock of a pool starts a process that looks after it, before any work is given.
@@ -25,7 +37,10 @@ def share_out(work: Callable[[P], R], parts: Sequence[P], workers: int) -> Gener
             # Spawned, not forked: the solver's library keeps threads of its own.
             pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
             waiting = [pool.submit(work, part) for part in parts]
-        yield from (each.result() for each in as_completed(waiting))
+        try:
+            yield from (each.result() for each in as_completed(waiting))
+        except BrokenProcessPool:
+            raise WorkerGone from None
         pool.shutdown()
 
 

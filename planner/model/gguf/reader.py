@@ -11,6 +11,7 @@ import errno
 import hashlib
 import math
 import mmap
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from planner.constants import SIZE_KEY
 from planner.errors import FileProblem, InputError
+from planner.files import regular
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
 from planner.model.gguf.half_published import half_published
 from planner.model.gguf.header import Bytes, Header, KeyValue, TensorInfo, pad, parse_header
@@ -133,8 +135,8 @@ def shard_of(path: Path, data: Bytes, size_bytes: int) -> ShardHeader:
 @contextmanager
 def mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
     """The bytes of a file as a read-only memory map; an empty file is `b""`."""
-    with path.open("rb") as file:
-        if path.stat().st_size == 0:
+    with regular(path) as file:
+        if os.fstat(file.fileno()).st_size == 0:
             yield b""
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
