@@ -160,3 +160,48 @@ def test_journals_of_a_publication_are_files(tmp_path: Path, patience: None) -> 
         read_journal(tmp_path)
     with pytest.raises(FileProblem), regular(tmp_path / "journal.yaml"):
         pass
+
+
+NUMBERS = (
+    "9" * 5000,
+    "99999999999999999999",
+    "\uff11\uff12",
+    "\u00b2",
+    "-1",
+    "NaN",
+    "1e400",
+    "",
+    "0x10",
+    "1_000",
+)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=range(len(NUMBERS)))
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fit model.gguf --machine rtx4060-8gb-ddr5 --ctx @",
+        "fit model.gguf --machine rtx4060-8gb-ddr5 --budget @",
+        "solve model.gguf --machine rtx4060-8gb-ddr5 --budget 1000 --ctx @",
+        "solve model.gguf --machine rtx4060-8gb-ddr5 --budget 1000 --ctx 512 -ngl @",
+        "solve model.gguf --machine rtx4060-8gb-ddr5 --ctx 512 --reserve @",
+        "solve model.gguf --machine rtx4060-8gb-ddr5 --ctx 512 --workload gen=@",
+        "sweep model.gguf --machine rtx4060-8gb-ddr5 --ctx 512 --budgets 1:@:1",
+        "simulate trace.csv --slots @",
+        "heat export heat.csv --to moe-layer-perf --budget @",
+    ],
+)
+def test_numbers_of_a_command_line_are_taken_or_refused_in_one_line(
+    line: str, number: str, folder: Path, patience: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(main, [w.replace("@", number) for w in line.split(" ")])
+    assert isinstance(done.exception, SystemExit | None), done.exception
+    assert done.exit_code in (0, 2) and len(done.stderr) < 9000
+
+
+def test_a_library_whose_name_is_no_text_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    words = ["solve", "model.gguf", *MACHINE.split(" "), "--fit", "\udcff"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code in (2, 3) and isinstance(done.exception, SystemExit), done.output

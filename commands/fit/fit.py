@@ -13,7 +13,7 @@ from commands.fit.levers import Lever, flags, levers
 from commands.shared.console import mib, out, out_json, out_table, out_text, progress, say, table
 from commands.shared.machine_options import Described, machine_parts, profile_of, with_found, words_of
 from commands.shared.models import load_inventory
-from commands.shared.option_types import html_option
+from commands.shared.option_types import html_option, whole
 from commands.shared.paste import pasted
 from commands.shared.refusals import refusal_data
 from commands.shared.spellings import Size, Tokens, kv_type
@@ -168,7 +168,7 @@ def _question(
 
     given = {} if budget is None else parse_budget(budget)
     budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
-    if not (ctx.isdecimal() and 0 < int(ctx) < 2**31):
+    if not 0 < (whole(ctx) or 0) < 2**31:
         raise OptionProblem("--ctx", ctx, "expected a number of tokens, such as 32k")
     try:
         workload = usual(n_ctx=int(ctx), type_k=types[0], type_v=types[1])

@@ -12,6 +12,11 @@ from commands.shared.console import check_target
 from planner.file_kinds import PAGE
 
 
+def whole(text: str) -> int | None:
+    """A number of decimal digits, none of another script and at most 18; None for every other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
+
+
 class Target(click.Path):
     """The path of a file to write; FileProblem at once where it cannot or must not be written."""
 

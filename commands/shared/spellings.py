@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
+from commands.shared.option_types import whole
 from planner.errors import OptionProblem
 
 _COUNT = re.compile(r"([0-9]{1,9})([kKmM])", re.ASCII)
@@ -102,7 +103,7 @@ def _flash(value: str) -> None:
 
 
 def _gpu_layers(value: str) -> None:
-    if value in _EVERY or (value.isdecimal() and int(value) >= _ALL_LAYERS):
+    if value in _EVERY or (whole(value) or 0) >= _ALL_LAYERS:
         return  # a plan may use all layers anyway
     why = "the plan chooses the layers; --no-cpu demands all on the GPU, --pin 'blk.0.*=cpu' one on the CPU"
     answered("-ngl", why, value)

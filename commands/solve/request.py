@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from commands.shared.begun import began
 from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
+from commands.shared.option_types import whole
 from commands.solve.extras import acceptance, extras_of, first_gpu
 from commands.solve.options import SolveOptions
 from planner.constants import CPU
@@ -146,7 +147,7 @@ def workload_of(asked: SolveOptions, inventory: Inventory) -> Workload:
     type_k, slash, type_v = asked.kv_type.partition("/")
     use = _use(asked.use) if asked.use is not None else {}
     trained = inventory.number("context_length", 4096) * max(use.get("n_seq", 1), 1)
-    if asked.ctx != "max" and not (asked.ctx.isdecimal() and 0 < int(asked.ctx) < 2**31):
+    if asked.ctx != "max" and not 0 < (whole(asked.ctx) or 0) < 2**31:
         raise OptionProblem("--ctx", asked.ctx, "expected a number of tokens, or max")
     fields: dict[str, Any] = {
         "n_ctx": min(trained, 2**31 - 1) if asked.ctx == "max" else int(asked.ctx),

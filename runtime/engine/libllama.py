@@ -285,6 +285,8 @@ def load_library(path: Path, label: str) -> c.CDLL:
     while True:
         try:
             return c.CDLL(str(path))
+        except UnicodeDecodeError:  # of the loader's own message, which quotes the path
+            raise EngineProblem(label, "cannot be loaded") from None
         except OSError as problem:
             missing = _NOT_FOUND.search(str(problem))
             sibling = path.parent / missing["name"] if missing else path
