@@ -149,7 +149,7 @@ def test_texts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "long.yaml"
     path.write_text("a" * 5000)
     assert len(console.read_text(path)) == 5000
-    monkeypatch.setattr(console, "_TEXT_BYTES", 4999)
+    monkeypatch.setattr(console, "TEXT_BYTES", 4999)
     with pytest.raises(FileProblem, match="is larger than"):
         console.read_text(path)
 

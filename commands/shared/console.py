@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 PICTURE = "picture"
-_TEXT_BYTES = 256 << 20  # no plan, profile or text of prompts is larger
+TEXT_BYTES = 256 << 20  # no plan, profile or text of prompts is larger
 _HEAD_BYTES = 4096
 _CELL_LETTERS = 400
 _PIPE_LETTERS = 80
@@ -156,9 +156,9 @@ def read_text(path: Path) -> str:
                 a_model = "a model file, a text file is needed"
                 what = a_model if head.startswith(b"GGUF") else "not a text file"
                 raise FileProblem(str(path), f"is {what}")
-            text = head + file.read(_TEXT_BYTES)
-            if len(text) > _TEXT_BYTES:
-                raise FileProblem(str(path), f"is larger than {mib(_TEXT_BYTES)}")
+            text = head + file.read(TEXT_BYTES)
+            if len(text) > TEXT_BYTES:
+                raise FileProblem(str(path), f"is larger than {mib(TEXT_BYTES)}")
             return io.TextIOWrapper(io.BytesIO(text), encoding="utf-8").read()
     except FileNotFoundError:
         raise FileProblem(str(path), "no such file") from None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from planner.routing.formats.orders import Orders
     from planner.routing.trace import Trace
 
-_MOST_BYTES = 1 << 30  # a trace unfolds to some thirty times its length
+MOST_BYTES = 1 << 30  # a trace unfolds to some thirty times its length
 
 
 @contextmanager
@@ -33,8 +33,8 @@ def mapped(path: Path) -> Iterator[Bytes]:
             if not os.fstat(file.fileno()).st_size:
                 raise FileProblem(str(path), "empty file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                if len(data) > _MOST_BYTES and data[:4] != b"GGUF":  # of which only the header is read
-                    raise FileProblem(str(path), f"is larger than {mib(_MOST_BYTES)}: split a trace")
+                if len(data) > MOST_BYTES and data[:4] != b"GGUF":  # of which only the header is read
+                    raise FileProblem(str(path), f"is larger than {mib(MOST_BYTES)}: split a trace")
                 yield data
     except (OSError, FileNotFoundError, IsADirectoryError, PermissionError) as problem:
         raise FileProblem(str(path), problem.strerror or str(problem)) from None
