@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.begun import began
 from commands.shared.console import PICTURE, out, out_json, say
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.models import load_plan
-from commands.shared.option_types import Number, Target, html_option
+from commands.shared.option_types import Number, Target, began, html_option
 from commands.shared.pictures import check_name
 from planner.solver.deadline import Deadline
 

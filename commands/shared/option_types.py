@@ -11,6 +11,8 @@ import click
 from commands.shared.console import check_target
 from planner.file_kinds import PAGE
 
+BEGAN = "atsplan.began"  # of the contexts' common data, set by the program's own group
+
 
 def whole(text: str) -> int | None:
     """A number of decimal digits, none of another script and at most 18; None for every other text."""
@@ -47,3 +49,12 @@ html_option = click.option(
     metavar="FILE",
     help="Write a page for a browser: one file, no network.",
 )
+
+
+def began() -> float | None:
+    """When the command began, as the monotonic clock says: limits in seconds count what a person waits.
+
+    None outside a command of the program.
+    """
+    context = click.get_current_context(silent=True)
+    return context.meta.get(BEGAN) if context is not None else None

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands.shared.begun import began
 from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
-from commands.shared.option_types import whole
+from commands.shared.option_types import began, whole
 from commands.solve.extras import acceptance, extras_of, first_gpu
 from commands.solve.options import SolveOptions
 from planner.constants import CPU
