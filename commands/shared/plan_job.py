@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from runtime.worker import Checks
 
 F = TypeVar("F", bound=Callable[..., Any])
+_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\."  # of every layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ def open_draft(path: Path | None, job: Job, most: int | None, device: str | None
         devices=(chosen,) if count else (),
         tensor_split=(count,) if count else (),
         n_gpu_layers=count,
-        overrides=(),
+        overrides=((_EXPERTS, CPU),) if count and planned and planned.experts_on_host else (),
         workload=job.spec.workload.model_copy(update={"mtp": False, "n_seq": 1}),
         threads=job.spec.threads,
         use_mmap=job.spec.use_mmap,

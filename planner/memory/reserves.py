@@ -38,6 +38,7 @@ class Extras:
     mmproj_device: str = ""  # "": the first GPU
     draft: Inventory | None = None
     draft_device: str = ""  # "": the first GPU
+    draft_experts_on_host: bool = False  # its routed experts alone
     ngrams: bool = False  # what followed the last tokens before is drafted
     rollback: int = 0  # tokens a speculative step may take back (its longest draft)
     reserved: Mapping[str, int] = field(default_factory=dict)  # device -> bytes for other users
@@ -80,7 +81,8 @@ def reserves(
 
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
     left out. Lines are named projector, projector compute, MTP compute, MTP state, MTP inputs, draft, draft
-    KV, draft state, draft compute, draft roll-back, draft embedding, draft inputs, n-gram
+    KV, draft state, draft compute, draft roll-back, draft embedding, draft experts, draft
+    inputs, n-gram
     roll-back, other users.
     Raises OptionProblem for a projector that is none, and a draft that is one; BeyondMemory.
     """
@@ -166,7 +168,8 @@ def _draft(
         return
     tensors = loaded_tensors(draft)
     on_host = [t for t in tensors if part_of(t).role in (Role.EMBEDDING, Role.LOOKUP)]
-    names = {t.name for t in on_host}
+    experts = [t for t in tensors if extras.draft_experts_on_host and part_of(t).role is Role.EXPERTS]
+    names = {t.name for t in (*on_host, *experts)}
     rest = [t for t in tensors if t.name not in names]
     kept = state_bytes(inventory, workload, rollback=extras.rollback)
     rollback = sum(kept) - sum(state_bytes(inventory, workload))  # of the model itself
@@ -178,4 +181,5 @@ def _draft(
     yield _line("draft compute", device, buffer)
     yield _line("draft roll-back", device, rollback)
     yield _line("draft embedding", host, weight_bytes(on_host))
+    yield _line("draft experts", host, weight_bytes(experts))
     yield _line("draft inputs", host, host_bytes(draft, workload) + output_bytes(draft, workload))

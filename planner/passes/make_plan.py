@@ -103,11 +103,12 @@ def _largest(plan: Plan, keeps: str) -> str:
 
 def _draft_lengths(loadings: list[Loading]) -> list[str]:
     """What a token takes with each draft length that has a placement."""
-    times = {}
+    times: dict[int, int] = {}
     for loading in loadings:
         drafts = loading.settings.speculation
         if drafts is not None and loading.found:
-            times[drafts.tokens] = simplest_within_error(loading.found).evaluation.decode_ns
+            found = simplest_within_error(loading.found).evaluation.decode_ns
+            times[drafts.tokens] = min(found, times.get(drafts.tokens, found))
     if not times or loadings[0].case.request.extra_models is None:
         return []
     drafts = loadings[0].settings.speculation

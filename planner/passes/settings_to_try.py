@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from planner.constants import CPU
 from planner.cost.unit_time import calibration_for
@@ -17,7 +18,9 @@ from planner.machine.host_memory import HostMemory, can_be_pinned
 from planner.machine.profile import Profile
 from planner.memory.memory import Reserve
 from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
+from planner.model.structure import structure_of
+from planner.model.tensor_roles import Role, part_of
+from planner.model.units import Kind
 from planner.passes.case import Case, Loading, Tried, loading_of
 from planner.passes.largest_context import largest_context
 from planner.passes.predict import predict
@@ -25,6 +28,7 @@ from planner.passes.record import host_weights_bytes
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.plan import EngineFit, Projector, Speculation
 from planner.plan.request import ExtraModels
+from planner.site import ON_CPU
 from planner.workload import Workload
 
 LONGEST_DRAFT = 7  # with the model's own next token, the batches of 2 to 8 that profiles hold
@@ -44,10 +48,13 @@ def settings_to_try(
     ask_engine = _asked_once(ask_engine)
     for moved, placed in enumerate(projector_places(asked, start)):
         lengths, guess = draft_lengths(asked, placed), 0
-        work_s = asked.clock.work_s / len(lengths)  # work and time are for all lengths together
+        # Work and time are for all lengths together; places beyond the first are often not worth a search.
+        work_s = asked.clock.work_s / min(len(lengths), LONGEST_DRAFT + 1)
         for n, drafts in enumerate(lengths):
             if n and asked.clock.deadline.over():
                 break
+            if n > LONGEST_DRAFT and _too_slow(drafts.speculation, tried):
+                continue
             part = replace(asked.clock.part(1 / (len(lengths) - n)), work_s=work_s)
             try:
                 case, settings = _sized(replace(asked, clock=part), drafts, ask_engine, guess)
@@ -120,14 +127,45 @@ def _asked_once(ask_engine: AskEngine | None) -> AskEngine | None:
 
 
 def draft_lengths(case: Case, start: EngineSettings) -> list[EngineSettings]:
-    """`start` for each draft length, none first; `start` alone where that is not to be chosen."""
+    """`start` without drafts, then for each place of the draft and each length; `start` alone where that is
+    not to be chosen.
+    """
     extra = case.request.extra_models
     if extra is None or extra.accept_ppm is None:
         return [start]
-    each = speculation(case.inventory, case.profile, case.request.workload, extra)
-    lengths = (each.model_copy(update={"tokens": n}) for n in range(LONGEST_DRAFT + 1))
-    tried = (replace(start, speculation=drafts) for drafts in lengths)
+    places = drafters(case, extra)
+    lengths = (each.model_copy(update={"tokens": n}) for each in places for n in range(1, LONGEST_DRAFT + 1))
+    none = places[0].model_copy(update={"tokens": 0})
+    tried = (replace(start, speculation=drafts) for drafts in (none, *lengths))
     return [drafts.with_extra_models(case.inventory, extra, case.request.workload) for drafts in tried]
+
+
+def drafters(case: Case, extra: ExtraModels) -> list[Speculation]:
+    """Who may draft, without a length: a draft model on the first GPU as a whole, with its experts on the
+    host where it has some, and on the CPU; on the device that was asked for alone, if one was.
+    """
+    extras = extra.extras
+    first = speculation(case.inventory, case.profile, case.request.workload, extra)
+    if extras.draft is None or extras.draft_device or first.device == CPU:
+        return [first]
+    others = [extra_on(extra, CPU)] if CPU in case.request.budgets else []
+    if others and any(part_of(t).role is Role.EXPERTS for t in extras.draft.tensors):
+        others.insert(0, replace(extra, extras=replace(extras, draft_experts_on_host=True)))
+    asked = case.inventory, case.profile, case.request.workload
+    return [first, *(speculation(*asked, other) for other in others)]
+
+
+def extra_on(extra: ExtraModels, device: str) -> ExtraModels:
+    """The same with the draft on a device."""
+    return replace(extra, extras=replace(extra.extras, draft_device=device))
+
+
+def _too_slow(drafts: Speculation | None, tried: Tried) -> bool:
+    """Whether the drafting alone takes as long as the best token so far: whatever checking takes."""
+    if drafts is None or not drafts.tokens or not tried.found:
+        return False
+    best = min(each.evaluation.decode_ns for each in tried.found)
+    return drafts.per_token(drafts.tokens * drafts.draft_ns) >= best
 
 
 def speculation(
@@ -135,30 +173,36 @@ def speculation(
 ) -> Speculation:
     """Who drafts and how often it is right, without a length."""
     draft, device = extra.extras.draft, extra.extras.draft_device or extra.gpu
-    accept = extra.accept_ppm or 0
+    told: dict[str, Any] = {
+        "accept_ppm": extra.accept_ppm or 0,
+        "accepted_ppm": extra.accepted_ppm,
+        "tokens": 0,
+    }
     if extra.extras.ngrams:
-        return Speculation(
-            ngrams=True, accept_ppm=accept, accepted_ppm=extra.accepted_ppm, tokens=0, draft_ns=0
-        )
+        return Speculation(ngrams=True, draft_ns=0, **told)
     if draft is None:
         own_ns = calibration_for(profile, inventory.table_digest()).token_ns
-        return Speculation(accept_ppm=accept, accepted_ppm=extra.accepted_ppm, tokens=0, draft_ns=own_ns)
+        return Speculation(draft_ns=own_ns, **told)
+    apart = extra.extras.draft_experts_on_host
     return Speculation(
-        accept_ppm=accept,
-        accepted_ppm=extra.accepted_ppm,
-        tokens=0,
         draft=draft.name,
         table_digest=draft.table_digest(),
         device=device,
-        draft_ns=draft_ns(draft, profile, workload, device),
+        experts_on_host=True if apart else None,
+        draft_ns=draft_ns(draft, profile, workload, device, experts_on_host=apart),
+        **told,
     )
 
 
-def draft_ns(draft: Inventory, profile: Profile, workload: Workload, device: str) -> int:
-    """One token of a draft model that lies on one device as a whole, sampling included."""
+def draft_ns(
+    draft: Inventory, profile: Profile, workload: Workload, device: str, *, experts_on_host: bool = False
+) -> int:
+    """One token of a draft model that lies on one device, but for its experts if so; sampling included."""
     alone = workload.model_copy(update={"mtp": False})
-    layers = (device,) * (layers_of(draft).n_all + 1)
-    return predict(draft, profile, alone, layers, {}).tpot_ns
+    structure = structure_of(draft)
+    layers = (device,) * (structure.layers.n_all + 1)
+    apart = {unit.name: ON_CPU for unit in structure.units if experts_on_host and unit.kind is Kind.EXPERTS}
+    return predict(draft, profile, alone, layers, apart).tpot_ns
 
 
 def _loadings(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]:

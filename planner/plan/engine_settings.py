@@ -54,6 +54,12 @@ class EngineSettings:
         if drafts is None:
             extras = replace(extras, rollback=0 if extras.draft else STOCK_DRAFT)
         else:
-            extras = replace(extras, rollback=drafts.tokens, draft=extras.draft if drafts.tokens else None)
+            extras = replace(
+                extras,
+                rollback=drafts.tokens,
+                draft=extras.draft if drafts.tokens else None,
+                draft_device=drafts.device or extras.draft_device,
+                draft_experts_on_host=drafts.experts_on_host is True,
+            )
         lines = reserves(inventory, self.workload(asked), extras, gpu=extra.gpu)
         return replace(self, reserves=lines)

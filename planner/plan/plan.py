@@ -178,6 +178,7 @@ class Speculation(Record):
     ngrams: bool | None = None  # True: what followed the last tokens before is guessed to follow again
     table_digest: str = ""  # of the draft model
     device: str = ""  # where the draft model computes
+    experts_on_host: bool | None = None  # True: its routed experts lie in host memory, the CPU computes them
     # Of drafted tokens, each given that those before it are right; where accepted_ppm says more, beyond it.
     accept_ppm: int = Field(ge=0, le=1_000_000)
     # Of steps, those that accept at least 1, 2, … tokens; absent: powers of accept_ppm.

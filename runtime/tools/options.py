@@ -47,6 +47,7 @@ class Stock:
     draft: str = ""  # path of a draft model
     draft_device: str = ""  # where it computes; "": the tool's choice
     draft_tokens: int = 0  # drafted a step; 0: the usual number
+    draft_experts_on_host: bool = False
     ngrams: bool = False  # what followed the last tokens before is drafted
     rule: ExpertRule | None = None  # stands for overrides of `spec`
     drafts: bool = True  # False: nothing is drafted, not even by the model's own NextN block
@@ -130,6 +131,8 @@ def options(plan: Stock, model: str) -> list[tuple[str, str]]:
         if plan.draft_device:
             device = "none" if plan.draft_device == CPU else _short(plan.draft_device)
             found += [("--spec-draft-device", device), ("--spec-draft-ngl", "all")]
+        if plan.draft_experts_on_host:
+            found.append(("--spec-draft-cpu-moe", ""))
     elif work.mtp and plan.drafts:
         # The block's own cache is of the draft's types, f16 unless told (b10434).
         found += [
@@ -188,6 +191,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "--cache-type-v-draft": "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",
     "--spec-draft-n-max": "LLAMA_ARG_SPEC_DRAFT_N_MAX",
     "--spec-draft-ngl": "LLAMA_ARG_N_GPU_LAYERS_DRAFT",
+    "--spec-draft-cpu-moe": "LLAMA_ARG_SPEC_DRAFT_CPU_MOE",
     "--spec-type": "LLAMA_ARG_SPEC_TYPE",
     "--threads": "LLAMA_ARG_THREADS",
     "--moe-cache-mib": "LLAMA_ARG_MOE_CACHE_MIB",
