@@ -12,6 +12,7 @@ from engines import ROOT
 from small_plans import HERE, plan_for
 
 from atsplan import main
+from planner.constants import STOCK_DRAFT
 from planner.drafts.length import DraftLength
 from planner.errors import EngineProblem, InputError
 from planner.plan.load_spec import LoadSpec
@@ -204,6 +205,6 @@ def test_bench_with_a_draft_measures_the_plan_without_it_too(
     assert done.exit_code == 0, done.output
     plan, alone, cpu = json.loads(done.stdout)["contenders"]
     assert [plan["name"], alone["name"], cpu["name"]] == ["plan", "no-draft", "all-cpu"]
-    assert plan["setting"] == "the plan, drafts of 4 by small.gguf"
+    assert plan["setting"] == f"the plan, drafts of {STOCK_DRAFT} by small.gguf"
     assert plan["guessed"] > 0 and alone["guessed"] == cpu["guessed"] == 0
     assert 'atsplan_draft_accepted_ratio{model="synth-qwen3moe",arm="plan"}' in metrics.read_text()

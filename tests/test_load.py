@@ -75,7 +75,7 @@ def test_eight_at_once_lose_nothing_whoever_vanishes(computing_server: Path) -> 
         assert all(map(whole, everyone))
         # What was said before is remembered: a later turn computes its own words alone.
         for turns in everyone:
-            assert turns[0].remembered == 0
+            assert turns[0].remembered <= 4  # the word that all begin with, where another slot has it
             for before, turn in pairwise(turns):
                 assert turn.remembered >= before.remembered + before.prompt_tokens
         leaving = [Conversation(texts, leaves=1 if n % 2 else -1) for n, texts in enumerate(TEXTS)]

@@ -159,7 +159,7 @@ def test_the_page_is_for_this_machine_and_ends(made: Plan) -> None:
     metrics.drafted([(4, 2), (4, 4)])
     with metrics_page(metrics, port) as url:
         assert url == f"http://127.0.0.1:{port}/metrics"
-        found = samples(urllib.request.urlopen(url, timeout=10).read().decode())
+        found = samples(urllib.request.urlopen(url, timeout=60).read().decode())
         assert [found["atsplan_draft_accepted_at_total", str(n)] for n in (1, 2, 3, 4)] == [2, 2, 1, 1]
         with pytest.raises(NoPort), metrics_page(metrics, port):
             pass
@@ -192,11 +192,11 @@ def test_a_served_plan_counts_its_requests_and_drafts(computing_server: Path, ma
         asked = {"prompt": "The old man said ", "n_predict": 60, "temperature": 0, "ignore_eos": True}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(server.url + "/completion", json.dumps(asked).encode(), headers)
-        told = json.load(urllib.request.urlopen(request, timeout=60))["timings"]
+        told = json.load(urllib.request.urlopen(request, timeout=240))["timings"]
         for _ in range(100):  # the line of sums comes after the answer
             time.sleep(0.1)
             found = samples(
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
             )
             if ("atsplan_draft_accepted_at_total", "1") in found:
                 break

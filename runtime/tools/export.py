@@ -163,7 +163,7 @@ def _swap(plan: Plan, placed: Stock, model: str) -> str:
     words = ["llama-server", *arguments(placed, model), *host_limits(plan, placed)]
     for word in words:
         # It splits a command as a shell does, without a shell's escapes, and fills in its own ${names}.
-        if "${" in word or not word.isprintable():
+        if "${" in word or quoting.terminal(word) != word:
             raise quoting.Unquotable("llama-swap", word)
     command = quoting.shell([*words, "--host", LOOPBACK, "--port"])
     name = quoting.yaml(quoting.short(plan.model.name))
