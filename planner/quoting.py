@@ -139,6 +139,18 @@ def word(text: str) -> str:
     return text
 
 
+def swap_command(words: Iterable[str]) -> str:
+    """A command of llama-swap, which splits it as a shell does and fills in its own ${names}.
+
+    It knows no escapes of a shell: Unquotable for a word that would become another.
+    """
+    found = list(words)
+    for word in found:
+        if "${" in word or not word.isprintable():
+            raise Unquotable("llama-swap", word)
+    return shell(found)
+
+
 def ini_section(text: str) -> str:
     """The name of a section in a preset: brackets become round, a colon, which begins a tag, a dash."""
     name = terminal(text.translate(_SECTION)).strip()

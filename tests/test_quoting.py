@@ -325,8 +325,7 @@ def test_default_paths_are_names_in_the_folder(name: str) -> None:
     for form in FORMATS:
         model = quoting.file_name(name, ".gguf")
         if form == "llama-swap" and "${" in model:  # it fills in such names, and has no other spelling
-            with pytest.raises(NotHeld):
-                exported(form, name, model)
+            assert exported(form, name, model) is None
             continue
         assert exported(form, name, model) is not None
 

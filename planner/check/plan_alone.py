@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from planner.block_names import block_of
 from planner.check.recorded_rules import objective_ns
-from planner.constants import CPU
+from planner.constants import CPU, PPM
 from planner.machine.engine_builds import mixing_fault
 from planner.plan.load_spec import HYBRID_GUESTS, LayerGap, plan_layer_devices
 from planner.plan.patterns import listed
@@ -129,6 +129,11 @@ def _times(plan: Plan) -> Iterator[Fault]:
     if told.objective_ns != request:
         what = f"objective_ns is {told.objective_ns}, a request of the workload takes {request}"
         yield Fault("cost", what, ("predicted", "objective_ns"))
+    if told.bound_ns > told.objective_ns:
+        yield Fault("optimal", "bound_ns is above the plan's own objective", ("predicted", "bound_ns"))
+    elif told.gap_ppm != (gap := (told.objective_ns - told.bound_ns) * PPM // max(told.objective_ns, 1)):
+        what = f"gap_ppm is {told.gap_ppm}, bound and objective give {gap}"
+        yield Fault("optimal", what, ("predicted", "gap_ppm"))
     for i, rule in enumerate(plan.baselines):
         if rule.feasible and not (rule.tpot_ns and (rule.prefill_ns or not plan.workload.prompt)):
             yield Fault("cost", f"{rule.name} fits and has no time", ("baselines", i))

@@ -161,11 +161,7 @@ def _compose(plan: Plan, placed: Stock, model: str, published: Published = Publi
 def _swap(plan: Plan, placed: Stock, model: str) -> str:
     """An entry of llama-swap's configuration, which starts the server when its model is asked for."""
     words = ["llama-server", *arguments(placed, model), *host_limits(plan, placed)]
-    for word in words:
-        # It splits a command as a shell does, without a shell's escapes, and fills in its own ${names}.
-        if "${" in word or quoting.terminal(word) != word:
-            raise quoting.Unquotable("llama-swap", word)
-    command = quoting.shell([*words, "--host", LOOPBACK, "--port"])
+    command = quoting.swap_command([*words, "--host", LOOPBACK, "--port"])
     name = quoting.yaml(quoting.short(plan.model.name))
     lines = ["models:", f"  {name}:", f"    cmd: {quoting.yaml(command + ' ${PORT}')}"]
     return _comment(plan, placed, "#") + "\n".join(lines) + "\n"
