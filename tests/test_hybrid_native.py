@@ -26,6 +26,8 @@ TESTS = (
     "threads_and_changes",
     "prompts_ahead",
     "prompts_of_many",
+    "slots_follow",
+    "scores_are_kept",
     "faults_are_returned",
     "reports_what_was_done",
 )
@@ -73,7 +75,7 @@ def test_interface_version_2(name: str, program: Path, portable_engine: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in TESTS if "layer" in name or "threads" in name or "prompts" in name]
+    "name", [name for name in TESTS if any(word in name for word in ("layer", "threads", "prompts", "follow"))]
 )
 def test_interface_version_3(name: str, program: Path) -> None:
     if not NODE_BUILD.is_dir():

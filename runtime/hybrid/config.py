@@ -39,6 +39,13 @@ class Config:
     cpu_tokens: int = 64  # batches up to this many tokens may use the CPU lane
     cpu_bytes_us: int = 0  # weights that the CPU lane reads in a microsecond; 0: measured after loading
     bus_bytes_us: int = 0
+    policy: str = "static"  # who stays in the slots: static, lru, lfu, or schedule (tests)
+    half_life: int = 64  # tokens, of lfu's counts
+    protect: int = 0  # first experts of each line that never leave
+    upload_bytes: int = 0  # a block and step may bring, saved up until they are an expert's
+    refill_bytes: int = 0  # and once after a prompt
+    lockstep: bool = False  # steps wait for what was sent: counts can be told
+    moves: tuple[tuple[int, int, int, int], ...] = ()  # schedule: step, block, expert, slot
     report: str = ""  # file for statistics, written when a model is freed
     quiet: bool = True
     regions: bool = True  # False: every product by itself
@@ -52,6 +59,14 @@ class Config:
         lines = [f"{key} {word(getattr(self, key))}" for key in texts if getattr(self, key)]
         lines += [f"{key} {getattr(self, key)}" for key in numbers]
         lines += [f"memory {self.memory}", f"quiet {self.quiet:d}", f"regions {self.regions:d}"]
+        if self.policy != "static":
+            lines += self._adaptation()
         for block, line in sorted(self.residents.items()):
             lines.append(f"resident {block} {line.n_experts} {','.join(map(str, line.experts)) or '-'}")
         return ("\n".join(lines) + "\n").encode()
+
+    def _adaptation(self) -> list[str]:
+        numbers = ("half_life", "protect", "upload_bytes", "refill_bytes")
+        lines = [f"policy {self.policy}", *(f"{key} {getattr(self, key)}" for key in numbers)]
+        moves = [f"move {' '.join(map(str, move))}" for move in sorted(self.moves)]
+        return [*lines, f"lockstep {self.lockstep:d}", *moves]

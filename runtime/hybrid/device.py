@@ -57,6 +57,10 @@ class Block:
     cpu_ns: int
     launch_ns: int  # the host queueing work while the CPU lane runs
     lane_ns: int  # then waiting for the lane, or helping it
+    admitted: int  # experts that took a slot; each evicted another
+    admitted_bytes: int
+    waited: int  # steps in lockstep that waited for one
+    late: int  # steps that went on without one that was sent
     chosen: tuple[int, ...]  # by expert
 
 
@@ -76,6 +80,7 @@ class Report:
     cpu_start_ns: int  # what a step costs besides, as soon as the lane is used
     bus_start_ns: int
     device_ns: int  # a layer's resident experts on the device
+    contexts: tuple[tuple[int, int], ...]  # choices and hits of each
     blocks: tuple[Block, ...]
     freed: tuple[Block, ...]
 
@@ -156,7 +161,8 @@ def read_report(text: str) -> Report:
 def report_of(said: dict[str, Any]) -> Report:
     """A report from plain data."""
     blocks = {name: tuple(_block(block) for block in said[name]) for name in ("blocks", "freed")}
-    return Report(**{**said, **blocks})
+    contexts = tuple((asked, hits) for asked, hits in said["contexts"])
+    return Report(**{**said, **blocks, "contexts": contexts})
 
 
 def read_blocks(text: str) -> tuple[Block, ...]:

@@ -2,6 +2,7 @@
 // tests/test_hybrid_native.py. Usage: PROGRAM ENGINE_FOLDER [NAME...]
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -398,6 +399,98 @@ void prompts_of_many() {
     backend->iface.free(backend);
 }
 
+// Slots that follow the choices, several contexts at once: every result is that of the layer without slots.
+void follow_in_threads(const std::string & settings, bool events) {
+    Shape shape;
+    Bench bench("slots 4\n" + settings, true, events);
+    Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
+    auto work = [&](unsigned number) {
+        Reference reference(shape, 5);
+        std::mt19937 dice(number);
+        Backend * backend = bench.backend();
+        {
+            Pass one(Bench::host(), layer, 1, 2, bench.inner_type), many(Bench::host(), layer, 20, 3, bench.inner_type);
+            for (int step = 0; step < 50; step++) {
+                Pass & pass = step % 10 == 9 ? many : one;
+                const int64_t tokens = pass.ids->ne[1], places = pass.ids->ne[0];
+                const auto x = random_values(dice, static_cast<size_t>(shape.n_in * tokens));
+                const auto ids = random_choices(dice, tokens, places, shape.n_experts, true);
+                pass.set(backend, x, ids);
+                CHECK(pass.compute(backend, step % 7 == 6) == kSuccess);
+                CHECK(difference(reference.compute(tokens, places, x, ids, true), pass.output(backend)) < kClose);
+            }
+        }
+        backend->iface.free(backend);
+    };
+    std::thread other(work, 1u);
+    work(2);
+    CHECK(bench.wrapper->store.set_residents(0, 0, "exps", {7, 6, 5, 4}).empty());
+    other.join();
+    CHECK(bench.wrapper->report().find("\"admitted\":0") == std::string::npos);
+}
+
+void slots_follow() {
+    const std::string changing[] = {"policy lru\nupload_bytes 1000000000\nrefill_bytes 1000000000\n",
+                                    "policy lfu\nhalf_life 4\nprotect 1\nupload_bytes 20000\n"};
+    std::string forced = "policy schedule\n";
+    for (int step = 0; step < 100; step++) {
+        for (int expert = 0; expert < 8; expert++) {
+            forced += "move " + std::to_string(step) + " 0 " + std::to_string((step + expert) % 8) + " " + std::to_string(step % 4) + "\n";
+        }
+    }
+    for (const std::string & policy : {changing[0], changing[1], forced}) {
+        for (int kind = 0; kind < 4; kind++) {
+            const char * lanes = kind % 2 ? "guests 2\nstage -1\ncpu_bytes_us 1000\nbus_bytes_us 1000000\n" : "stage 0\n";
+            follow_in_threads(policy + lanes + "lockstep " + (kind / 2 ? "1" : "0") + "\n", kind != 3);
+        }
+    }
+}
+
+// With bytes enough, the slots hold the experts that were used last; with a half-life that never ends, those used most.
+void scores_are_kept() {
+    std::mt19937 dice(3);
+    for (const Policy policy : {Policy::kLru, Policy::kLfu}) {
+        Adaptation how;
+        how.policy = policy;
+        how.half_life = 1 << 14;
+        how.upload_bytes = 1 << 20;
+        std::vector<int32_t> slot_of(16, -1), expert_in{3, 1, 2, 0, 9};
+        for (size_t slot = 0; slot < expert_in.size(); slot++) {
+            slot_of[static_cast<size_t>(expert_in[slot])] = static_cast<int32_t>(slot);
+        }
+        const std::vector<char> sent(16, 0);
+        Scores scores(how, 0, 16, expert_in);
+        std::vector<double> known(16, -1000.0);
+        for (size_t rank = 0; rank < expert_in.size(); rank++) {
+            const double start = policy == Policy::kLru ? -1.0 - static_cast<double>(rank) : (1 << 11) * (1.0 - static_cast<double>(rank) / 5);
+            known[static_cast<size_t>(expert_in[rank])] = start;
+        }
+        for (int step = 0; step < 200; step++) {
+            const auto ids = random_choices(dice, 1, 3, 16, true);
+            scores.step(Choices{reinterpret_cast<const char *>(ids.data()), 4, 12, 3, 1}, 100);
+            for (size_t p = 0; p < 3; p++) {
+                double & score = known[static_cast<size_t>(ids[p])];
+                score = policy == Policy::kLru ? step * 10.0 + 9.0 - static_cast<double>(p) : std::max(score, 0.0) + std::exp2(step / 16384.0);
+            }
+            Admission found{};
+            while (scores.next(slot_of, expert_in, sent, found)) {
+                const auto slot = static_cast<size_t>(found.slot);
+                CHECK(std::find(ids.begin(), ids.end(), expert_in[slot]) == ids.end());
+                slot_of[static_cast<size_t>(expert_in[slot])] = -1;
+                slot_of[static_cast<size_t>(found.expert)] = found.slot;
+                expert_in[slot] = found.expert;
+            }
+            double least = 1e9, best = -1e9;
+            for (size_t e = 0; e < 16; e++) {
+                const bool chosen = std::find(ids.begin(), ids.end(), static_cast<int32_t>(e)) != ids.end();
+                least = slot_of[e] >= 0 && !chosen ? std::min(least, known[e]) : least;
+                best = slot_of[e] < 0 ? std::max(best, known[e]) : best;
+            }
+            CHECK(best <= least + 0.02);
+        }
+    }
+}
+
 void faults_are_returned() {
     Shape shape;
     Bench bench("slots 3\n", true);
@@ -497,6 +590,8 @@ const std::pair<const char *, void (*)()> kTests[] = {
     {"threads_and_changes", threads_and_changes},
     {"prompts_ahead", prompts_ahead},
     {"prompts_of_many", prompts_of_many},
+    {"slots_follow", slots_follow},
+    {"scores_are_kept", scores_are_kept},
     {"faults_are_returned", faults_are_returned},
     {"reports_what_was_done", reports_what_was_done},
     {"host_work", host_work},

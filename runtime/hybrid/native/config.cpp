@@ -87,11 +87,34 @@ bool resident(const std::string & block, const std::string & count, const std::s
     return true;
 }
 
+bool policy(const std::string & word, Policy & value) {
+    value = word == "lru" ? Policy::kLru : word == "lfu" ? Policy::kLfu : word == "schedule" ? Policy::kSchedule : Policy::kStatic;
+    return value != Policy::kStatic || word == "static";
+}
+
+// "move STEP BLOCK EXPERT SLOT": steps never decrease.
+bool move(const std::vector<std::string> & words, Adaptation & how) {
+    Move made{};
+    int expert = 0, slot = 0;
+    if (words.size() != 5 || !whole(words[1], 0, LLONG_MAX, made.step) || !small(words[2], 0, made.block) ||
+        !small(words[3], 0, expert) || !small(words[4], 0, slot) || (!how.moves.empty() && how.moves.back().step > made.step)) {
+        return false;
+    }
+    made.expert = expert;
+    made.slot = slot;
+    how.moves.push_back(made);
+    return true;
+}
+
 // One line of words; false when it is not understood.
 bool setting(const std::vector<std::string> & words, Config & config) {
     const std::string & key = words[0];
     if (key == "resident") {
         return words.size() == 4 && resident(words[1], words[2], words[3], config);
+    }
+    Adaptation & how = config.adaptation;
+    if (key == "move") {
+        return move(words, how);
     }
     if (words.size() != 2) {
         return false;
@@ -112,6 +135,12 @@ bool setting(const std::vector<std::string> & words, Config & config) {
            : key == "bus_bytes_us" ? whole(value, 0, LLONG_MAX, config.bus_bytes_us)
            : key == "quiet"        ? yes_or_no(value, config.quiet)
            : key == "regions"      ? yes_or_no(value, config.regions)
+           : key == "policy"       ? policy(value, how.policy)
+           : key == "half_life"    ? small(value, 1, how.half_life)
+           : key == "protect"      ? small(value, 0, how.protect)
+           : key == "upload_bytes" ? whole(value, 0, LLONG_MAX / 4, how.upload_bytes)
+           : key == "refill_bytes" ? whole(value, 0, LLONG_MAX / 4, how.refill_bytes)
+           : key == "lockstep"     ? yes_or_no(value, how.lockstep)
            : key == "fault"        ? fault(value, config.fault)
                                    : false;
 }

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "policy.h"
+
 namespace hybrid {
 
 // Where the experts' bytes are kept in host memory.
@@ -37,6 +39,7 @@ struct Config {
     bool regions = true;       // false: every product by itself
     Fault fault = Fault::kNone;
     std::vector<Resident> residents;
+    Adaptation adaptation;     // of the residents to the text
 
     // The line of a block; nullptr when it has none.
     const Resident * resident(int block, int n_experts) const;

@@ -203,6 +203,8 @@ void Stream::count(Region & region, const Choices & choices) {
         return;
     }
     counters.hits += routing_.n_hits;
+    progress_->asked += choices.n_places * choices.n_tokens;
+    progress_->hits += routing_.n_hits;
     counters.uploaded += routing_.n_uploaded;
     counters.cpu += routing_.n_cpu;
     if (region.products[0].matrix->role == Role::kDown) {

@@ -47,6 +47,12 @@ class Exchange {
     std::vector<std::pair<Tensor *, Tensor *>> kept_;
 };
 
+// Whether the router's choices of a step are seen here for the first time, and are its own: not those of warm-up.
+bool chooses(const Region & region) {
+    const Role role = region.products[0].matrix->role;
+    return (region.has_program || role == Role::kUp || role == Role::kGateUp) && region.n_places() != region.group->n_experts;
+}
+
 }  // namespace
 
 Status Stream::compute_region(Graph * graph, Region & region, std::string & fault) {
@@ -79,16 +85,21 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         }
     }
     measure(region, table.n_guests);
+    const bool may_repeat = region.quantised && region.n_tokens() == 1;
+    const auto n_needed = may_repeat ? 1 : static_cast<int32_t>(choices.n_places);
+    Residency::Turn turn(group.residency.get(), choices, chooses(region), n_needed, progress_);
     std::unique_lock<std::mutex> stage(stage_.mutex, std::defer_lock);
     table.n_stage = prefetch_.active() ? 0 : stage_.room(region);
     table.cpu = region.cpu;
-    table.may_repeat = region.quantised && region.n_tokens() == 1;
+    table.may_repeat = may_repeat;
+    table.expert_in = &group.expert_in;
     Costs cost = costs(region);
     if (region.n_tokens() > store_.config.cpu_tokens) {
         cost.cpu_pair = std::max(cost.cpu_pair, INT64_MAX / (choices.n_places * choices.n_tokens) / 2);
     }
     std::vector<Tensor *> banks;
     for (;;) {
+        table.n_empty = turn.n_empty();
         fault = router_.route(choices, table, cost, routing_);
         if (!fault.empty()) {
             return kFailed;
@@ -96,6 +107,8 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         if (routing_.bank == Bank::kSlots) {
             break;
         }
+        in_slots_ = group.expert_in;
+        turn.divided();
         stage.lock();
         if (events || !stage_.banks[0].owner || stage_.banks[0].owner == this) {
             banks = stage_.tensors(region);
@@ -105,7 +118,9 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         }
         stage.unlock();
         table.n_stage = 0;
+        turn.again();
     }
+    turn.divided();
     remember_cold(region, table);
     count(region, choices);
     // The CPU's threads begin before anything else is queued: what the host queues meanwhile costs no time.
@@ -330,7 +345,7 @@ Status Stream::on_stage(Graph * graph, Region & region, const std::vector<Tensor
         const size_t each = tensor->nb[2];
         const auto * data = static_cast<const char *>(tensor->data);
         for (int32_t slot = 0; !copied && slot < group.n_slots; slot++) {
-            const int32_t expert = group.expert_in[static_cast<size_t>(slot)];
+            const int32_t expert = in_slots_[static_cast<size_t>(slot)];
             if (expert >= 0) {
                 set_async(banks[i], data + static_cast<size_t>(expert) * each, static_cast<size_t>(slot) * each, each);
             }

@@ -34,6 +34,7 @@ std::string list(const Values & values) {
 
 std::string Store::describe(const Group & group, int model) const {
     const Counters & c = group.counters;
+    const Residency * r = group.residency.get();
     size_t bytes = 0, each = 0;
     for (const Matrix * matrix : group.matrices) {
         bytes += matrix->memory ? host.ggml_backend_buffer_get_size(matrix->memory) : 0;
@@ -47,6 +48,8 @@ std::string Store::describe(const Group & group, int model) const {
         << ",\"all_at_once\":" << c.all_at_once << ",\"uploads\":" << c.uploads << ",\"upload_bytes\":" << c.upload_bytes
         << ",\"staged\":" << c.staged << ",\"wait_ns\":" << c.wait_ns << ",\"cpu_ns\":" << c.cpu_ns
         << ",\"launch_ns\":" << c.launch_ns << ",\"lane_ns\":" << c.lane_ns
+        << ",\"admitted\":" << (r ? r->admitted.load() : 0) << ",\"admitted_bytes\":" << (r ? r->bytes.load() : 0)
+        << ",\"waited\":" << (r ? r->waited.load() : 0) << ",\"late\":" << (r ? r->late.load() : 0)
         << ",\"chosen\":" << list(c.chosen) << "}";
     return out.str();
 }
@@ -91,6 +94,7 @@ void Store::write_report() {
 
 std::string Wrapper::report() {
     size_t device_bytes = 0, host_bytes = 0, n_streams = 0;
+    std::string contexts;
     {
         std::lock_guard<std::mutex> lock(streams_mutex);
         n_streams = streams.size();
@@ -98,12 +102,14 @@ std::string Wrapper::report() {
             std::lock_guard<std::recursive_mutex> still(each->api());
             device_bytes += each->device_bytes();
             host_bytes += each->host_bytes();
+            contexts += (contexts.empty() ? "[" : ",[") + std::to_string(each->progress()->asked) + "," +
+                        std::to_string(each->progress()->hits) + "]";
         }
     }
     std::ostringstream out;
     out << "{\"name\":" << quoted(name) << ",\"wraps\":" << quoted(store.inner->iface.get_name(store.inner))
         << ",\"stage_bytes\":" << stage.bytes() << ",\"stream_device_bytes\":" << device_bytes
-        << ",\"stream_host_bytes\":" << host_bytes << ",\"streams\":" << n_streams << "," << store.report() << "}";
+        << ",\"stream_host_bytes\":" << host_bytes << ",\"streams\":" << n_streams << ",\"contexts\":[" << contexts << "]," << store.report() << "}";
     return out.str();
 }
 

@@ -89,7 +89,7 @@ void Router::choose(const Choices & choices, const Table & table, const Costs & 
         rest += cold.n_pairs;
     }
     const auto n_cold = static_cast<int64_t>(cold_.size());
-    const auto n_bank = static_cast<int64_t>(table.n_slots) + table.n_guests;
+    const auto n_bank = static_cast<int64_t>(table.n_slots) - table.n_empty + table.n_guests;
     const bool slots_work = table.may_repeat ? n_bank > 0 : n_bank >= choices.n_places;
     const int64_t never = INT64_MAX;
     int64_t best = never, n_guests = 0;
@@ -110,7 +110,7 @@ void Router::choose(const Choices & choices, const Table & table, const Costs & 
         best = never;
     }
     const int64_t n_staged = table.n_slots + n_cold;
-    const bool stage_works = n_staged <= table.n_stage && (table.may_repeat || table.n_stage >= choices.n_places);
+    const bool stage_works = n_staged <= table.n_stage && (table.may_repeat || table.n_stage - table.n_empty >= choices.n_places);
     if (stage_works && n_cold * costs.bus_expert + costs.stage < best) {
         result.bank = Bank::kStage;
         n_guests = n_cold;
@@ -159,7 +159,7 @@ void Router::place(const Choices & choices, const Table & table, Routing & resul
         cursor_ = 0;
         for (int64_t p = 0; result.device && p < choices.n_places; p++) {
             if (positions[p] < 0) {
-                positions[p] = spare(bank_size, t, table.may_repeat);
+                positions[p] = spare(table, t);
             }
         }
         favourite_ = -1;
@@ -175,12 +175,19 @@ void Router::place(const Choices & choices, const Table & table, Routing & resul
 }
 
 // A position for a choice whose row will be overwritten: one that the token reads anyway, or one of its own.
-int32_t Router::spare(int32_t bank_size, int64_t token, bool may_repeat) {
-    if (may_repeat) {
-        return favourite_ >= 0 ? favourite_ : 0;
+int32_t Router::spare(const Table & table, int64_t token) {
+    if (table.may_repeat && favourite_ >= 0) {
+        return favourite_;
     }
-    while (cursor_ < bank_size && taken_[static_cast<size_t>(cursor_)] == token) {
+    const auto empty = [&](int32_t position) {
+        return table.expert_in && position < table.n_slots && (*table.expert_in)[static_cast<size_t>(position)] < 0;
+    };
+    const auto n_bank = static_cast<int32_t>(taken_.size());
+    while (cursor_ < n_bank && (taken_[static_cast<size_t>(cursor_)] == token || empty(cursor_))) {
         cursor_++;
+    }
+    if (table.may_repeat) {
+        return cursor_;
     }
     taken_[static_cast<size_t>(cursor_)] = token;
     return cursor_;

@@ -36,6 +36,8 @@ struct Table {
     int32_t n_stage = 0;    // experts the stage can take; 0: there is none
     bool cpu = true;        // whether the CPU lane may be used
     bool may_repeat = false;  // whether two places of a token may name one slot
+    const std::vector<int32_t> * expert_in = nullptr;  // by slot; -1: not to be read. nullptr: all may be
+    int32_t n_empty = 0;      // how many may not
 };
 
 struct Upload {
@@ -78,7 +80,7 @@ class Router {
     std::string count(const Choices & choices, const Table & table);
     void choose(const Choices & choices, const Table & table, const Costs & costs, Routing & result);
     void place(const Choices & choices, const Table & table, Routing & result);
-    int32_t spare(int32_t bank_size, int64_t token, bool may_repeat);
+    int32_t spare(const Table & table, int64_t token);
 
     std::vector<int64_t> n_pairs_;    // by expert
     std::vector<int32_t> position_;   // by expert: where the device finds it; -1: nowhere

@@ -50,7 +50,7 @@ Weights Matrix::weights() const {
 }
 
 Store::Store(const Host & h, Device * device, const Config & c)
-    : host(h), inner(device), inner_type(device->iface.get_buffer_type(device)), config(c) {
+    : host(h), inner(device), inner_type(device->iface.get_buffer_type(device)), config(c), courier(h, device) {
     voice.set_quiet(c.quiet);
     cpu_bytes_us = c.cpu_bytes_us;
     bus_bytes_us = c.bus_bytes_us;
@@ -98,6 +98,11 @@ void Store::release(ExpertBuffer * buffer) {
         Change change(gate);
         version_++;
         Model * model = buffer->model;
+        for (size_t g = 0; model && g < model->groups.size(); g++) {
+            if (model->groups[g]->residency) {
+                model->groups[g]->residency->finish();
+            }
+        }
         if (model && --model->n_buffers == 0) {
             for (auto & group : model->groups) {
                 retired_.push_back(describe(*group, model->number));
@@ -220,6 +225,9 @@ Group * Store::group_of(Model & model, int block, const std::string & kind, int3
     made.n_experts = n_experts;
     made.counters.chosen = std::vector<std::atomic<int64_t>>(static_cast<size_t>(n_experts));
     set_table(made);
+    if (config.adaptation.policy != Policy::kStatic && made.n_slots && !made.whole()) {
+        made.residency = std::make_unique<Residency>(courier, config.adaptation, made);
+    }
     return &made;
 }
 
@@ -308,11 +316,13 @@ const std::vector<float> * Store::bias(Group & group, const Tensor * tensor) {
 }
 
 void Store::join(Stream * stream) {
+    courier.join(stream);
     std::lock_guard<std::mutex> lock(streams_mutex_);
     streams_.push_back(stream);
 }
 
 void Store::part(Stream * stream) {
+    courier.part(stream);
     Change change(gate);
     for (auto & model : models_) {
         for (auto & group : model->groups) {
@@ -380,7 +390,7 @@ void Store::fill_group(Group & group, Stream & stream, int64_t & bytes) {
         const auto & in = group.expert_in;
         for (size_t slot = 0; slot < in.size();) {
             size_t n = 1;
-            while (slot + n < in.size() && in[slot + n] == in[slot] + static_cast<int32_t>(n)) {
+            while (in[slot] >= 0 && slot + n < in.size() && in[slot + n] == in[slot] + static_cast<int32_t>(n)) {
                 n++;
             }
             if (in[slot] >= 0) {
@@ -419,6 +429,9 @@ std::string Store::set_residents(int number, int block, const std::string & kind
     }
     if (group->whole()) {
         return "";  // all of them are there, each in the slot of its number
+    }
+    if (group->residency) {
+        group->residency->finish();
     }
     {
         // Every queued read of the slots, from every context, ends before one is overwritten.

@@ -11,7 +11,9 @@
 
 #include "config.h"
 #include "gate.h"
+#include "courier.h"
 #include "host.h"
+#include "residency.h"
 #include "route.h"
 #include "say.h"
 
@@ -55,6 +57,7 @@ struct Group {
     std::atomic<int> cold_used{1000};
     std::atomic<int64_t> cold_tokens{0};
     Counters counters;
+    std::unique_ptr<Residency> residency;  // nullptr: the residents stay
 
     // Guests are written and read by one stream at a time; another waits on its own queue for the reads.
     std::mutex guests;
@@ -126,6 +129,7 @@ class Store {
     BufferType * type = nullptr;  // of the engine's expert buffers
     Gate gate;
     Voice voice;
+    Courier courier;
     // Costs of the lanes, measured once: bytes of weights in a microsecond, what a step's use costs besides (ns),
     // and the time of the device for what is resident.
     std::atomic<int64_t> cpu_bytes_us{0}, bus_bytes_us{0}, cpu_start_ns{0}, bus_start_ns{0}, device_ns{0};

@@ -62,6 +62,7 @@ void Stream::synchronize() {
     if (inner_->iface.synchronize) {
         inner_->iface.synchronize(inner_);
     }
+    progress_->finished.store(progress_->queued, std::memory_order_release);
 }
 
 void Stream::set_async(Tensor * tensor, const void * data, size_t offset, size_t size) {

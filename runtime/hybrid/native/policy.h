@@ -1,0 +1,70 @@
+// Which experts should have slots: scores by what the router chose, and exchanges while bytes are left to upload.
+// Whole numbers and no clock: planner/routing/residency.py replays the same.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "route.h"
+
+namespace hybrid {
+
+enum class Policy {
+    kStatic,    // the seed stays
+    kLru,       // used last
+    kLfu,       // used most, counts fading
+    kSchedule,  // as told, for tests
+};
+
+// At a step of a block, an expert takes the place of what is in a slot.
+struct Move {
+    int64_t step;
+    int block;
+    int32_t expert, slot;
+};
+
+struct Adaptation {
+    Policy policy = Policy::kStatic;
+    int half_life = 64;        // tokens, in which a count fades to a half
+    int protect = 0;           // first experts of the seed, which never leave
+    int64_t upload_bytes = 0;  // a block and step; saved up until they are an expert's
+    int64_t refill_bytes = 0;  // a block, once after a prompt
+    bool lockstep = false;     // a step waits for what was sent in the one before, so that counts can be told
+    std::vector<Move> moves;   // of the schedule
+};
+
+struct Admission {
+    int32_t expert, slot;
+};
+
+// One block's scores.
+class Scores {
+  public:
+    // `seed`: experts in the order of their slots, the hottest first.
+    Scores(const Adaptation & how, int block, int32_t n_experts, const std::vector<int32_t> & seed);
+
+    // What a step chose. Afterwards next() tells who comes and who goes, one after the other.
+    void step(const Choices & choices, int64_t expert_bytes);
+
+    // `slot_of` by expert, `expert_in` by slot; negative: none. `sent` by expert: on its way into a slot.
+    bool next(const std::vector<int32_t> & slot_of, const std::vector<int32_t> & expert_in, const std::vector<char> & sent,
+              Admission & found);
+
+    bool spent() const;  // whether next() finds nothing for want of bytes
+
+  private:
+    void touch(const Choices & choices, int64_t token);
+    bool scheduled(const std::vector<int32_t> & slot_of, const std::vector<int32_t> & expert_in, const std::vector<char> & sent,
+                   Admission & found);
+
+    const Adaptation & how_;
+    const int block_;
+    std::vector<int64_t> scores_, gains_;
+    std::vector<char> fixed_;         // by expert: of the seed, and protected
+    std::vector<int64_t> chosen_at_;  // by expert: step that chose it last
+    int64_t tick_ = 0, step_ = 0, credit_ = 0, expert_bytes_ = 0;
+    size_t move_ = 0;
+    bool open_ = false;  // whether this step may exchange
+};
+
+}  // namespace hybrid

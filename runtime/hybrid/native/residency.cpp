@@ -1,0 +1,136 @@
+#include "residency.h"
+
+#include <algorithm>
+
+#include "store.h"
+
+namespace hybrid {
+
+Residency::Residency(Courier & courier, const Adaptation & how, Group & group)
+    : courier_(courier), how_(how), group_(group), scores_(how, group.block, group.n_experts, group.expert_in),
+      on_its_way_(static_cast<size_t>(group.n_experts)) {}
+
+// What has arrived may be used from now on.
+void Residency::receive(bool wait) {
+    while (!sent_.empty()) {
+        const Sent & first = sent_.front();
+        if (!first.arrived->load(std::memory_order_acquire)) {
+            if (!wait) {
+                late++;
+                return;
+            }
+            waited++;
+            courier_.wait(first.arrived);
+        }
+        group_.slot_of[static_cast<size_t>(first.expert)] = first.slot;
+        group_.expert_in[static_cast<size_t>(first.slot)] = first.expert;
+        on_its_way_[static_cast<size_t>(first.expert)] = 0;
+        sent_.pop_front();
+    }
+}
+
+void Residency::decide(const Choices & choices, int32_t n_needed) {
+    for (int64_t t = 0; t < choices.n_tokens; t++) {
+        for (int64_t p = 0; p < choices.n_places; p++) {
+            if (choices.at(t, p) < 0 || choices.at(t, p) >= group_.n_experts) {
+                return;  // who divides them says so
+            }
+        }
+    }
+    int64_t expert_bytes = 0;
+    for (const Matrix * matrix : group_.matrices) {
+        expert_bytes += static_cast<int64_t>(matrix->tensor->nb[2]);
+    }
+    scores_.step(choices, expert_bytes);
+    Admission admission{};
+    while (group_.n_slots - static_cast<int32_t>(sent_.size()) > n_needed && scores_.next(group_.slot_of, group_.expert_in, on_its_way_, admission)) {
+        send(admission);
+    }
+}
+
+// The slot is free for its new expert from now on, and written when nobody reads it any more.
+void Residency::send(const Admission & admission) {
+    const auto slot = static_cast<size_t>(admission.slot);
+    group_.slot_of[static_cast<size_t>(group_.expert_in[slot])] = -1;
+    group_.expert_in[slot] = -1;
+    on_its_way_[static_cast<size_t>(admission.expert)] = 1;
+    Delivery delivery;
+    delivery.arrived = std::make_shared<std::atomic<bool>>(false);
+    sent_.push_back(Sent{admission.expert, admission.slot, delivery.arrived});
+    for (Matrix * matrix : group_.matrices) {
+        const size_t each = matrix->tensor->nb[2];
+        const char * data = static_cast<const char *>(matrix->tensor->data) + static_cast<size_t>(admission.expert) * each;
+        delivery.pieces.push_back(Piece{matrix->slots, data, slot * each, each});
+        bytes += static_cast<int64_t>(each);
+    }
+    readers_.erase(std::remove_if(readers_.begin(), readers_.end(), [](const Reader & reader) { return reader.done(); }),
+                   readers_.end());
+    delivery.readers = readers_;
+    courier_.send(std::move(delivery));
+    admitted++;
+}
+
+void Residency::settle() {
+    std::vector<Arrived> wanted;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (const Sent & each : sent_) {
+            wanted.push_back(each.arrived);
+        }
+    }
+    for (const Arrived & each : wanted) {
+        courier_.wait(each);
+    }
+}
+
+void Residency::finish() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    receive(true);
+}
+
+// ---- a step
+
+Residency::Turn::Turn(Residency * residency, const Choices & choices, bool counts, int32_t n_needed,
+                      const std::shared_ptr<Progress> & progress)
+    : residency_(residency), progress_(progress) {
+    if (!residency) {
+        return;
+    }
+    lock_ = std::unique_lock<std::mutex>(residency->mutex_);
+    residency->receive(residency->how_.lockstep);
+    if (counts) {
+        residency->decide(choices, n_needed);
+    }
+    // From here on this step is one of the readers, of all that has an expert now.
+    progress->issued++;
+    auto & readers = residency->readers_;
+    const auto mine = std::find_if(readers.begin(), readers.end(), [&](const Reader & reader) { return reader.progress == progress; });
+    if (mine != readers.end()) {
+        mine->number = progress->issued;
+    } else {
+        readers.push_back(Reader{progress, progress->issued});
+    }
+}
+
+int32_t Residency::Turn::n_empty() const { return residency_ ? static_cast<int32_t>(residency_->sent_.size()) : 0; }
+
+void Residency::Turn::divided() {
+    if (lock_.owns_lock()) {
+        lock_.unlock();
+    }
+}
+
+void Residency::Turn::again() {
+    if (residency_) {
+        lock_.lock();
+    }
+}
+
+// All of the step's work has been queued.
+Residency::Turn::~Turn() {
+    if (residency_) {
+        progress_->queued = progress_->issued;
+    }
+}
+
+}  // namespace hybrid

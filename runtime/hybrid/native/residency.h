@@ -1,0 +1,70 @@
+// Slots of one block that follow the text: the tables while experts are on their way, and who still reads what.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "courier.h"
+#include "policy.h"
+
+namespace hybrid {
+
+struct Group;
+
+class Residency {
+  public:
+    Residency(Courier & courier, const Adaptation & how, Group & group);
+
+    // ---- in a step, from the choices until they are divided: the tables stay as they are
+    class Turn;
+
+    // ---- between steps, or where slots are copied as a whole
+    void settle();                      // what was sent so far has arrived
+    void finish();                      // and is in the tables, while no step is made
+
+    // Each admission evicts one. Of steps that came before what was sent: some waited, the others went on without.
+    std::atomic<int64_t> admitted{0}, bytes{0}, waited{0}, late{0};
+
+  private:
+    struct Sent {
+        int32_t expert, slot;
+        Arrived arrived;
+    };
+
+    void receive(bool wait);
+    void decide(const Choices & choices, int32_t n_needed);
+    void send(const Admission & admission);
+
+    Courier & courier_;
+    const Adaptation & how_;
+    Group & group_;
+    std::mutex mutex_;  // of the group's tables and of what follows
+    Scores scores_;
+    std::deque<Sent> sent_;  // not yet in the tables
+    std::vector<char> on_its_way_;  // by expert
+    std::vector<Reader> readers_;   // the last step of every context that may read the slots
+};
+
+// A step's use of a block's slots. Nothing of it without a residency.
+class Residency::Turn {
+  public:
+    // `counts`: the router chose, and nobody told of it yet; `n_needed`: slots that must hold something.
+    Turn(Residency * residency, const Choices & choices, bool counts, int32_t n_needed, const std::shared_ptr<Progress> & progress);
+    ~Turn();
+    Turn(const Turn &) = delete;
+    Turn & operator=(const Turn &) = delete;
+
+    int32_t n_empty() const;  // slots that hold nothing now
+    void divided();           // the choices are: others may change the tables
+    void again();             // divide them once more
+
+  private:
+    Residency * residency_;
+    std::unique_lock<std::mutex> lock_;
+    std::shared_ptr<Progress> progress_;
+};
+
+}  // namespace hybrid

@@ -1,0 +1,139 @@
+"""Slots that follow the text: the simulation held to plain loops, and to the counters of the engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hybrid_runs import Run, distance, run_all
+
+from planner.routing.residency import Adaptation, Policy, follow
+from profiler.routed import model as routed
+from profiler.routed import stream
+from profiler.routed.codes import chosen_by_code
+from profiler.routed.presets import PRESETS
+
+EACH = 1000  # bytes of an expert
+SEVERAL = (
+    Adaptation(),
+    Adaptation(Policy.LRU, upload_bytes=10**9),
+    Adaptation(Policy.LRU, upload_bytes=EACH // 3, protect=2),
+    Adaptation(Policy.LFU, half_life=5, upload_bytes=3 * EACH, refill_bytes=4 * EACH),
+    Adaptation(Policy.LFU, half_life=16, upload_bytes=EACH // 2, protect=1),
+)
+
+
+def by_hand(
+    steps: Sequence[Sequence[Sequence[int]]], how: Adaptation, seed: Sequence[int], n: int
+) -> tuple[list[int], list[int]]:
+    """Hits and admissions of one layer, step by step: the words of the module as plain loops."""
+    slots, fixed, credit, tick = list(seed), set(seed[: how.protect]), 0, 0
+    never = float("-inf")
+    score: list[float] = [0.0 if how.policy is Policy.LFU else never] * n
+    for rank, expert in enumerate(seed):
+        lfu = (1 << 16) * how.half_life // 8 * (len(seed) - rank) // len(seed)
+        score[expert] = lfu if how.policy is Policy.LFU else -1 - rank
+    hits, admitted = [], []
+    for tokens in steps:
+        hits.append(sum(expert in slots for token in tokens for expert in token))
+        admitted.append(0)
+        if how.policy is Policy.STATIC:
+            continue
+        for token in tokens:
+            if how.policy is Policy.LFU and tick and tick % how.half_life == 0:
+                score = [one // 2 for one in score]
+            for place, expert in enumerate(token):
+                if how.policy is Policy.LRU:
+                    score[expert] = tick * 1024 + 1023 - place
+                else:
+                    score[expert] += round((1 << 16) * 2 ** (tick % how.half_life / how.half_life))
+            tick += 1
+        if len(tokens) > 16:
+            credit = max(credit, how.refill_bytes)
+            continue
+        credit = max(credit, min(credit + how.upload_bytes, max(how.upload_bytes, EACH)))
+        chosen = {expert for token in tokens for expert in token}
+        fresh: set[int] = set()
+        while credit >= EACH:
+            inside = [e for e in sorted(slots) if e not in chosen | fixed | fresh]
+            outside = [e for e in range(n) if e not in slots and score[e] > never]
+            if not inside or not outside:
+                break
+            comes, goes = max(outside, key=lambda e: score[e]), min(inside, key=lambda e: score[e])
+            if score[comes] <= score[goes]:
+                break
+            slots[slots.index(goes)] = comes
+            fresh.add(comes)
+            credit -= EACH
+            admitted[-1] += 1
+    return hits, admitted
+
+
+def test_follows_the_rules() -> None:
+    dice = random.Random(4)
+    for how in SEVERAL:
+        for _ in range(6):
+            n, k = dice.randint(6, 20), dice.randint(2, 5)
+            layers = [
+                [
+                    [dice.sample(range(n), 3) for _ in range(tokens)]
+                    for tokens in dice.choices((1, 2, 20), (8, 2, 1), k=60)
+                ]
+            ]
+            sizes = [len(step) for step in layers[0]]
+            layers.append([[dice.sample(range(n), 3) for _ in range(size)] for size in sizes])
+            seeds = [dice.sample(range(n), k) for _ in layers]
+            steps = [np.array([layer[t] for layer in layers]) for t in range(len(sizes))]
+            found = follow(steps, how, seeds, n, [EACH] * 2)
+            for layer, seed in enumerate(seeds):
+                hits, admitted = by_hand(layers[layer], how, seed, n)
+                assert found.hits[:, layer].tolist() == hits, how
+                assert found.admitted[:, layer].tolist() == admitted, how
+                assert found.asked[:, layer].tolist() == [3 * size for size in sizes]
+
+
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU])
+def test_the_engine_counts_what_was_foretold(policy: Policy, tmp_path: Path) -> None:
+    preset = PRESETS["olmoe"]
+    # Quantised experts: a token may name a slot twice, so that choices of the CPU need no place of their own.
+    spec = replace(preset.spec("small"), n_layers=3)
+    path = routed.write(tmp_path / "m.gguf", spec, preset.habits)
+    codes = stream.codes_of(preset.habits, 240)
+    tokens = tuple(int(code) + stream.FIRST_ID for code in codes)
+    n, slots, prompt = preset.habits.n_expert, 20, 12
+    plain = Run(path, prompt=tokens[:prompt], more=tokens[prompt:], n_experts=n)
+    seed = {layer: list(range(slots)) for layer in range(3)}
+    follows = plain.on(
+        policy=policy.value, half_life=16, upload_bytes=1 << 20, lockstep=True, stage=0, cpu_bytes_us=1000
+    )
+    static = replace(plain.on(stage=0, cpu_bytes_us=1000), residents=seed)
+    ran = run_all([plain, static, replace(follows, residents=seed)], tmp_path)
+    assert distance(ran[0].logits, ran[2].logits) < 2e-2  # q4_0, on other kernels than the engine's
+    table = chosen_by_code(preset.habits, 3)[:, codes]
+    steps = [table[:, :prompt], *(table[:, t : t + 1] for t in range(prompt, len(codes)))]
+    for number, how in ((1, Adaptation()), (2, Adaptation(policy, 16, upload_bytes=1 << 20))):
+        foretold = follow(steps, how, list(seed.values()), n, [1000] * 3)
+        report = ran[number].report
+        assert report is not None
+        for block in report.freed[:2]:  # the engine routes in the last layer only what it gives logits of
+            hits, asked = foretold.hits[:, block.block].sum(), foretold.asked[:, block.block].sum()
+            assert sum(block.chosen) == asked
+            assert abs(block.hits - hits) / asked < 0.02
+            assert abs(block.admitted - foretold.admitted[:, block.block].sum()) <= 0.05 * asked
+        assert any(block.admitted for block in report.freed) == (how.policy is not Policy.STATIC)
+
+
+def test_two_contexts_write_what_they_write_alone(tmp_path: Path) -> None:
+    """Threads of one model whose slots change at every step, in both contexts at once."""
+    from engines import python
+
+    script = Path(__file__).parent / "two_contexts.py"
+    path = tmp_path / "m.gguf"
+    preset = PRESETS["olmoe"]
+    routed.write(path, replace(preset.spec("small"), n_layers=3), preset.habits)
+    done = python(str(script), str(path), limit_s=200)
+    assert done.stdout.strip().endswith("the same"), done.stdout + done.stderr[-2000:]
