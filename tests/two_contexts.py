@@ -82,9 +82,7 @@ def _second(one: Any) -> Any:
             stack.callback(kept.objects.clear)
             params = load_params.context_params(one.engine, one.spec, kept, None)
             made = copy.copy(one)
-            made.context = stack.enter_context(
-                load_params.context(one.engine, one.model, params, made._said)
-            )
+            made.context = stack.enter_context(load_params.context(one.engine, one.model, params, made._said))
             yield made
 
     return opened()

@@ -56,7 +56,10 @@ class Followed:
 
 
 def follow(
-    steps: Iterable[Ints], adaptation: Adaptation, seed: Sequence[Sequence[int]], n_expert: int,
+    steps: Iterable[Ints],
+    adaptation: Adaptation,
+    seed: Sequence[Sequence[int]],
+    n_expert: int,
     expert_bytes: Sequence[int],
 ) -> Followed:
     """Replay steps, each (layers, tokens, choices of a token) best first, -1 where a token chose fewer.
@@ -73,7 +76,11 @@ class _Slots:
     """All layers: scores, who has a slot, and bytes saved up."""
 
     def __init__(
-        self, adaptation: Adaptation, seed: Sequence[Sequence[int]], n_expert: int, expert_bytes: Sequence[int]
+        self,
+        adaptation: Adaptation,
+        seed: Sequence[Sequence[int]],
+        n_expert: int,
+        expert_bytes: Sequence[int],
     ) -> None:
         n = len(seed)
         self.how, self.tick = adaptation, 0

@@ -1,0 +1,370 @@
+"""Slots that follow the text, on texts whose topic changes: every choice of residents, in one process.
+
+    python -m benchmarks.rounds.drifting --engine BUILD_FOLDER --work FOLDER --out drifting.json --minutes 3
+
+Makes the model if need be (sizes and routing of a preset, fewer layers), and decodes one stream token by
+token with each contender in turn: some hundred tokens of topic A, as many of B, then A again. Contenders:
+
+    plain               everything on the device: the bound
+    ncmoe               experts of the first layers on the CPU, at no less VRAM than the slots
+    A, B                slots with the hottest experts of one topic, which stay: right in its phases only
+    lfu:H:U, lru:0:U    begin as A and follow: half-life of H tokens, U hundredths of an expert a layer
+                        and token
+
+`+G` behind a name gives G guests. Writes JSON (milliseconds of every token, hits of every window, VRAM),
+prints a table, and draws a picture beside it where matplotlib is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planner.plan.load_spec import LoadSpec
+from planner.workload import Workload
+from profiler.routed import codes, model, stream
+from profiler.routed.presets import PRESETS
+from runtime.engine.libllama import Engine
+from runtime.hybrid.config import Config, Resident
+from runtime.hybrid.device import HybridDevice
+from runtime.session.session import Session
+
+EXPERTS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight$"
+USUAL = "ncmoe,A+2,B+2,lfu:32:100+2,lfu:32:25+2,lfu:128:100+2,lru:0:100+2,lfu:32:100"
+SEEN = 4096  # tokens of a topic that its hottest experts are counted on
+WARM_UP = 8  # tokens that are decoded before the stream
+
+
+@dataclass(slots=True)
+class Contender:
+    """What was measured of one way."""
+
+    name: str
+    slots: int = 0
+    vram_mib: float = 0.0
+    load_s: float = 0.0
+    ms: list[float] = field(default_factory=list)  # of every token
+    hits: list[float] = field(default_factory=list)  # of every window
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The work: a model, a stream, and the topics of its phases."""
+
+    engine: Engine
+    path: Path
+    tokens: tuple[int, ...]
+    phases: tuple[tuple[str, int], ...]  # topic, tokens
+    hot: dict[str, tuple[tuple[int, ...], ...]]  # by topic and layer: experts, hottest first
+    n_layers: int
+    n_experts: int
+    expert_bytes: int
+    options: argparse.Namespace
+
+
+def main() -> None:
+    """Measure and write."""
+    options = _arguments()
+    ends = time.monotonic() + 60 * options.minutes
+    given = _given(options)
+    said(f"{given.path.name}: {given.path.stat().st_size >> 20} MiB, {given.n_layers} layers")
+    found: dict[str, Any] = {"engine": given.engine.build.text, "device": options.device}
+    found |= {
+        "preset": options.preset,
+        "layers": given.n_layers,
+        "phases": given.phases,
+        "window": options.window,
+    }
+    found["cells"] = cells = []
+    whole = measured(given, "plain", 1.0)
+    for share in map(float, options.shares.split(",")):
+        made = [whole]
+        for name in options.contenders.split(","):
+            if time.monotonic() > ends:
+                said(f"time is over before {name} at {share}")
+                break
+            made.append(measured(given, name, share))
+        cells.append({"share": share, "contenders": [_row(each, given) for each in made]})
+        Path(options.out).write_text(json.dumps(found, indent=1))
+        print(table(cells[-1], given), flush=True)
+    picture(found, Path(options.out).with_suffix(".png"))
+    sys.stdout.flush()
+    os._exit(0)  # a wrapper lives as long as its process
+
+
+def said(text: str) -> None:
+    """Progress, on stderr."""
+    print(f"[{time.monotonic():.0f}] {text}", file=sys.stderr, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", help="build folder; none: the installed engine")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/atsplan-models"), help="folder for models")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="shifting")
+    parser.add_argument("--size", choices=("small", "large"), default="large")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--device", default="CUDA0")
+    parser.add_argument("--shares", default="0.5,0.25", help="of the experts in VRAM")
+    parser.add_argument("--contenders", default=USUAL)
+    parser.add_argument("--switch", type=int, default=256, help="tokens of a topic")
+    parser.add_argument("--turns", type=int, default=3, help="phases")
+    parser.add_argument("--window", type=int, default=32, help="tokens of a point of the curves")
+    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--minutes", type=float, default=3.0, help="start nothing new after this")
+    parser.add_argument("--out", default="drifting.json")
+    return parser.parse_args()
+
+
+def _given(options: argparse.Namespace) -> Given:
+    preset = PRESETS[options.preset]
+    habits = preset.habits
+    spec = preset.spec(options.size)
+    vocabulary = stream.FIRST_ID + habits.n_codes
+    spec = replace(spec, name="", n_layers=options.layers, n_vocab=-(-vocabulary // 64) * 64)
+    options.work.mkdir(parents=True, exist_ok=True)
+    path = options.work / f"{options.preset}-{options.size}-{options.layers}.gguf"
+    if not path.exists():
+        said(f"making {path}")
+        path = model.write(path, spec, habits)
+    chosen = codes.chosen_by_code(habits, options.layers)
+    drawn = {name: _of_topic(habits, index, SEEN, 77) for index, name in enumerate("AB")}
+    hot = {name: tuple(map(_hottest(habits.n_expert), chosen[:, seen])) for name, seen in drawn.items()}
+    phases = tuple(("AB"[turn % 2], options.switch) for turn in range(options.turns))
+    fresh = {
+        name: _of_topic(habits, index, options.turns * options.switch, 5) for index, name in enumerate("AB")
+    }
+    parts = [fresh[name][turn * length :][:length] for turn, (name, length) in enumerate(phases)]
+    tokens = tuple(int(code) + stream.FIRST_ID for code in np.concatenate(parts))
+    return Given(
+        Engine.find(options.engine), path, tokens, phases, hot, options.layers, habits.n_expert,
+        _expert_bytes(path, habits.n_expert), options,
+    )  # fmt: skip
+
+
+def _of_topic(habits: codes.Habits, topic: int, length: int, seed: int) -> Any:
+    """Codes of one topic, in the order of a stream."""
+    drawn = stream.codes_of(replace(habits, drift=0.0), 2 * length * habits.n_topics, seed)
+    return drawn[habits.topic_of(drawn) == topic][:length]
+
+
+def _hottest(n_experts: int) -> Any:
+    def order(ids: Any) -> tuple[int, ...]:
+        count = np.bincount(ids.ravel(), minlength=n_experts)
+        return tuple(int(e) for e in np.argsort(-count, kind="stable"))
+
+    return order
+
+
+def _expert_bytes(path: Path, n_experts: int) -> int:
+    """Of one expert of one layer."""
+    from planner.model.gguf.reader import read_model
+
+    tensors = read_model(path).inventory.tensors
+    return (
+        sum(t.size_bytes for t in tensors if t.name.startswith("blk.0.ffn_") and "_exps." in t.name)
+        // n_experts
+    )
+
+
+# ---- one contender
+
+
+def measured(given: Given, name: str, share: float) -> Contender:
+    """Load, decode the stream, free."""
+    kind, _, guests = name.partition("+")
+    found = Contender(name)
+    with ExitStack() as stack:
+        before, begin = _used_mib(given), time.perf_counter()
+        spec, hybrid, found.slots = _loading(given, kind, int(guests or 0), share)
+        own = {hybrid.buffer_name: hybrid.buffer_type} if hybrid else {}
+        session = stack.enter_context(Session(given.engine, given.path, spec, own=own))
+        for at, token in enumerate(given.tokens[:WARM_UP]):
+            session.choose([token], at)
+        found.load_s = round(time.perf_counter() - begin, 1)
+        found.vram_mib = round(_used_mib(given) - before, 1)
+        session.clear()
+        last = (0, 0)
+        for at, token in enumerate(given.tokens):
+            begin = time.perf_counter()
+            session.choose([token], at)
+            found.ms.append(round((time.perf_counter() - begin) * 1e3, 4))
+            if hybrid and (at + 1) % given.options.window == 0:
+                last, rate = _hits(hybrid, last)
+                found.hits.append(rate)
+        found.told = _told(hybrid, len(given.tokens)) if hybrid else {}
+    said(
+        f"{name} at {share}: {statistics.median(found.ms):.2f} ms, {found.vram_mib:.0f} MiB, {found.load_s} s"
+    )
+    return found
+
+
+def _loading(given: Given, kind: str, guests: int, share: float) -> tuple[LoadSpec, HybridDevice | None, int]:
+    options, n = given.options, given.n_experts
+    device, hybrid, slots = options.device, None, 0
+    overrides: tuple[tuple[str, str], ...] = ()
+    if kind == "ncmoe":
+        blocks = "|".join(map(str, range(given.n_layers - round(given.n_layers * share))))
+        overrides = ((rf"^blk\.({blocks}){EXPERTS}", "CPU"),)
+    elif kind != "plain":
+        slots = max(round(share * n) - guests, 1)
+        hybrid = HybridDevice(given.engine.ggml, device, _config(given, kind, guests, slots))
+        device, overrides = hybrid.name, ((EXPERTS, hybrid.buffer_name),)
+    work = Workload(n_ctx=-(-len(given.tokens) // 256) * 256 + 256, n_ubatch=64, n_batch=64)
+    return (
+        LoadSpec((device,), (1,), 999, overrides, work, use_mmap=False, threads=options.threads),
+        hybrid,
+        slots,
+    )
+
+
+def _config(given: Given, kind: str, guests: int, slots: int) -> Config:
+    policy, *numbers = kind.split(":")
+    hot = given.hot[policy if policy in given.hot else "A"]
+    seed = {la: Resident(given.n_experts, order[:slots]) for la, order in enumerate(hot)}
+    _config.count = getattr(_config, "count", 0) + 1  # type: ignore[attr-defined]
+    made = Config(
+        name=f"HYBRID{_config.count}",  # type: ignore[attr-defined]
+        residents=seed,
+        guests=guests,
+        stage=0,  # the stream is decoded token by token
+        memory="plain" if given.options.device == "CPU" else "pinned",
+    )
+    if policy in given.hot:
+        return made
+    half_life, hundredths = map(int, numbers)
+    upload = given.expert_bytes * hundredths // 100
+    return replace(made, policy=policy, half_life=max(half_life, 1), upload_bytes=upload)
+
+
+def _used_mib(given: Given) -> float:
+    found = given.engine.ggml.device(given.options.device)
+    return float(found.total_bytes - found.free_bytes) / 2**20
+
+
+def _hits(hybrid: HybridDevice, last: tuple[int, int]) -> tuple[tuple[int, int], float]:
+    blocks = hybrid.report().blocks
+    now = sum(b.hits for b in blocks), sum(b.hits + b.cpu + b.uploaded for b in blocks)
+    return now, round((now[0] - last[0]) / max(now[1] - last[1], 1), 4)
+
+
+def _told(hybrid: HybridDevice, tokens: int) -> dict[str, Any]:
+    report = hybrid.report()
+    blocks = report.blocks
+    found: dict[str, Any] = {
+        what: round(sum(getattr(b, what) for b in blocks) / tokens / max(len(blocks), 1), 3)
+        for what in ("hits", "cpu", "uploaded", "admitted", "late", "waited")
+    }  # of a layer and token
+    found |= {
+        what: round(sum(getattr(b, what) for b in blocks) / tokens / 1e6, 4)
+        for what in ("wait_ns", "cpu_ns", "launch_ns", "lane_ns")
+    }  # milliseconds of a token
+    return found | {"cpu_bytes_us": report.cpu_bytes_us, "bus_bytes_us": report.bus_bytes_us}
+
+
+# ---- what came of it
+
+
+def _row(each: Contender, given: Given) -> dict[str, Any]:
+    window = given.options.window
+    return {
+        "name": each.name,
+        "slots": each.slots,
+        "vram_mib": each.vram_mib,
+        "load_s": each.load_s,
+        "ms": each.ms,
+        "hits": each.hits,
+        "phase_ms": [round(statistics.median(part), 3) for part in _phases(each.ms, given, 1)],
+        "phase_hits": [round(statistics.mean(part), 4) for part in _phases(each.hits, given, window)],
+        "lanes": each.told,
+    }
+
+
+def _phases(values: list[float], given: Given, each: int) -> list[list[float]]:
+    """Of each phase the values of its second half, when its topic is known; `each`: tokens of a value."""
+    found, at = [], 0
+    for _, length in given.phases if values else ():
+        found.append(values[(at + length // 2) // each : (at + length) // each])
+        at += length
+    return found
+
+
+def regained(cell: dict[str, Any], name: str, given: Given) -> dict[str, float]:
+    """Of the way from the wrong slots to the right ones, in the second phase's later half: time and hits.
+
+    Nothing where A and B do not differ.
+    """
+    guests = "".join(name.partition("+")[1:])
+    rows = {row["name"]: row for row in cell["contenders"]}
+    if f"A{guests}" not in rows or f"B{guests}" not in rows or len(given.phases) < 2:
+        return {}
+    found = {}
+    for what, sign in (("phase_ms", 1), ("phase_hits", -1)):
+        wrong, right, ours = (rows[one][what][1] * sign for one in (f"A{guests}", f"B{guests}", name))
+        if wrong > right:
+            found[what] = round((wrong - ours) / (wrong - right), 3)
+    return found
+
+
+def table(cell: dict[str, Any], given: Given) -> str:
+    """A line for each contender: milliseconds in each phase, against the stock rule, VRAM, hits."""
+    stock = next((row for row in cell["contenders"] if row["name"] == "ncmoe"), None)
+    lines = [f"share {cell['share']}: ms a token by phase ({' '.join(topic for topic, _ in given.phases)})"]
+    for row in cell["contenders"]:
+        phases = " ".join(f"{ms:8.3f}" for ms in row["phase_ms"])
+        text = f"{row['name']:>16} {phases}  {row['vram_mib']:8.0f} MiB"
+        if stock and row["slots"]:
+            text += f"  {statistics.median(stock['ms']) / statistics.median(row['ms']):.2f}x stock"
+            text += f"  hits {statistics.mean(row['hits'] or [0]):.3f}"
+        back = regained(cell, row["name"], given) if ":" in row["name"] else {}
+        lines.append(text + "".join(f"  {what[6:]} regained {share:.0%}" for what, share in back.items()))
+    return "\n".join(lines)
+
+
+def picture(found: dict[str, Any], path: Path) -> None:
+    """Milliseconds over tokens, a panel for each share."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        said("no matplotlib: no picture")
+        return
+    mpl.use("Agg")
+    from matplotlib import pyplot as plots
+
+    window = found["window"]
+    figure, panels = plots.subplots(
+        len(found["cells"]), 1, figsize=(9, 4 * len(found["cells"])), squeeze=False
+    )
+    for cell, panel in zip(found["cells"], panels[:, 0], strict=True):
+        for row in cell["contenders"]:
+            rows = np.asarray(row["ms"][: len(row["ms"]) // window * window]).reshape(-1, window)
+            panel.plot(np.arange(len(rows)) * window + window, np.median(rows, axis=1), label=row["name"])
+        at = 0
+        for topic, length in found["phases"]:
+            panel.axvline(at, color="grey", linewidth=0.5)
+            panel.annotate(topic, (at + length / 2, 0.98), xycoords=("data", "axes fraction"), va="top")
+            at += length
+        panel.set(
+            title=f"{cell['share']:.0%} of the experts in VRAM",
+            xlabel="token",
+            ylabel="ms a token",
+            ylim=(0, None),
+        )
+        panel.legend(fontsize=7, ncols=3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()
