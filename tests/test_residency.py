@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hybrid_runs import Run, distance, run_all
 
-from planner.routing.residency import Adaptation, Policy, follow
+from planner.plan.adaptation import Adaptation, Policy
+from planner.routing.residency import follow
 from profiler.routed import model as routed
 from profiler.routed import stream
 from profiler.routed.codes import chosen_by_code
@@ -105,7 +106,7 @@ def test_the_engine_counts_what_was_foretold(policy: Policy, tmp_path: Path) -> 
     codes = stream.codes_of(preset.habits, 240)
     tokens = tuple(int(code) + stream.FIRST_ID for code in codes)
     n, slots, prompt = preset.habits.n_expert, 20, 12
-    plain = Run(path, prompt=tokens[:prompt], more=tokens[prompt:], n_experts=n)
+    plain = Run(path, prompt=tokens[:prompt], more=tokens[prompt:], n_experts=n, threads=1)
     seed = {layer: list(range(slots)) for layer in range(3)}
     follows = plain.on(
         policy=policy.value, half_life=16, upload_bytes=1 << 20, lockstep=True, stage=0, cpu_bytes_us=1000

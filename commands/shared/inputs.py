@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from planner.machine.profile import Profile
     from planner.model.inventory import Inventory
     from planner.plan.known import Known
-    from planner.plan.plan import CachePoint, Plan
+    from planner.plan.plan import CachePoint, Following, Plan
     from planner.workload import Workload
 
 
@@ -160,6 +160,17 @@ def cache_curve(path: Path, model: Path) -> tuple[CachePoint, ...]:
     told = ", ".join(f"{p.hit_ppm / 1e4:.0f} % with {p.share_ppm / 1e4:.0f} %" for p in curve)
     say(f"{path}: choices that a MoE cache serves, by the experts it holds: {told}")
     return curve
+
+
+def followings(path: Path, model: Path) -> tuple[Following, ...]:
+    """What slots that follow the text would serve, from a routing trace."""
+    from commands.shared.heat_files import decode_trace, read_profile, shape_of
+    from planner.routing.following import followings as replayed
+
+    trace, shape = decode_trace(read_profile(path, model), path), shape_of(model)
+    if shape is None or not (found := replayed(trace, shape.expert_bytes)):
+        raise InputError(f"{path}: too few decode steps to tell what slots would serve")
+    return found
 
 
 def known_of_heat(path: Path, inventory: Inventory, workload: Workload) -> Known:

@@ -108,6 +108,11 @@ _OPTIONS = (
         default=False,
         help="Experts in slots of a GPU, the others by CPU and bus at the same time.",
     ),
+    click.option(
+        "--follow",
+        type=_FILE,
+        help="Routing trace: lets the experts in slots change with the text, where that pays [--hybrid].",
+    ),
     click.option("--fit", "engine", help="Compare with --fit of this engine too: library, folder, or auto."),
     click.option(
         "--cache",
@@ -151,6 +156,7 @@ class SolveOptions:
     heat: Path | None
     stripes: bool
     hybrid: bool
+    follow: Path | None
     engine: str | None
     cache: Path | None
     time_limit: float | None

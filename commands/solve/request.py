@@ -207,8 +207,12 @@ def _host_memory(asked: SolveOptions) -> dict[str, Any]:
 
 def _known(asked: SolveOptions, inventory: Inventory, workload: Workload) -> Known:
     """What files say of the model's routing."""
-    from commands.shared.inputs import cache_curve, known_of_heat
+    from commands.shared.inputs import cache_curve, followings, known_of_heat
     from planner.plan.known import Known
 
     known = known_of_heat(asked.heat, inventory, workload) if asked.heat else Known()
+    if asked.follow:
+        if not asked.hybrid:
+            raise OptionProblem("--follow", str(asked.follow), "needs --hybrid: only experts in slots follow")
+        known = replace(known, following=followings(asked.follow, asked.model))
     return replace(known, cache=cache_curve(asked.cache, asked.model)) if asked.cache else known

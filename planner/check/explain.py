@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.check.reprice import known_of, request_of, settings_of
+from planner.cost import hybrid_slots
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.passes.make_plan import make_plan
 from planner.passes.predict import Breakdown
+from planner.plan.adaptation import Policy
 from planner.plan.known import Known
 from planner.plan.load_spec import pins_host_weights, works_from_host
 from planner.plan.plan import Baseline, DeviceUse, Plan, Speculation
@@ -123,6 +125,8 @@ def sentences(plan: Plan, larger: Plan | None = None, parts: Breakdown | None = 
     )
     if plan.speculation is not None:
         yield _speculation(plan.speculation, plan.predicted.tpot_ns)
+    if plan.following is not None:
+        yield _following(plan)
     yield from _time(plan, parts)
     if plan.repack is False:
         yield (
@@ -164,6 +168,29 @@ def acceptance_text(speculation: Speculation) -> str:
     """The share of drafted tokens that is right: one rate, or the counted one of each position."""
     counted = "/".join(f"{ppm / 1e4:.3g}" for ppm in speculation.accepted_ppm[: max(speculation.tokens, 4)])
     return f"{counted} % (by position)" if counted else f"{speculation.accept_ppm / 1e4:g} %"
+
+
+def _following(plan: Plan) -> str:
+    how = plan.following
+    assert how is not None
+    ways = {
+        Policy.LRU: "those used last stay",
+        Policy.LFU: f"those used most stay, by counts that fade to a half within {how.half_life} tokens",
+        Policy.STATIC: "those of the plan stay",
+    }
+    slots = {int(p.unit.split(".")[1]): p.site.amount for p in plan.units if p.site.kind is SiteKind.HYBRID}
+    experts = {each.layer: len(each.order) for each in plan.experts}
+    rates = [
+        hybrid_slots.served(each, slots[each.layer], experts[each.layer])
+        for each in how.layers
+        if each.layer in slots and each.layer in experts
+    ]
+    hit = sum(rate for rate, _ in rates) / max(len(rates), 1)
+    came = sum(admitted for _, admitted in rates) / max(len(rates), 1)
+    return (
+        f"The experts in slots follow the text: {ways[how.policy]}; on the routing trace so many slots "
+        f"serve {hit:.0%} of the choices while {came:.2f} experts a layer and token are brought for later."
+    )
 
 
 def _speculation(speculation: Speculation, tpot_ns: int) -> str:

@@ -81,6 +81,7 @@ def settings_of(plan: Plan) -> EngineSettings:
         host_memory=plan.host_memory,
         speculation=plan.speculation,
         slots=any(p.site.kind is SiteKind.HYBRID for p in plan.units),
+        following=plan.following,
         projector=plan.projector,
         reserves=plan.constraints.reserves,
     )

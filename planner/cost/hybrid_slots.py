@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.constants import PPM
+from planner.plan.plan import FollowedLayer
 
 # Read-back of the choice and the input, rewritten ids, rows sent back: 28 to 40 us a layer on an H200 with 16
 # cores (docs/findings-hybrid.md). A profile that measured it says its own.
@@ -31,6 +32,7 @@ class Lanes:
     upload_ns: int  # the bus brings one missing expert
     guests: int  # how many the bus may bring in a step
     sync_ns: int = SYNC_NS  # once a layer and step
+    busy_ns: int = 0  # of the bus, with experts for later steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Slots:
 def step_ns(lanes: Lanes, misses: int) -> int:
     """One step with so many distinct missing experts, divided between CPU and bus as well as it goes."""
     ways = range(min(misses, lanes.guests) + 1)
-    lane = min((max((misses - b) * lanes.pair_ns, b * lanes.upload_ns) for b in ways), default=0)
+    bus = lanes.busy_ns
+    lane = min((max((misses - b) * lanes.pair_ns, b * lanes.upload_ns + bus) for b in ways), default=0)
     return max(lanes.gpu_ns, lane) + lanes.sync_ns
 
 
@@ -71,11 +74,19 @@ def binomial(n: int, p: float) -> tuple[float, ...]:
 
 
 def widths(
-    n: int, used: int, tokens: int, ubatch: int, curve: Sequence[float], lanes: Lanes, steps: int
+    n: int,
+    used: int,
+    tokens: int,
+    ubatch: int,
+    curve: Sequence[float],
+    lanes: Lanes,
+    steps: int,
+    followed: FollowedLayer | None = None,
 ) -> Iterator[Slots]:
     """Up to `steps` numbers of slots, evenly spaced, of a layer of `n` experts with `used` chosen a token.
 
-    `curve[k]` is the share of choices that the k hottest serve on tokens not seen before.
+    `curve[k]` is the share of choices that the k hottest serve on tokens not seen before; `followed` says
+    what slots serve whose experts change with the text, in steps of one token (of several nothing is known).
     """
     if n < 2 or len(curve) != n + 1:
         return
@@ -86,7 +97,28 @@ def widths(
     for k in dict.fromkeys(round(n * step / steps) for step in range(1, steps)):
         if 0 < k < n:
             cold = sum(in_prompt[k:]) / max(sum(in_prompt), 1e-12)
-            yield Slots(k, expected_ns(lanes, chosen, sum(touched[k:])), round(cold * PPM))
+            if followed is None or tokens > 1:
+                yield Slots(k, expected_ns(lanes, chosen, sum(touched[k:])), round(cold * PPM))
+                continue
+            hit, admitted = served(followed, k, n)
+            busy = replace(lanes, busy_ns=round(lanes.upload_ns * admitted))
+            yield Slots(k, expected_ns(busy, chosen, chosen * (1.0 - hit)), round(cold * PPM))
+
+
+def served(layer: FollowedLayer, k: int, n: int) -> tuple[float, float]:
+    """Share of choices that k of n slots serve, and experts that take a slot in a step, between what was
+    replayed.
+    """
+    points = [
+        (0, 0, 0),
+        *zip(layer.slots, layer.hit_ppm, layer.admitted_ppm, strict=True),
+        (n, PPM, 0),
+    ]
+    for (a, hit, came), (b, more, then) in itertools.pairwise(points):
+        if a <= k <= b and a < b:
+            part = (k - a) / (b - a)
+            return (hit + (more - hit) * part) / PPM, (came + (then - came) * part) / PPM
+    return 1.0, 0.0
 
 
 def _touched(rate: float, tokens: int) -> float:

@@ -20,7 +20,7 @@ from planner.model.units import BOUND, Kind, Unit
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.load_spec import HYBRID_GUESTS
-from planner.plan.plan import CachePoint
+from planner.plan.plan import CachePoint, FollowedLayer
 from planner.plan.request import Request
 from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.problem import Option
@@ -50,11 +50,20 @@ class Choices:
     hybrid: bool = False
     curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # coverage by layer
     cache: tuple[CachePoint, ...] = ()  # sizes of the engine's MoE cache
+    followed: Mapping[int, FollowedLayer] = field(default_factory=dict)  # by slots that follow
 
     @classmethod
     def of(cls, request: Request, settings: EngineSettings, known: Known) -> Choices:
         """The part of what was asked, tried and known that bears on one layer."""
-        return cls(settings.op_offload, request.stripes, settings.slots, known.curves, known.cache)
+        followed = settings.following.layers if settings.following else ()
+        return cls(
+            settings.op_offload,
+            request.stripes,
+            settings.slots,
+            known.curves,
+            known.cache,
+            {each.layer: each for each in followed},
+        )
 
 
 class Chooser:
@@ -204,7 +213,9 @@ class Chooser:
         )
         copies = max(self._host_times(unit, d).prefill_ns - here.prefill_ns, 0)
         work = self.workload.n_ubatch
-        for slots in hybrid_slots.widths(unit.experts, unit.used, tokens, work, curve, lanes, STEPS):
+        followed = self.choices.followed.get(unit.layer if unit.layer is not None else -1)
+        ways = hybrid_slots.widths(unit.experts, unit.used, tokens, work, curve, lanes, STEPS, followed)
+        for slots in ways:
             here_bytes = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
             held = self._weights({d: here_bytes, self.cpu: moved})
             prefill = self._brought(unit, here.prefill_ns, copies, slots)

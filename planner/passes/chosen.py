@@ -29,11 +29,12 @@ class Chosen:
         return self.evaluation.objective_ns + self.doubt_ns
 
     @property
-    def rank(self) -> tuple[bool, bool, bool, bool]:
+    def rank(self) -> tuple[bool, ...]:
         """What it asks of the engine beyond a stock rule; less is simpler."""
         settings = self.priced.settings
         drafts = settings.speculation is not None and settings.speculation.tokens > 0
-        return drafts, not settings.repack, not settings.op_offload, not self.rule
+        follows = settings.following is not None and not self.rule
+        return drafts, follows, not settings.repack, not settings.op_offload, not self.rule
 
     @property
     def opens_gpus(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from planner.constants import PPM
@@ -85,7 +85,7 @@ def _recorded(chosen: Chosen, tried: Tried, deadline: Deadline) -> Plan:
         case.tell(_largest(made, case.keeps))
     search = search_of(deadline)
     left_out = [f"nothing partly on the CPU: {sentence(loading.fault)}"] if loading.fault else []
-    notes = (*made.notes, *left_out, *_draft_lengths(tried.loadings))
+    notes = (*made.notes, *left_out, *_draft_lengths(tried.loadings), *_following(made, tried.loadings))
     return made.model_copy(update={"notes": notes, "search": search})
 
 
@@ -99,6 +99,20 @@ def _largest(plan: Plan, keeps: str) -> str:
     if keeps != Keep.ANY.value and away:
         text += f"; the plan leaves {away} MiB of it to the CPU, which is faster"
     return text
+
+
+def _following(made: Plan, loadings: list[Loading]) -> Iterator[str]:
+    """Why the experts in slots stay, where they might follow the text."""
+    slotted = [each for each in loadings if each.settings.slots and each.found]
+    ways = [each for each in slotted if each.settings.following]
+    if ways and made.following is None:
+        stays = [each for each in slotted if not each.settings.following]
+        told = [
+            f"{min(found.evaluation.decode_ns for each in some for found in each.found) / 1e6:.2f} ms"
+            for some in (ways, stays)
+            if some
+        ]
+        yield f"slots that follow the text (--follow) do not pay: {' against '.join(told)}, staying"
 
 
 def _draft_lengths(loadings: list[Loading]) -> list[str]:

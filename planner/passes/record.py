@@ -104,6 +104,7 @@ def _recorded(
         repack=None if settings.repack else False,
         projector=settings.projector,
         host_memory=settings.host_memory,
+        following=settings.following if any(p.site.kind is SiteKind.HYBRID for p in placements) else None,
         speculation=settings.speculation,
         predicted=prediction(chosen),
         baselines=tuple(map(_baseline, stock)),

@@ -206,10 +206,14 @@ def draft_ns(
 
 
 def _loadings(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]:
-    """Without slots for experts, then with them where they may be: never slower than without."""
+    """Without slots for experts, then with them where they may be, staying or following the text: never
+    slower than without.
+    """
     yield from _held(case, drafts, tried)
     if case.request.hybrid and not (tried.found and case.clock.deadline.over()):
         yield from _held(case, replace(drafts, slots=True), tried)
+        for following in case.known.following:
+            yield from _held(case, replace(drafts, slots=True, following=following), tried)
 
 
 def _held(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]:

@@ -9,7 +9,7 @@ from planner.machine.host_memory import HostMemory
 from planner.memory.memory import Reserve
 from planner.memory.reserves import reserves
 from planner.model.inventory import Inventory
-from planner.plan.plan import Projector, Speculation
+from planner.plan.plan import Following, Projector, Speculation
 from planner.plan.request import ExtraModels
 from planner.workload import Workload
 
@@ -21,6 +21,7 @@ class EngineSettings:
     gpus: bool = True  # False: no GPU is even opened
     op_offload: bool = True  # long prompts of host weights are computed on a GPU
     slots: bool = False  # experts in slots of a GPU, the others by CPU and bus at the same time
+    following: Following | None = None  # experts in slots change with the text
     repack: bool = True  # weights of a CPU without GPU change to the layout of its kernels
     host_memory: HostMemory = HostMemory.PINNED  # of weights that the CPU computes
     speculation: Speculation | None = None

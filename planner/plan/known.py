@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.plan.plan import CachePoint, EngineFit, ExpertOrder
+from planner.plan.plan import CachePoint, EngineFit, ExpertOrder, Following
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,5 +16,6 @@ class Known:
     orders: tuple[ExpertOrder, ...] = ()  # hot first, for the rewriter
     distinct: Mapping[int, float] = field(default_factory=dict)  # experts a ubatch touches, by layer
     cache: tuple[CachePoint, ...] = ()  # the engine has a MoE cache; concave hit curve
+    following: tuple[Following, ...] = ()  # ways for slots to follow the text, and what they would serve
     fit: EngineFit | None = None  # what the engine's own --fit chose: one more stock rule
     heat_digest: str = ""  # of the heat file behind curves and orders

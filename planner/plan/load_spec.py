@@ -14,6 +14,7 @@ from planner.constants import CPU, MAX_ENGINE_DEVICES
 from planner.errors import InputError
 from planner.machine.attention_kernels import kv_problem
 from planner.machine.host_memory import HostMemory
+from planner.plan.adaptation import STAYS, Adaptation
 from planner.plan.plan import LayerRange, Plan
 from planner.site import NoSite, Site, SiteKind
 from planner.workload import Workload
@@ -47,6 +48,7 @@ class LoadSpec:
     residents: Residents = ()  # experts in slots, by original id
     guests: int = HYBRID_GUESTS  # slots of each of these layers for experts of one step
     banks: int = HYBRID_BANKS  # layers whose experts a prompt may have on a device at a time
+    adaptation: Adaptation = STAYS  # of the experts in slots to the text
     mapped: tuple[tuple[str, str], ...] = ()  # (the plan's device, the one here in its place)
 
 
@@ -102,6 +104,7 @@ def load_spec(plan: Plan) -> LoadSpec:
             use_mmap=not pins_host_weights(plan),
             notes=notes,
             residents=_residents(plan),
+            adaptation=plan.following.adaptation if plan.following else STAYS,
         ),
         runs,
         [*used, *(_device(buffer) for _, buffer in overrides)],

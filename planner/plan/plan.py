@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from planner.machine.engine_builds import EngineRange
 from planner.machine.host_memory import HostMemory
 from planner.memory.memory import Memory, Reserve
+from planner.plan.adaptation import Adaptation, Policy
 from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Record, dump, load
 from planner.site import BufferField, SiteField
 from planner.workload import Workload
@@ -233,6 +234,30 @@ class CachePoint(Record):
     hit_ppm: int = Field(ge=0, le=1_000_000)  # of routed choices it serves
 
 
+class FollowedLayer(Record):
+    """What slots that follow the text serve in one layer, by their number: ascending, of equal length."""
+
+    layer: Count
+    slots: Many[Annotated[int, Field(gt=0, lt=MAX_EXPERTS)]] = Field(max_length=64)
+    hit_ppm: Many[Annotated[int, Field(ge=0, le=1_000_000)]] = Field(max_length=64)  # of choices
+    admitted_ppm: Many[Annotated[int, Field(ge=0, le=1_000_000_000)]] = Field(max_length=64)  # experts a step
+
+
+class Following(Record):
+    """Slots that follow the text: the rule, and what a routing trace says that it serves."""
+
+    policy: Policy
+    half_life: int = Field(gt=0, le=1 << 20)
+    protect: int = Field(0, ge=0, lt=MAX_EXPERTS)
+    upload_bytes: Bytes
+    refill_bytes: Bytes = 0
+    layers: Many[FollowedLayer] = Field(max_length=MAX_RANGES)
+
+    @property
+    def adaptation(self) -> Adaptation:
+        return Adaptation(self.policy, self.half_life, self.protect, self.upload_bytes, self.refill_bytes)
+
+
 class Constraints(Record):
     """What the solver was asked to respect, so that a check can ask the same again."""
 
@@ -282,6 +307,7 @@ class Plan(Record):
     repack: bool | None = None  # False: the CPU's weights keep the file's layout; absent: the engine's choice
     projector: Projector | None = None
     host_memory: HostMemory = HostMemory.MAPPED  # of weights that the CPU computes beside a GPU
+    following: Following | None = None  # experts in slots change with the text; absent: they stay
     speculation: Speculation | None = None  # times of a token are then those of an accepted one
     predicted: Prediction
     baselines: Many[Baseline] = Field(max_length=MAX_DEVICES)

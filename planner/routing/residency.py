@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
+
+from planner.plan.adaptation import Adaptation, Policy
 
 Ints = NDArray[np.int64]
 
@@ -21,25 +22,6 @@ ONE = 1 << 16  # a use, at the beginning of a half-life
 NEVER = -(1 << 62)
 PLACES = 1 << 10  # of a token, at most
 PROMPT = 16  # tokens: longer steps are prompts, after which slots are refilled
-
-
-class Policy(StrEnum):
-    """Who stays in the slots."""
-
-    STATIC = "static"  # the seed
-    LRU = "lru"  # what was used last
-    LFU = "lfu"  # what was used most, counts fading
-
-
-@dataclass(frozen=True, slots=True)
-class Adaptation:
-    """How the experts in the slots of a layer change."""
-
-    policy: Policy = Policy.STATIC
-    half_life: int = 64  # tokens, in which a count fades to a half
-    protect: int = 0  # first experts of the seed, which never leave
-    upload_bytes: int = 0  # a layer and step; saved up until they are an expert's
-    refill_bytes: int = 0  # a layer, once after a prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.constants import CPU
 from planner.errors import EngineProblem
+from planner.plan.adaptation import Adaptation, Policy
 from planner.plan.load_spec import LoadSpec
 from planner.site import Site
 from planner.workload import Workload
@@ -157,7 +158,7 @@ def _less_stripes(devices: dict[str, Breakdown], model_path: Path, spec: LoadSpe
 def to_json(spec: LoadSpec) -> dict[str, Any]:
     """A spec as plain data."""
     plain = {name: getattr(spec, name) for name in LoadSpec.__dataclass_fields__ if name != "workload"}
-    return {**plain, "workload": spec.workload.model_dump()}
+    return {**plain, "workload": spec.workload.model_dump(), "adaptation": asdict(spec.adaptation)}
 
 
 def from_json(data: Mapping[str, Any]) -> LoadSpec:
@@ -167,6 +168,8 @@ def from_json(data: Mapping[str, Any]) -> LoadSpec:
         plain[pairs] = tuple((first, second) for first, second in data[pairs])
     plain["residents"] = tuple((a, n, tuple(ids)) for a, n, ids in data["residents"])
     plain["workload"] = Workload(**data["workload"])
+    told = data["adaptation"]
+    plain["adaptation"] = Adaptation(**{**told, "policy": Policy(told["policy"])})
     return LoadSpec(**plain)
 
 

@@ -112,6 +112,7 @@ def positions(path: Path, residents: Residents) -> Residents:
 
 def settings(spec: LoadSpec, device: str, residents: Residents, name: str) -> Config:
     """What the native device is told; the same text serves stock tools as a file."""
+    how = spec.adaptation
     return Config(
         device=device,
         name=name,
@@ -119,6 +120,11 @@ def settings(spec: LoadSpec, device: str, residents: Residents, name: str) -> Co
         guests=spec.guests,
         banks=spec.banks,
         memory="mapped" if spec.use_mmap else "pinned",
+        policy=how.policy.value,
+        half_life=how.half_life,
+        protect=how.protect,
+        upload_bytes=how.upload_bytes,
+        refill_bytes=how.refill_bytes,
     )
 
 
