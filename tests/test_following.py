@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.explain import sentences
 from planner.cost.hybrid_slots import Lanes, served, step_ns, widths
 from planner.model.routed_layers import moe_shape
-from planner.plan.adaptation import STAYS, Policy
+from planner.plan.adaptation import STAYS, Adaptation, Policy
 from planner.plan.known import Known
 from planner.plan.load_spec import load_spec
 from planner.plan.plan import FollowedLayer, Following, Plan, from_text, to_text
 from planner.routing import trace as traces
 from planner.routing.coverage import curves, hot_order
 from planner.routing.following import followings, steps_of
+from planner.routing.residency import follow
 from profiler.routed import stream
 from profiler.routed.codes import chosen_by_code
 from profiler.routed.presets import PRESETS
@@ -148,3 +150,23 @@ def test_only_slots_follow(tmp_path: Path) -> None:
     words = ["solve", str(model), "--machine", "rtx4090-ddr5", "--follow", str(path)]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 2 and "--hybrid" in done.stderr
+
+
+def test_simulate_follows_like_the_device(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    trace = traced("shifting", layers=2, steps=240)
+    path.write_text(traces.to_text(trace))
+    words = ["simulate", str(path), "--slots", "32", "--upload", "1", "--half-life", "32", "--json"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    rates = {run["policy"]: run["hit_rate"] for run in json.loads(done.stdout)["runs"]}
+    assert rates["static"] + 0.1 < min(rates["slots-lru"], rates["slots-lfu"]) < rates["belady"]
+    steps, _ = steps_of(traces.select(trace, trace.decode))
+    hot = traces.heat_of(traces.select(trace, trace.decode & (trace.step < 100))).total()
+    seeds = [np.argsort(-np.array(row), kind="stable")[:32].tolist() for row in hot.values()]
+    how = Adaptation(Policy.LFU, 32, upload_bytes=1000)
+    assert follow(steps[100:], how, seeds, 128, [1000] * 2).rate() == pytest.approx(
+        rates["slots-lfu"], abs=1e-6
+    )
+    refused = CliRunner().invoke(main, [*words[:-1], "--shared"])
+    assert refused.exit_code == 2 and "--upload" in refused.stderr

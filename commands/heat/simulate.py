@@ -43,6 +43,11 @@ SHARES = (0.0625, 0.125, 0.25, 0.5)  # of the experts, where no slots are asked 
     help="Steps, of decaying counts.",
 )
 @click.option(
+    "--upload",
+    type=Number(0, min_open=True),
+    help="Also slots that follow the text (solve --hybrid): experts that a layer may bring in a step.",
+)
+@click.option(
     "--warm-up",
     type=click.IntRange(0),
     help="Steps that are not counted; the static set is chosen on them [default: half].",
@@ -69,6 +74,7 @@ def command(
     shared: bool,
     serial: bool,
     half_life: float,
+    upload: float | None,
     warm_up: int | None,
     hot: Path | None,
     budget: float | None,
@@ -97,6 +103,8 @@ def command(
     with progress() as bar:
         task = bar.add_task("replaying", total=len(policies) * len(sizes), rate="")
         runs = sim.sweep(demand, policies, sizes, order, after, lambda: bar.advance(task))
+    if upload is not None:
+        runs += _following(trace, order, sizes, after, half_life, upload, shared)
     times = _time_model(found, fixed_ms, miss_ms)
     ahead = _prefetch(recall, width, spare)
     advice = _advise(trace, shape_of(model), budget, after)
@@ -119,6 +127,27 @@ def _policies(names: tuple[str, ...], half_life: float, static: bool) -> list[Po
             raise OptionProblem("--policy", name, "needs --hot, or steps to choose it on (--warm-up)")
     chosen = [POLICIES[n] for n in names or POLICIES if static or n != "static"]
     return [replace(p, half_life=half_life) if p.half_life else p for p in chosen]
+
+
+def _following(
+    trace: Trace,
+    order: Ints | None,
+    sizes: list[int],
+    after: int,
+    half_life: float,
+    upload: float,
+    shared: bool,
+) -> list[Replay]:
+    """Slots as the device of hybrid experts fills them, from the static set at the end of the warm-up on."""
+    from planner.plan.adaptation import Policy
+    from planner.routing.following import replays
+
+    if shared or order is None:
+        raise OptionProblem(
+            "--upload", str(upload), "needs slots in every layer, and steps to choose a seed on"
+        )
+    ways = [(policy, round(half_life), round(100 * upload)) for policy in (Policy.LRU, Policy.LFU)]
+    return [run for way in ways for run in replays(trace, way, order, sizes, after)]
 
 
 def _default_slots(demand: Demand) -> list[int]:

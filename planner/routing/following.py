@@ -12,8 +12,9 @@ import numpy as np
 from planner.constants import PPM
 from planner.plan.adaptation import Adaptation, Policy
 from planner.plan.plan import FollowedLayer, Following
+from planner.routing.cache_simulation import Replay
 from planner.routing.residency import PROMPT, Ints, follow
-from planner.routing.trace import PAD, Trace
+from planner.routing.trace import PAD, Trace, select
 
 POINTS = 8  # numbers of slots a layer that are replayed, evenly spaced
 MOST_STEPS = 1024  # of the judged half: enough for a share of hits to about a point
@@ -72,6 +73,19 @@ def followings(
         _one(how, tiled, seeds, trace.n_expert, each, layers, slots)
         for how in (_adaptation(one, max(expert_bytes.values())) for one in candidates)
     )
+
+
+def replays(
+    trace: Trace, way: tuple[Policy, int, int], order: Ints, slots: Sequence[int], after: int
+) -> list[Replay]:
+    """Decode steps from `after` on, with numbers of slots; `order` (layers, experts): seeds, best first."""
+    steps, _ = steps_of(select(trace, trace.decode))
+    how = _adaptation(way, PPM)  # all experts alike
+    found = []
+    for k in slots:
+        told = follow(steps[after:], how, order[:, :k].tolist(), trace.n_expert, [PPM] * len(order))
+        found.append(Replay(f"slots-{way[0].value}", k, told.hits.sum(axis=1), told.asked.sum(axis=1)))
+    return found
 
 
 def _adaptation(candidate: tuple[Policy, int, int], each: int) -> Adaptation:
