@@ -12,6 +12,7 @@ from commands.check.smoke_test import smoke as prove
 from commands.shared.console import ms, out, out_json, out_piece, say, write_text
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
+from commands.shared.slot_seeds import seeded
 from commands.shared.spellings import RUN, answers
 from planner.errors import OptionProblem
 
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @plan_options
+@click.option(
+    "--heat",
+    metavar="FILE[:NAME]",
+    help="Fill the slots with the hottest experts of this routing, or of one domain or source in it.",
+)
 @click.option("-p", "--prompt", help="The prompt [default: read stdin].")
 @click.option("-n", "--tokens", type=click.IntRange(1), default=128, show_default=True, help="At most.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
@@ -44,6 +50,7 @@ if TYPE_CHECKING:
 def command(
     model: Path,
     plan_path: Path,
+    heat: str | None,
     device_maps: tuple[str, ...],
     threads: int,
     mmap: bool | None,
@@ -77,7 +84,7 @@ def command(
 
     if draft is not None and temp > 0:
         raise OptionProblem("--draft", str(draft), "guesses are checked greedily: leave --temp at 0")
-    job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
+    job = seeded(open_job(model, plan_path, device_maps, threads, mmap, other_machine), heat)
     guesser = open_draft(draft, job, draft_max, draft_device)
     if smoke:
         prove(job, plan_path, engine, llama_h, guesser)

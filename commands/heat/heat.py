@@ -45,6 +45,10 @@ def command() -> None:
 @click.option("--source", help="Name of the prompt or workload [default: what the file says, or its name].")
 @click.option("--phase", type=click.Choice(PHASES), help="Phase, where the file does not say.")
 @click.option("--tokens", type=click.IntRange(1), help="Tokens seen, where the file does not say.")
+@click.option("--domain", help="What the text was about (code, prose …), where the file does not say.")
+@click.option(
+    "--depth", type=click.IntRange(1), help="Tokens of the longest context, where the file does not say."
+)
 @click.option(
     "--permutation", type=FILE, help="Ids are positions in a permuted file: its plan, GGUF or perms.json."
 )
@@ -68,6 +72,8 @@ def import_(
     source: str | None,
     phase: str | None,
     tokens: int | None,
+    domain: str | None,
+    depth: int | None,
     permutation: Path | None,
     layout: str,
     trace_out: Path | None,
@@ -87,7 +93,8 @@ def import_(
         if permutation is not None:
             heat = heats.original(heat, read_orders(permutation, layout))
         own = profile.format == "heat.csv" and not source  # its names were given once already
-        made.append(heat if own else _named(heat, source or path.stem, phase, tokens))
+        named = heat if own else _named(heat, source or path.stem, phase, tokens)
+        made.append(heats.about(named, domain or "", depth or 0))
         say(f"{path}: {profile.format}")
     if trace_out is not None:
         ordered = [_by_original(p.trace, permutation, layout) for p in found if p.trace is not None]

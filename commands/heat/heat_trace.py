@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planner.model.gguf.reader import ModelFile
     from planner.model.routed_layers import MoeShape
     from planner.plan.load_spec import LoadSpec
+    from planner.routing.expert_counts import Heat
     from planner.routing.trace import Trace
     from profiler.routing_trace import Options, Prompt
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "-n", "--gen", type=click.IntRange(1), default=64, show_default=True, help="Tokens written to each."
 )
+@click.option("--domain", help="What the prompts are about (code, prose …): a name for `run --heat`.")
 @click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
 @click.option("--temp", type=Number(0), default=0.8, show_default=True, help="0: greedy.")
 @click.option("--seed", type=int, default=1, show_default=True)
@@ -59,6 +61,7 @@ def trace(
     texts: tuple[str, ...],
     prompts: Path | None,
     gen: int,
+    domain: str | None,
     chat: bool,
     temp: float,
     seed: int,
@@ -92,10 +95,17 @@ def trace(
         raise OptionProblem("--device", device, "the plan says which devices to use")
     options = Options(gen, temp, seed, chat, cost=not no_cost)
     found = _original(file, _watch(engine, file, spec, listed, shape, options))
-    heat = heats.merge([replace(traces.heat_of(found, shape.n_used), model=shape.digest)])
+    heat = replace(traces.heat_of(found, shape.n_used), model=shape.digest)
+    heat = heats.merge([heats.about(_deep(heat), domain or "", 0)])
     if trace_out is not None:
         write_result(trace_out, traces.to_text(replace(found, model=shape.digest)), "routing trace")
     write_result(out, heats.to_text(heat), describe(heat))
+
+
+def _deep(heat: Heat) -> Heat:
+    """With the length of each prompt and its answer as the depth of its counts."""
+    depth = {name: sum(p.tokens for p in heat.parts if p.source == name) for name in heat.sources}
+    return replace(heat, parts=tuple(replace(p, depth=depth[p.source]) for p in heat.parts))
 
 
 def _watch(

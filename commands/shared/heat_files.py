@@ -95,4 +95,6 @@ def describe(heat: Heat) -> str:
     """One line on a heat."""
     tokens = sum(part.tokens for part in heat.parts)
     counted = f"{tokens} tokens" if tokens else "tokens not known"
-    return f"{len(heat.layers)} layers, {heat.n_expert} experts, {len(heat.sources)} sources, {counted}"
+    found = f"{len(heat.layers)} layers, {heat.n_expert} experts, {len(heat.sources)} sources, {counted}"
+    found += f", {', '.join(heat.domains)}" if heat.domains else ""
+    return found + (f", contexts up to {heat.depth} tokens" if heat.depth else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planner.model.inventory import Inventory
     from planner.plan.known import Known
     from planner.plan.plan import CachePoint, Following, Plan
+    from planner.routing.expert_counts import Heat
     from planner.workload import Workload
 
 
@@ -173,6 +174,18 @@ def followings(path: Path, model: Path) -> tuple[Following, ...]:
     return found
 
 
+def outside(heat: Heat, workload: Workload) -> Iterator[str]:
+    """Where the use that is planned for lies outside of what was counted."""
+    length = workload.depth + workload.prompt
+    if heat.depth and length > 2 * heat.depth:
+        yield (
+            f"counted in contexts up to {heat.depth} tokens, planned for {length}: routing moves with depth, "
+            "slots may serve less"
+        )
+    if len(heat.domains) > 1:
+        yield f"holds {', '.join(heat.domains)} together; `run --heat FILE:NAME` fills slots for one of them"
+
+
 def known_of_heat(path: Path, inventory: Inventory, workload: Workload) -> Known:
     """What a heat file says: coverage curves, orders, experts that a ubatch touches."""
     from planner.model.routed_layers import moe_shape
@@ -183,6 +196,8 @@ def known_of_heat(path: Path, inventory: Inventory, workload: Workload) -> Known
 
     text, shape = read_text(path), moe_shape(inventory)
     heat = heat_of_model(from_text(text, str(path)), shape, str(path))
+    for warning in outside(heat, workload):
+        say(f"{path}: {warning}")
     return Known(
         curves=curves(heat, shape.n_group),
         orders=hot_order(heat, shape.n_group),

@@ -1,8 +1,10 @@
 """Heat: how often the router chose each expert, by original expert id, and its text form.
 
 `heat.csv` is `layer,expert,count` in parts. The head names the model; each part starts with its own
-`# source:`, `# phase:` and `# tokens:` lines. A reader that skips `#` lines and adds up what repeats
-sees the total, so any tool for plain `layer,expert,count` files can read it. Zero counts are not written.
+`# source:`, `# phase:` and `# tokens:` lines, and where they are known `# domain:` (code, prose, a
+language …) and `# depth:` (tokens of the longest context that was seen). A reader that skips `#` lines
+and adds up what repeats sees the total, so any tool for plain `layer,expert,count` files can read it.
+Zero counts are not written.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ class Part:
     phase: Phase
     tokens: int  # 0: not known, for instance after somebody normalised the counts
     counts: Mapping[int, tuple[int, ...]]  # layer -> count of each expert
+    domain: str = ""  # what the text was about; "": not known
+    depth: int = 0  # tokens of the longest context; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Expert counts of one model; parts are sorted by source and phase, and unique."""
+    """Expert counts of one model; parts are sorted by source, phase and domain, and unique."""
 
     model: str  # table digest of the model, "" when not known
     n_expert: int
@@ -59,6 +63,16 @@ class Heat:
     @property
     def sources(self) -> tuple[str, ...]:
         return tuple(sorted({part.source for part in self.parts}))
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Those that are known."""
+        return tuple(sorted({part.domain for part in self.parts if part.domain}))
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest context that was counted; 0 where no part says."""
+        return max((part.depth for part in self.parts), default=0)
 
     def total(self) -> dict[int, tuple[int, ...]]:
         """Counts added over all parts, by layer."""
@@ -76,6 +90,18 @@ class WrongModel(InputError):
 
     def message(self) -> str:
         return f"{self.path}: not heat of this model: {self.why}"
+
+
+@dataclass(eq=False)
+class NoProfile(InputError):
+    """A name that no part of a heat file has."""
+
+    path: str
+    name: str
+    names: tuple[str, ...]
+
+    def message(self) -> str:
+        return f"{self.path}: no domain or source {self.name}; there are {', '.join(self.names) or 'none'}"
 
 
 @dataclass(eq=False)
@@ -103,13 +129,14 @@ def make(model: str, n_expert: int, n_used: int, parts: Iterable[Part]) -> Heat:
 
     ValueError when a part does not hold `n_expert` non-negative counts a layer.
     """
-    found: dict[tuple[str, Phase], Part] = {}
+    found: dict[tuple[str, Phase, str], Part] = {}
     for part in parts:
         kept = {layer: tuple(row) for layer, row in sorted(part.counts.items()) if any(row)}
         if any(len(row) != n_expert or min(row) < 0 for row in kept.values()):
             raise ValueError(f"expected {n_expert} non-negative counts a layer")
-        part = replace(part, source=heat_name(part.source), counts=kept)
-        key = (part.source, part.phase)
+        domain = heat_name(part.domain) if part.domain else ""
+        part = replace(part, source=heat_name(part.source), counts=kept, domain=domain)
+        key = (part.source, part.phase, domain)
         found[key] = _join(found[key], part) if key in found else part
     return Heat(model, n_expert, n_used, tuple(found[key] for key in sorted(found) if found[key].counts))
 
@@ -159,12 +186,37 @@ def only(heat: Heat, phase: Phase) -> Heat:
     return replace(heat, parts=parts) if parts else heat
 
 
+def about(heat: Heat, domain: str, depth: int) -> Heat:
+    """The same counts, with a domain and a depth where a part says none."""
+    parts = [replace(p, domain=p.domain or domain, depth=p.depth or depth) for p in heat.parts]
+    return make(heat.model, heat.n_expert, heat.n_used, parts)
+
+
+def profile(heat: Heat, name: str, path: str) -> Heat:
+    """The parts of one domain, else of one source. Raises NoProfile."""
+    of_domain = tuple(p for p in heat.parts if p.domain == name)
+    parts = of_domain or tuple(p for p in heat.parts if p.source == name)
+    if not parts:
+        raise NoProfile(path, name, (*heat.domains, *heat.sources))
+    return replace(heat, parts=parts)
+
+
+def hottest(heat: Heat) -> dict[int, tuple[int, ...]]:
+    """Experts of each layer that was seen, most chosen first; equals by their id."""
+    return {
+        layer: tuple(sorted(range(heat.n_expert), key=lambda e: (-row[e], e)))
+        for layer, row in heat.total().items()
+    }
+
+
 def to_text(heat: Heat) -> str:
     """Canonical `heat.csv`."""
     head = [MAGIC, f"# model: {heat.model}".rstrip(), f"# experts: {heat.n_expert}", f"# used: {heat.n_used}"]
     lines = [*head, COLUMNS]
     for part in heat.parts:
         lines += [f"# source: {part.source}", f"# phase: {part.phase}", f"# tokens: {part.tokens}"]
+        lines += [f"# domain: {part.domain}"] if part.domain else []
+        lines += [f"# depth: {part.depth}"] if part.depth else []
         lines += [
             f"{layer},{expert},{count}"
             for layer, row in part.counts.items()
@@ -183,6 +235,9 @@ def from_text(text: str, path: str) -> Heat:
         if line.strip():
             reader.take(number, line.strip())
     return reader.heat()
+
+
+_PART = {"source": "unnamed", "phase": "mixed", "tokens": "0", "domain": "", "depth": "0"}
 
 
 class _Reader:
@@ -210,7 +265,14 @@ class _Reader:
             )
         check_size(sum(len(rows) for _, rows in self.parts), self.n_expert)
         parts = [
-            Part(keys["source"], Phase(keys["phase"]), int(keys["tokens"]), self._dense(rows))
+            Part(
+                keys["source"],
+                Phase(keys["phase"]),
+                int(keys["tokens"]),
+                self._dense(rows),
+                keys["domain"],
+                int(keys["depth"]),
+            )
             for keys, rows in self.parts
         ]
         return make(self.head.get("model", ""), self.n_expert, int(self.head.get("used", "0")), parts)
@@ -227,14 +289,14 @@ class _Reader:
     def _key(self, number: int, line: str) -> None:
         name, _, value = (s.strip() for s in line[1:].partition(":"))
         in_head = not self.n_expert
-        if name not in (("heat", "model", "experts", "used") if in_head else ("source", "phase", "tokens")):
+        if name not in (("heat", "model", "experts", "used") if in_head else _PART):
             raise FieldProblem(self.path, number, name, "unknown key")
-        if name in ("experts", "used", "tokens") and not _whole(value):
+        if name in ("experts", "used", "tokens", "depth") and not _whole(value):
             raise FieldProblem(self.path, number, name, "expected a number")
         if name == "phase" and value not in set(Phase):
             raise FieldProblem(self.path, number, name, "expected prefill, decode or mixed")
         if not in_head and (self.in_rows or not self.parts):
-            self.parts.append(({"source": "unnamed", "phase": "mixed", "tokens": "0"}, {}))
+            self.parts.append(({**_PART}, {}))
             self.in_rows = False
         (self.head if in_head else self.parts[-1][0])[name] = value
 
@@ -248,7 +310,7 @@ class _Reader:
         if expert >= self.n_expert:
             raise FieldProblem(self.path, number, "expert", f"{expert} of {self.n_expert} experts")
         if not self.parts:
-            self.parts.append(({"source": "unnamed", "phase": "mixed", "tokens": "0"}, {}))
+            self.parts.append(({**_PART}, {}))
         self.in_rows = True
         row = self.parts[-1][1].setdefault(layer, {})
         if expert in row:
@@ -272,7 +334,7 @@ def _join(one: Part, two: Part) -> Part:
     counts = {la: _add([p.counts[la] for p in (one, two) if la in p.counts]) for la in layers}
     # A part whose tokens are not known makes the sum unknown too.
     tokens = one.tokens + two.tokens if one.tokens and two.tokens else 0
-    return replace(one, tokens=tokens, counts=counts)
+    return replace(one, tokens=tokens, counts=counts, depth=max(one.depth, two.depth))
 
 
 def _scaled(part: Part, weight: float) -> Part:

@@ -19,6 +19,8 @@ class RawPart:
     phase: Phase
     tokens: int
     counts: Sparse
+    domain: str = ""
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)

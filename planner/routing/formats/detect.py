@@ -157,6 +157,8 @@ def _heat(found: Found, path: str, n_expert: int) -> Heat:
             p.phase,
             p.tokens,
             {la: tuple(row.get(e, 0) for e in range(n_expert)) for la, row in p.counts.items()},
+            p.domain,
+            p.depth,
         )
         for p in found.parts
     ]

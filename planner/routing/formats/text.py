@@ -44,8 +44,9 @@ def parse(text: str, path: str, shape: MoeShape | None) -> Found:
 def _own_heat(text: str, path: str) -> Found:
     heat = heats.from_text(text, path)
     parts = [
-        RawPart(p.source, p.phase, p.tokens, {la: dict(enumerate(row)) for la, row in p.counts.items()})
+        RawPart(p.source, p.phase, p.tokens, rows, p.domain, p.depth)
         for p in heat.parts
+        for rows in ({la: dict(enumerate(row)) for la, row in p.counts.items()},)
     ]
     return Found("heat.csv", heat.n_expert, heat.n_used, parts, model=heat.model)
 
