@@ -40,7 +40,7 @@ from runtime.hybrid.device import HybridDevice
 from runtime.session.session import Session
 
 EXPERTS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight$"
-USUAL = "ncmoe,A+2,B+2,lfu:32:100+2,lfu:32:25+2,lfu:128:100+2,lru:0:100+2,lfu:32:100"
+USUAL = "ncmoe,A+2,B+2,lfu:32:100+2,lfu:32:25+2,lru:0:100+2"
 SEEN = 4096  # tokens of a topic that its hottest experts are counted on
 WARM_UP = 8  # tokens that are decoded before the stream
 
@@ -155,7 +155,8 @@ def _given(options: argparse.Namespace) -> Given:
 
 def _of_topic(habits: codes.Habits, topic: int, length: int, seed: int) -> Any:
     """Codes of one topic, in the order of a stream."""
-    drawn = stream.codes_of(replace(habits, drift=0.0), 2 * length * habits.n_topics, seed)
+    enough = 2 * habits.n_topics * max(length, habits.topic_tokens)
+    drawn = stream.codes_of(replace(habits, drift=0.0), enough, seed)
     return drawn[habits.topic_of(drawn) == topic][:length]
 
 

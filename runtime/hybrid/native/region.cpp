@@ -109,6 +109,7 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         }
         in_slots_ = group.expert_in;
         turn.divided();
+        turn.settle();  // no copy of a slot while it is written
         stage.lock();
         if (events || !stage_.banks[0].owner || stage_.banks[0].owner == this) {
             banks = stage_.tensors(region);

@@ -70,19 +70,6 @@ void Residency::send(const Admission & admission) {
     admitted++;
 }
 
-void Residency::settle() {
-    std::vector<Arrived> wanted;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        for (const Sent & each : sent_) {
-            wanted.push_back(each.arrived);
-        }
-    }
-    for (const Arrived & each : wanted) {
-        courier_.wait(each);
-    }
-}
-
 void Residency::finish() {
     std::lock_guard<std::mutex> lock(mutex_);
     receive(true);
@@ -100,6 +87,9 @@ Residency::Turn::Turn(Residency * residency, const Choices & choices, bool count
     residency->receive(residency->how_.lockstep);
     if (counts) {
         residency->decide(choices, n_needed);
+    }
+    for (const Sent & each : residency->sent_) {
+        before_.push_back(each.arrived);
     }
     // From here on this step is one of the readers, of all that has an expert now.
     progress->issued++;
@@ -123,6 +113,12 @@ void Residency::Turn::divided() {
 void Residency::Turn::again() {
     if (residency_) {
         lock_.lock();
+    }
+}
+
+void Residency::Turn::settle() {
+    for (const Arrived & each : before_) {
+        residency_->courier_.wait(each);
     }
 }
 

@@ -21,9 +21,8 @@ class Residency {
     // ---- in a step, from the choices until they are divided: the tables stay as they are
     class Turn;
 
-    // ---- between steps, or where slots are copied as a whole
-    void settle();                      // what was sent so far has arrived
-    void finish();                      // and is in the tables, while no step is made
+    // ---- between steps
+    void finish();                      // what was sent has arrived, and is in the tables
 
     // Each admission evicts one. Of steps that came before what was sent: some waited, the others went on without.
     std::atomic<int64_t> admitted{0}, bytes{0}, waited{0}, late{0};
@@ -60,11 +59,15 @@ class Residency::Turn {
     int32_t n_empty() const;  // slots that hold nothing now
     void divided();           // the choices are: others may change the tables
     void again();             // divide them once more
+    // Nothing is written into the slots that this step may read. What was sent later waits for this step, so that
+    // nobody else may be kept waiting meanwhile.
+    void settle();
 
   private:
     Residency * residency_;
     std::unique_lock<std::mutex> lock_;
     std::shared_ptr<Progress> progress_;
+    std::vector<Arrived> before_;  // sent before this step's turn, and not seen to arrive
 };
 
 }  // namespace hybrid
