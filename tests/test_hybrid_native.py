@@ -27,6 +27,7 @@ TESTS = (
     "prompts_ahead",
     "prompts_of_many",
     "slots_follow",
+    "prompts_while_slots_follow",
     "scores_are_kept",
     "faults_are_returned",
     "reports_what_was_done",
@@ -75,7 +76,8 @@ def test_interface_version_2(name: str, program: Path, portable_engine: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in TESTS if any(word in name for word in ("layer", "threads", "prompts", "follow"))]
+    "name",
+    [name for name in TESTS if any(word in name for word in ("layer", "threads", "prompts", "follow"))],
 )
 def test_interface_version_3(name: str, program: Path) -> None:
     if not NODE_BUILD.is_dir():

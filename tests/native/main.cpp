@@ -446,6 +446,23 @@ void slots_follow() {
     }
 }
 
+// Prompts whose experts are brought ahead, in contexts whose single tokens exchange them.
+void prompts_while_slots_follow() {
+    for (const char * policy : {"policy lru\nupload_bytes 1000000000\n", "policy lfu\nhalf_life 4\nupload_bytes 60000\nlockstep 1\n"}) {
+        Shape shape;
+        Bench bench(std::string("cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nslots 5\nguests 1\n") + policy, true);
+        const Layers layers(shape, 4, bench.wrapper->store.type, bench.inner_type);
+        std::vector<std::thread> threads;
+        for (unsigned number = 0; number < 3; number++) {
+            threads.emplace_back([&, number] { pass_prompts(bench, layers, 12, number); });
+        }
+        for (auto & thread : threads) {
+            thread.join();
+        }
+        CHECK(counted(bench, "admitted") > 0 && counted(bench, "staged") > 0);
+    }
+}
+
 // With bytes enough, the slots hold the experts that were used last; with a half-life that never ends, those used most.
 void scores_are_kept() {
     std::mt19937 dice(3);
@@ -591,6 +608,7 @@ const std::pair<const char *, void (*)()> kTests[] = {
     {"prompts_ahead", prompts_ahead},
     {"prompts_of_many", prompts_of_many},
     {"slots_follow", slots_follow},
+    {"prompts_while_slots_follow", prompts_while_slots_follow},
     {"scores_are_kept", scores_are_kept},
     {"faults_are_returned", faults_are_returned},
     {"reports_what_was_done", reports_what_was_done},

@@ -56,12 +56,19 @@ bool Prefetch::pays(const Region & region) const {
 
 void Prefetch::begin(const Plan & plan) {
     for (const auto & region : plan.regions) {
-        if (pays(*region)) {
-            regions_.push_back(region.get());
+        Residency * residency = region->group->residency.get();
+        const bool again = std::find(held_.begin(), held_.end(), residency) != held_.end();
+        if (!pays(*region) || (residency && !again && !residency->hold())) {
+            continue;
         }
+        if (residency && !again) {
+            held_.push_back(residency);
+        }
+        regions_.push_back(region.get());
     }
     if (regions_.size() < Stage::kBanks || !able()) {
         regions_.clear();  // nothing would be brought under something else
+        let_go();
         return;
     }
     lock_ = std::unique_lock<std::mutex>(stage_.mutex);
@@ -71,6 +78,7 @@ void Prefetch::begin(const Plan & plan) {
             if (stage_.tensors(*region, bank).empty()) {
                 regions_.clear();
                 lock_.unlock();
+                let_go();
                 return;
             }
         }
@@ -142,6 +150,14 @@ void Prefetch::end() {
     }
     regions_.clear();
     lock_.unlock();
+    let_go();
+}
+
+void Prefetch::let_go() {
+    for (Residency * residency : held_) {
+        residency->release(stream_.progress());
+    }
+    held_.clear();
 }
 
 bool copy_residents(const Store & store, Backend * by, const Region & region, const std::vector<Tensor *> & bank, Status & status) {

@@ -41,6 +41,7 @@ class Prefetch {
     bool able();
     bool pays(const Region & region) const;
     void queue(const Region & region, int bank);
+    void let_go();
 
     Store & store_;
     Stage & stage_;
@@ -48,6 +49,7 @@ class Prefetch {
     Backend * uploads_ = nullptr;
     bool refused_ = false;
     std::vector<const Region *> regions_;  // of the present graph
+    std::vector<Residency *> held_;        // whose tables stay meanwhile
     size_t at_ = 0, next_ = 0;             // the present one, and the first whose uploads are not queued
     std::vector<Tensor *> banks_[Stage::kBanks];
     std::unique_lock<std::mutex> lock_;

@@ -382,6 +382,9 @@ Status Stream::on_prefetched(Graph * graph, Region & region, std::string & fault
     prefetch_.await(inner_);
     taken = !repeated;
     if (status == kSuccess && taken) {
+        if (region.group->residency && chooses(region)) {
+            region.group->residency->note(choices);
+        }
         remember_cold(region, table);
         count(region, choices);
         if (!upload_positions()) {

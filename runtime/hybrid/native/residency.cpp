@@ -43,7 +43,7 @@ void Residency::decide(const Choices & choices, int32_t n_needed) {
     }
     scores_.step(choices, expert_bytes);
     Admission admission{};
-    while (group_.n_slots - static_cast<int32_t>(sent_.size()) > n_needed && scores_.next(group_.slot_of, group_.expert_in, on_its_way_, admission)) {
+    while (!holders_ && group_.n_slots - static_cast<int32_t>(sent_.size()) > n_needed && scores_.next(group_.slot_of, group_.expert_in, on_its_way_, admission)) {
         send(admission);
     }
 }
@@ -70,6 +70,41 @@ void Residency::send(const Admission & admission) {
     admitted++;
 }
 
+bool Residency::hold() {
+    // Who has it in lockstep may wait for the work of the caller.
+    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) {
+        return false;
+    }
+    receive(false);
+    holders_ += sent_.empty() ? 1 : 0;
+    return sent_.empty();
+}
+
+void Residency::note(const Choices & choices) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    decide(choices, group_.n_slots);
+}
+
+// All reads of the slots have been queued.
+void Residency::release(const std::shared_ptr<Progress> & progress) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    holders_--;
+    reads(progress);
+    progress->queued = progress->issued;
+}
+
+// The context is one of the readers, of all that has an expert now.
+void Residency::reads(const std::shared_ptr<Progress> & progress) {
+    progress->issued++;
+    const auto mine = std::find_if(readers_.begin(), readers_.end(), [&](const Reader & reader) { return reader.progress == progress; });
+    if (mine != readers_.end()) {
+        mine->number = progress->issued;
+    } else {
+        readers_.push_back(Reader{progress, progress->issued});
+    }
+}
+
 void Residency::finish() {
     std::lock_guard<std::mutex> lock(mutex_);
     receive(true);
@@ -91,15 +126,7 @@ Residency::Turn::Turn(Residency * residency, const Choices & choices, bool count
     for (const Sent & each : residency->sent_) {
         before_.push_back(each.arrived);
     }
-    // From here on this step is one of the readers, of all that has an expert now.
-    progress->issued++;
-    auto & readers = residency->readers_;
-    const auto mine = std::find_if(readers.begin(), readers.end(), [&](const Reader & reader) { return reader.progress == progress; });
-    if (mine != readers.end()) {
-        mine->number = progress->issued;
-    } else {
-        readers.push_back(Reader{progress, progress->issued});
-    }
+    residency->reads(progress);
 }
 
 int32_t Residency::Turn::n_empty() const { return residency_ ? static_cast<int32_t>(residency_->sent_.size()) : 0; }

@@ -21,6 +21,11 @@ class Residency {
     // ---- in a step, from the choices until they are divided: the tables stay as they are
     class Turn;
 
+    // ---- while a prompt brings the block's experts ahead: the tables stay as they are. false: slots are being written
+    bool hold();
+    void note(const Choices & choices);  // for the scores alone
+    void release(const std::shared_ptr<Progress> & progress);
+
     // ---- between steps
     void finish();                      // what was sent has arrived, and is in the tables
 
@@ -34,6 +39,7 @@ class Residency {
     };
 
     void receive(bool wait);
+    void reads(const std::shared_ptr<Progress> & progress);
     void decide(const Choices & choices, int32_t n_needed);
     void send(const Admission & admission);
 
@@ -44,6 +50,7 @@ class Residency {
     Scores scores_;
     std::deque<Sent> sent_;  // not yet in the tables
     std::vector<char> on_its_way_;  // by expert
+    int holders_ = 0;               // prompts on their way
     std::vector<Reader> readers_;   // the last step of every context that may read the slots
 };
 
