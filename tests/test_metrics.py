@@ -135,7 +135,8 @@ def test_experts_in_slots_are_told_layer_by_layer(made: Plan) -> None:
     metrics = metrics_of(made)
     fields: dict[str, Any] = dict.fromkeys(Report.__dataclass_fields__, 0)
     blocks = (block(0, 5), block(7, 9))
-    report = Report(**{**fields, "name": "HYBRID0", "wraps": "CUDA0", "blocks": blocks, "freed": ()})
+    told = {"name": "HYBRID0", "wraps": "CUDA0", "contexts": (), "blocks": blocks, "freed": ()}
+    report = Report(**{**fields, **told})
     assert read_report(json.dumps(asdict(report))) == report  # as a child process hands it over
     metrics.lanes([report])
     found = samples(metrics.text())
