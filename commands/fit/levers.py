@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from commands.shared.verdicts import best_stock
 from planner.errors import AnswerIsNo
+from planner.memory.kv_cache import KvTypeProblem
 
 if TYPE_CHECKING:
     from planner.plan.plan import Plan
@@ -40,7 +41,7 @@ def levers(plan: Plan, slots: Plan | None, request: Request, make: Callable[[Req
     for name, option, asked in _changed(request):
         try:
             found.append(Lever(name, option, mine, make(asked).predicted.tpot_ns))
-        except AnswerIsNo:  # the engine computes no such cache there
+        except (AnswerIsNo, KvTypeProblem):  # the engine computes no such cache there, or has none
             continue
     return found
 
