@@ -28,7 +28,8 @@ def profile(*cases: OpTiming) -> Profile:
 
 def test_the_measured_case_is_returned_as_it_is() -> None:
     known = profile(case(time_ns=1234), case(time_ns=99, shape=(2048, 2048)), case(time_ns=77, batch=512))
-    assert lookup(known, "MUL_MAT", "q4_K", (2048, 4096), 1, "CPU") == op_time.Time(1234, True, "measured")
+    found = lookup(known, "MUL_MAT", "q4_K", (2048, 4096), 1, "CPU")
+    assert found == op_time.Time(1234, True, "measured", spread_ppm=10 * 10**6 // 1234)
 
 
 def test_between_two_measured_depths_the_straight_line_holds() -> None:

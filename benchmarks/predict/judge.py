@@ -83,18 +83,24 @@ def main() -> None:
     parser.add_argument("--runs", action="store_true", help="print every run")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    profile = profiles.from_text((options.folder / "profile.yaml").read_text(), "profile.yaml")
+    run(options.folder, (options.prompt, options.gen), options.runs, options.json)
+
+
+def run(
+    folder: Path, workload: tuple[int, int] = (512, 24), runs: bool = False, as_json: bool = False
+) -> None:
+    """Judge the models of one folder and print what came of it; `workload`: prompt and generated tokens."""
+    profile = profiles.from_text((folder / "profile.yaml").read_text(), "profile.yaml")
     tables = {}
-    for path in sorted(options.folder.glob("*.inventory.yaml")):
+    for path in sorted(folder.glob("*.inventory.yaml")):
         table = inventories.from_text(path.read_text(), path.name)
-        tables[table.name] = (table, read_rows(options.folder / "runs.csv", table.name))
-    workload = (options.prompt, options.gen)
+        tables[table.name] = (table, read_rows(folder / "runs.csv", table.name))
     found = [v for table, rows in tables.values() if rows for v in judge(table, rows, profile, workload)]
-    if options.json:
+    if as_json:
         print(json.dumps([{"model": v.model, "stage": v.stage, **v.summary()} for v in found]))
         return
     for verdict in found:
-        report(verdict, options.runs)
+        report(verdict, runs)
     for table, rows in tables.values():
         noise(table.name, rows)
 

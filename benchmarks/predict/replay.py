@@ -1,11 +1,12 @@
-"""Published runs replayed: calibrate on one point of each set, predict the others.
+"""Published runs replayed: fit an assumed machine to one run of each set, predict the others.
 
     python -m benchmarks.predict.replay [--runs]
 
-The figures in data/replay_runs.csv were typed from public reports; the host's memory rate is stated in
-none of them, so the calibrating point (the one in the middle) fits mostly the CPU's scale; the card
-starts at 0.85 of its vendor's memory rate. With two points (the ends) both scales are known. Points that
-their authors mark as spilling or thrashing are not predicted but named.
+The figures in data/replay_runs.csv were typed from public reports. Hosts' memory rates are stated in none of
+them; a card starts at the share of its vendor's memory rate that its generation reaches. Nothing else is
+fitted than what `profiler.whole_model.published` fits for anyone. The run used is the one in the middle of
+those that state most; with two, the fastest and the slowest. Runs that their authors mark as spilling or
+thrashing are not predicted but named, and so are those that another run of the same placement contradicts.
 """
 
 from __future__ import annotations
@@ -13,88 +14,142 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.predict.published_models import gemma_12b, gemma_e2b, llama_7b
+from planner.constants import CPU
 from planner.machine import presets
-from planner.machine.profile import Profile
+from planner.machine.host_memory import HostMemory
+from planner.machine.profile import Device, Link, Profile
 from planner.model import inventory as inventories
-from planner.model.ggml_types import tensor_bytes
-from planner.model.inventory import Inventory, Shard, Tensor
+from planner.model.inventory import Inventory
 from planner.plan.engine_rules import layers_by_ngl
 from planner.workload import Workload
-from profiler.whole_model.calibrate import Parameter, solve
-from profiler.whole_model.placements import Placement, Predictor, movable
+from profiler.whole_model import published
+from profiler.whole_model.placements import Placement, movable
 
 HERE = Path(__file__).resolve().parent.parent
 INPUTS = HERE.parent / "plans" / "inputs"
-HOST_SIGMA, CARD_SIGMA = 2.0, 0.3  # how far a scale may lie from 1: memory is not stated, cards are
 LINEAR = ("S05c", "S12")  # sets that lie on a straight line: here 5 % is asked
-_PPM = 10**6
+# Memory rate of batch-1 kernels over the vendor's: 0.85 is what all descriptions assume. Before tensor cores:
+# LLaMA 7B Q4_0 at 56.8 tokens/s on a P40, 217 of 346 GB/s (ggml-org/llama.cpp#4766); its prompts there, 934
+# tokens/s, are 1.07 of the card's nominal 11.8 TFLOPS, which the rates of S07 and S12 follow.
+_RECENT, _PASCAL = 0.85, 0.6
+_MIDDLE = 64  # depth of the token in the middle of tg128
+_OWN_MODELS = {"gemma-12b": gemma_12b, "gemma-e2b": gemma_e2b, "llama-7b": llama_7b}
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What a set was measured on, as far as its report says."""
 
-    model: str  # an inventory in plans/inputs, or gemma-12b
+    model: str  # an inventory in plans/inputs, or one of published_models
+    family: str
     machine: str  # a named machine whose links and host resemble it
-    gpu_gb_per_s: int  # vendor's figure; 0: the named machine's
+    gpu_gb_per_s: int = 0  # vendor's figure; 0: the named machine's
+    reached: float = _RECENT
+    tflops: float = 0.0  # of products at prompts; 0: the named machine's
+    link_gb_per_s: float = 0.0  # of copies to the card; 0: the named machine's
     unexplained: str = ""  # why the set is not expected to fit
 
 
+_35B, _MOE = "Qwen3.6-35B-A3B-q4_K", "GDN mixture"
 SETUPS = {
-    "S05c": Setup("Qwen3.6-35B-A3B-q4_K", "rx9070xt-ddr5", 0),
-    "S05": Setup(
-        "Qwen3.6-35B-A3B-q4_K",
-        "rx9070xt-ddr5",
-        0,
-        "the card is nearly full at 8 and 16: spill begins unmarked",
-    ),
-    "S12": Setup("gemma-12b", "rtx3060-12gb-ddr4", 256),
-    "S12 depth": Setup("gemma-12b", "rtx3060-12gb-ddr4", 256, "attention of this card at depth is not known"),
-    "S09": Setup(
-        "Qwen3.6-35B-A3B-q4_K",
-        "rtx3060-12gb-ddr4",
-        0,
-        "two rules, one fork: -ngl runs compute attention on the CPU",
-    ),
-    "S07": Setup("Qwen3.6-35B-A3B-q4_K", "rtx3060-12gb-ddr4", 120, "its author states 20 % from run to run"),
     "S03": Setup(
-        "Qwen3.6-35B-A3B-q4_K", "rtx3060-12gb-ddr4", 448, "16 GB of host memory for a 16 GB file: paging"
+        _35B, _MOE, "rtx3060-12gb-ddr4", 448, unexplained="16 GB of host memory for a 16 GB file: paging"
     ),
+    "S04": Setup("Qwen3-30B-A3B-Q4_K_M", "mixture", "rtx4090-ddr5", unexplained="its CPU was throttled"),
+    "S05": Setup(
+        _35B, _MOE, "rx9070xt-ddr5", unexplained="the card is nearly full at 8: spill begins unmarked"
+    ),
+    "S05c": Setup(_35B, _MOE, "rx9070xt-ddr5"),
+    "S07": Setup(
+        _35B, _MOE, "rtx3060-12gb-ddr4", 120, _PASCAL, 2.8, 12.7, "its author states 20 % from run to run"
+    ),
+    "S09": Setup(
+        _35B, _MOE, "rtx3060-12gb-ddr4", unexplained="-ngl runs attend on the CPU with a cache type of a fork"
+    ),
+    "S12": Setup("gemma-12b", "sliding window", "rtx3060-12gb-ddr4", 256, _PASCAL, 6.9, 12.7),
+    "S12 depth": Setup("gemma-12b", "sliding window", "rtx3060-12gb-ddr4", 256, _PASCAL, 6.9, 12.7),
+    "S14": Setup("gemma-e2b", "sliding window", "rtx4060-8gb-ddr5", 192),
+    "S16": Setup("Qwen3-30B-A3B-Q4_K_M", "mixture", "rtx4060-8gb-ddr5", 448),
+    "S24": Setup("llama-7b", "dense", "rtx4090-ddr5", 1008, tflops=64),
+    "S26a": Setup(_35B, _MOE, "rtx4060ti-16gb-ddr5", 896),
+    "S30": Setup("gpt-oss-120b-MXFP4", "sliding window", "rtx3090-rtx3060-ddr4"),
+}
+
+
+NOT_REPLAYED = {
+    "S26b": "faster than its host's memory: 79 GB/s from two channels of DDR4; speculation is likely",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One published run."""
+    """One published run; times are 0 where it states none."""
 
     ngl: int
     n_cpu_moe: int
     kv: str
     depth: int
     ms: float
+    prompt: int
+    ubatch: int
+    prompt_ms: float
     status: str
 
     @property
     def label(self) -> str:
         moved = f" --n-cpu-moe {self.n_cpu_moe}" if self.n_cpu_moe else ""
-        return f"-ngl {self.ngl}{moved} kv {self.kv or 'f16'}" + (
-            f" depth {self.depth}" if self.depth else ""
-        )
+        said = f"-ngl {self.ngl}{moved} kv {self.kv or 'f16'}"
+        said += f" depth {self.depth}" if self.depth else ""
+        return said + (f" prompt {self.prompt} ubatch {self.ubatch}" if self.prompt else "")
+
+    @property
+    def rank(self) -> float:
+        """What runs of a set are ordered by."""
+        return self.ms or self.prompt_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One time predicted and measured."""
+
+    point: Point
+    prompt: bool
+    predicted_ns: int
+    measured_ns: int
+    error_ppm: int  # of the predicted interval
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_ns / self.measured_ns - 1
+
+    @property
+    def placement(self) -> str:
+        """What kind of placement it is."""
+        if self.point.n_cpu_moe:
+            return "--n-cpu-moe"
+        return "-ngl" if self.point.ngl < 99 else "all on the GPU"
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One set: the point used, and relative errors of the others."""
+    """One set: the runs used, and what became of the others."""
 
     name: str
     used: tuple[Point, ...]
-    scales: Mapping[str, float]
-    errors: tuple[tuple[Point, float], ...]
+    profile: Profile  # fitted
+    outcomes: tuple[Outcome, ...]
     left_out: tuple[Point, ...]
+
+    @property
+    def errors(self) -> tuple[tuple[Point, float], ...]:
+        """Relative errors of the times of a token."""
+        return tuple((o.point, o.error) for o in self.outcomes if not o.prompt)
 
     @property
     def median(self) -> float:
@@ -106,37 +161,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", action="store_true", help="print every point")
+    parser.add_argument("--runs", action="store_true", help="print every run")
     options = parser.parse_args()
     for n_used in (1, 2):
-        print(f"calibrated on {n_used} point{'s' if n_used > 1 else ''} of each set")
+        print(f"fitted to {n_used} run{'s' if n_used > 1 else ''} of each set")
         found = replay_all(n_used)
         for each in found:
             report(each, options.runs)
-        errors = [abs(e) for each in found for _, e in each.errors]
-        linear = [abs(e) for each in found if each.name in LINEAR for _, e in each.errors]
-        print(f"  all {len(errors)} points: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
-        print(f"  linear sets ({', '.join(LINEAR)}): median {statistics.median(linear):.1%}")
+        errors = [abs(o.error) for each in found for o in each.outcomes]
+        print(f"  all {len(errors)} times: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
 
 
 def replay_all(n_used: int, names: Iterable[str] = tuple(SETUPS)) -> tuple[Replay, ...]:
-    """Sets of the data file that have a setup; with two points only where others are left."""
+    """Sets of the data file that have a setup; with two runs only where others are left."""
     points = read_points(HERE / "data" / "replay_runs.csv")
     enough = [name for name in names if sum(p.status == "ok" for p in points[name]) > n_used]
     return tuple(replay(name, SETUPS[name], points[name], n_used) for name in enough)
 
 
 def read_points(path: Path) -> dict[str, list[Point]]:
-    """Points by set."""
+    """Runs by set."""
     found: dict[str, list[Point]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
+            prompt, rate, rate_prompt = row["prompt"], row["tokens_per_s"], row["prompt_per_s"]
             point = Point(
                 ngl=int(row["ngl"]),
                 n_cpu_moe=int(row["n_cpu_moe"] or 0),
                 kv=row["kv"],
                 depth=int(row["depth"]),
-                ms=1e3 / float(row["tokens_per_s"]),
+                ms=1e3 / float(rate) if rate else 0.0,
+                prompt=int(prompt or 0),
+                ubatch=int(row["ubatch"] or 0),
+                prompt_ms=1e3 * int(prompt) / float(rate_prompt) if rate_prompt else 0.0,
                 status=row["status"],
             )
             found.setdefault(row["set"], []).append(point)
@@ -144,67 +201,50 @@ def read_points(path: Path) -> dict[str, list[Point]]:
 
 
 def replay(name: str, setup: Setup, points: Sequence[Point], n_used: int) -> Replay:
-    """Fit the devices' scales to the middle point, or to the fastest and the slowest; predict the rest."""
-    table = gemma_12b() if setup.model == "gemma-12b" else _inventory(setup.model)
-    profile = _profile(setup)
-    good = sorted((p for p in points if p.status == "ok"), key=lambda p: p.ms)
-    used = (good[len(good) // 2],) if n_used == 1 else (good[0], good[-1])
-    by_point = dict(zip(good, _lines(table, profile, good), strict=True))
-    scales = _fit([by_point[p] for p in used], used)
-    others = [p for p in good if p not in used]
-    errors = [(p, by_point[p].at(scales) / p.ms - 1) for p in others]
-    return Replay(name, used, scales, tuple(errors), tuple(p for p in points if p.status != "ok"))
+    """Fit the machine to the middle run, to the fastest and the slowest, or to none; predict the rest."""
+    table, profile = inventory_of(setup.model), assumed(setup)
+    good = sorted((p for p in points if p.status == "ok"), key=lambda p: p.rank)
+    told = [p for p in good if _stated(p) == max(map(_stated, good))]
+    used = ((), (told[len(told) // 2],), (told[0], told[-1]))[n_used]
+    placements = placed(table, profile, good)
+    times = {p: times_of(table, placements[p], p) for p in good}
+    made = published.fitted(profile, [t for p in used for t in times[p]]) if used else profile
+    others = [(p, t) for p in good if p not in used for t in times[p]]
+    priced = published.predict(made, [t for _, t in others])
+    outcomes = tuple(
+        Outcome(p, t.prompt, e.ns, t.ns, e.error_ppm) for (p, t), e in zip(others, priced, strict=True)
+    )
+    return Replay(name, used, made, outcomes, tuple(p for p in points if p.status != "ok"))
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Milliseconds a token as a straight line in the devices' scales."""
-
-    fixed: float
-    slopes: Mapping[str, float]
-
-    def at(self, scales: Mapping[str, float]) -> float:
-        """Milliseconds at some scales."""
-        return self.fixed + sum(scales[name] * slope for name, slope in self.slopes.items())
+def _stated(point: Point) -> int:
+    """How many times a run states."""
+    return bool(point.ms) + bool(point.prompt_ms)
 
 
-def _lines(table: Inventory, profile: Profile, points: Sequence[Point]) -> list[Line]:
-    """What the planner's price of each point is made of."""
-    names = [d.name for d in profile.devices]
-    fixed = _priced(table, profile, points, "")
-    slopes = {name: _priced(table, profile, points, name) for name in names}
-    return [Line(fixed[i], {name: slopes[name][i] - fixed[i] for name in names}) for i in range(len(points))]
+def times_of(table: Inventory, placement: Placement, point: Point) -> list[published.Point]:
+    """The times that a run states."""
+    kv = point.kv if point.kv in ("f16", "q8_0") else "f16"  # a fork's own types are priced as f16
+    prompt = point.prompt or 512
+    workload = Workload(
+        n_ctx=max(4096, 2 * max(prompt, point.depth)),
+        depth=point.depth or _MIDDLE,
+        prompt=prompt,
+        n_batch=max(2048, point.ubatch),
+        n_ubatch=point.ubatch or 512,
+        type_k=kv,
+        type_v=kv,
+    )
+    stated = ((point.ms, False), (point.prompt_ms, True))
+    return [
+        published.Point(table, placement, workload, round(ms * 1e6), is_prompt, HostMemory.MAPPED)
+        for ms, is_prompt in stated
+        if ms
+    ]
 
 
-def _priced(table: Inventory, profile: Profile, points: Sequence[Point], device: str) -> list[float]:
-    """Milliseconds a token when the operators of one device count, and those of no other."""
-    ppm = {d.name: _PPM if d.name == device else 0 for d in profile.devices}
-    calibration = profile.calibrations[0].model_copy(update={"scale_ppm": ppm})
-    scaled = profile.model_copy(update={"calibrations": (calibration,)})
-    found: dict[Point, float] = {}
-    placements = _placements(table, profile, points)
-    for depth in sorted({p.depth for p in points}):
-        here = [p for p in points if p.depth == depth]
-        predictor = Predictor(table, Workload(n_ctx=32768, depth=depth, prompt=0, gen=1))
-        evaluated = predictor.evaluate_all(scaled, [placements[p] for p in here])
-        found |= {p: e.decode_ns / 1e6 for p, e in zip(here, evaluated, strict=True)}
-    return [found[p] for p in points]
-
-
-def _fit(lines: Sequence[Line], points: Sequence[Point]) -> dict[str, float]:
-    """The likeliest scales; a card is better known than the host's memory."""
-    import numpy as np
-
-    names = list(lines[0].slopes)
-    design = np.array([[line.slopes[name] for name in names] for line in lines])
-    measured = np.array([p.ms for p in points])
-    fixed = np.array([line.fixed for line in lines])
-    priors = [Parameter(n, 1.0, HOST_SIGMA if n == "CPU" else CARD_SIGMA) for n in names]
-    values = solve(design, measured - fixed, measured * 0.01, priors)
-    return dict(zip(names, values.tolist(), strict=True))
-
-
-def _placements(table: Inventory, profile: Profile, points: Sequence[Point]) -> dict[Point, Placement]:
+def placed(table: Inventory, profile: Profile, points: Sequence[Point]) -> dict[Point, Placement]:
+    """What the engine does with the settings of each run."""
     gpu = next(d.name for d in profile.devices if d.kind == "gpu")
     layers, units = table.number("block_count"), movable(table)
     return {
@@ -213,74 +253,59 @@ def _placements(table: Inventory, profile: Profile, points: Sequence[Point]) -> 
     }
 
 
-def _inventory(name: str) -> Inventory:
+def inventory_of(name: str) -> Inventory:
+    """A model by the name that setups use."""
+    if name in _OWN_MODELS:
+        return _OWN_MODELS[name]()
     path = INPUTS / f"{name}.inventory.yaml"
     return inventories.from_text(path.read_text(), path.name)
 
 
-def _profile(setup: Setup) -> Profile:
+def assumed(setup: Setup) -> Profile:
+    """The named machine with one card, at the rates that are stated for it."""
     profile = presets.load(setup.machine)
-    if not setup.gpu_gb_per_s:
-        return profile
-    rate = setup.gpu_gb_per_s * 85 * 10**7
-    devices = tuple(
-        d.model_copy(update={"bandwidth_bytes_per_s": rate}) if d.kind == "gpu" else d
-        for d in profile.devices
-    )
-    return profile.model_copy(update={"devices": devices})
+    gpu = next(d.name for d in profile.devices if d.kind == "gpu")
 
+    def device(d: Device) -> Device:
+        if d.name != gpu or not setup.gpu_gb_per_s:
+            return d
+        rate = round(setup.gpu_gb_per_s * setup.reached * 1e9)
+        flops = round(setup.tflops * 1e12) or d.flops_per_s
+        return d.model_copy(update={"bandwidth_bytes_per_s": rate, "flops_per_s": flops})
 
-def gemma_12b() -> Inventory:
-    """Gemma 12B from its published sizes: 48 layers of 3840, 16 heads of 256, 8 of them for KV, FFN 15360."""
-    tensors = [_tensor("token_embd.weight", "q6_K", (3840, 262144))]
-    for layer in range(48):
-        shapes = {
-            "attn_q": (3840, 4096),
-            "attn_k": (3840, 2048),
-            "attn_v": (3840, 2048),
-            "attn_output": (4096, 3840),
+    def link(li: Link) -> Link:
+        if not setup.link_gb_per_s:
+            return li
+        return li.model_copy(update={"bandwidth_bytes_per_s": round(setup.link_gb_per_s * 1e9)})
+
+    kept = {gpu, CPU}
+    return profile.model_copy(
+        update={
+            "devices": tuple(device(d) for d in profile.devices if d.name in kept),
+            "links": tuple(link(li) for li in profile.links if {li.source, li.target} <= kept),
         }
-        shapes |= {"ffn_gate": (3840, 15360), "ffn_up": (3840, 15360), "ffn_down": (15360, 3840)}
-        tensors += [_tensor(f"blk.{layer}.{stem}.weight", "q4_K", shape) for stem, shape in shapes.items()]
-        tensors += [_tensor(f"blk.{layer}.{n}.weight", "f32", (3840,)) for n in ("attn_norm", "ffn_norm")]
-    tensors.append(_tensor("output_norm.weight", "f32", (3840,)))
-    hparams = {
-        "block_count": 48,
-        "embedding_length": 3840,
-        "feed_forward_length": 15360,
-        "vocab_size": 262144,
-    }
-    heads = {"attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 256}
-    return Inventory(
-        name="gemma-12b",
-        architecture="gemma3",
-        header_digest="",
-        hparams={**hparams, **heads, "attention.value_length": 256, "attention.sliding_window": 1024},
-        shards=(Shard(file="", size_bytes=0, data_offset=0, alignment=32),),
-        tensors=tuple(tensors),
     )
-
-
-def _tensor(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    return Tensor(name=name, type=kind, shape=shape, size_bytes=tensor_bytes(kind, shape), shard=0, offset=0)
 
 
 def report(found: Replay, each: bool) -> None:
     """One set in a few lines."""
-    setup = SETUPS[found.name]
-    worst = max((abs(e) for _, e in found.errors), default=0.0)
-    scales = ", ".join(f"{name} x{scale:.2f}" for name, scale in found.scales.items())
+    errors = [abs(o.error) for o in found.outcomes]
+    rates = ", ".join(f"{d.name} {d.bandwidth_bytes_per_s / 1e9:.0f} GB/s" for d in found.profile.devices)
     print(
-        f"  {found.name}: {len(found.errors)} points, median {found.median:.1%}, worst {worst:.1%}; "
-        f"{scales} from {'; '.join(p.label for p in found.used)}"
+        f"  {found.name}: {len(errors)} times, median {statistics.median(errors):.1%}, "
+        f"worst {max(errors):.1%}; {rates} from {'; '.join(p.label for p in found.used) or 'nothing'}"
     )
     if len(found.used) == 1:
-        if setup.unexplained:
-            print(f"    cannot be explained by the model: {setup.unexplained}")
+        if SETUPS[found.name].unexplained:
+            print(f"    not expected to fit: {SETUPS[found.name].unexplained}")
         for point in found.left_out:
-            print(f"    not predicted ({point.status}): {point.label}, {point.ms:.1f} ms")
-    for point, error in found.errors if each else ():
-        print(f"    {point.label:42} {point.ms:7.1f} ms, predicted {error:+.1%}")
+            print(f"    not predicted ({point.status}): {point.label}, {point.rank:.1f} ms")
+    for o in found.outcomes if each else ():
+        what = "prompt" if o.prompt else "token"
+        print(
+            f"    {o.point.label:54} {what:6} {o.measured_ns / 1e6:8.1f} ms, predicted {o.error:+.1%} "
+            f"(±{o.error_ppm / 1e4:.1f} %)"
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from commands.shared.option_types import html_option, whole
 from commands.shared.paste import pasted
 from commands.shared.refusals import refusal_data
 from commands.shared.spellings import Size, Tokens, kv_type
-from commands.shared.verdicts import best_stock, gain, rates, verdict
+from commands.shared.verdicts import best_stock, gain, rates, told_apart_ppm, verdict
 from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import shell
 
@@ -192,7 +192,7 @@ def _answered(question: Question, with_levers: bool, tell: Callable[[str], None]
     if any(line.site.kind == "cpu" and "experts" in line.unit for line in plan.units):
         asked = replace(question, request=replace(question.request, hybrid=True))
         made = _plan(asked)
-        if made.predicted.tpot_ns * 10**6 < plan.predicted.tpot_ns * (10**6 - plan.predicted.error_ppm):
+        if made.predicted.tpot_ns * 10**6 < plan.predicted.tpot_ns * (10**6 - told_apart_ppm(plan)):
             hybrid = made
     tell("the largest context")
     largest, keeps = _largest(question)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 ALL, EXPERTS, LAYERS = "fits", "fits with experts in host memory", "fits with layers in host memory"
 _LOOKED_UP = ("token_embd", "per_layer")  # tables that the engine keeps on the host
 _SAME = 0.01  # a gain that no measurement shows
+_CLEARLY_PPM = 300_000
 
 
 def verdict(plan: Plan) -> str:
@@ -44,12 +45,17 @@ def gain(plan: Plan) -> str:
     factor = stock.tpot_ns / plan.predicted.tpot_ns
     if plan.predicted.status == "baseline" or abs(factor - 1) < _SAME:
         return "the plan is as fast as the best stock rule: use that one"
-    within = "" if factor - 1 > plan.predicted.error_ppm / 10**6 else ", less than the predictions' own error"
+    within = "" if factor - 1 > told_apart_ppm(plan) / 10**6 else ", less than the predictions' own error"
     took = ms(plan.predicted.tpot_ns)
     return f"the plan takes {took} a token, {factor:.2f}x as fast as the best stock rule{within}"
+
+
+def told_apart_ppm(plan: Plan) -> int:
+    """How much faster another plan must be: both share the machine, so most of a wide error cancels out."""
+    return min(plan.predicted.error_ppm, _CLEARLY_PPM)
 
 
 def rates(tpot_ns: int, error_ppm: int) -> tuple[float, float, float]:
     """Tokens/s, and between what, for a predicted time with that relative error."""
     rate, error = 1e9 / max(tpot_ns, 1), error_ppm / 10**6
-    return rate, rate / (1 + error), rate / max(1 - error, 0.01)
+    return rate, rate / (1 + error), rate * (1 + error)

@@ -93,14 +93,25 @@ def show(plan: Plan) -> None:
     out(
         f"{p.status}: request ({plan.workload.prompt} tokens of prompt, {plan.workload.gen} of answer) "
         f"{ms(p.objective_ns)}, bound {ms(p.bound_ns)}, gap {p.gap_ppm / 1e4:.2f} %, "
-        f"error bar ±{p.error_ppm / 1e4:.0f} %, {p.splits} splits, "
+        f"{p.splits} splits, "
         f"context {plan.workload.n_ctx}, a token at depth {plan.workload.depth}"
     )
+    out(_certainty(plan))
     if plan.search is not None and plan.search.ended_by == "clock":
         seconds = plan.search.time_limit_ms / 1000
         say(f"its search was ended by the clock after {seconds:g} s: another run may find another plan")
     for note in plan.notes:
         say(note)
+
+
+def _certainty(plan: Plan) -> str:
+    """How far the times may be off, and what they stand on."""
+    p = plan.predicted
+    prompt = f", the prompt ±{p.prefill_error_ppm / 1e4:.0f} %" if p.prefill_error_ppm is not None else ""
+    stands = ", ".join(f"{ppm / 1e4:.0f} % {basis}" for basis, ppm in (p.basis_ppm or {}).items())
+    return f"error bar ±{p.error_ppm / 1e4:.0f} % of a token{prompt}" + (
+        f"; stands on: {stands}" if stands else ""
+    )
 
 
 def _show_devices(plan: Plan) -> None:

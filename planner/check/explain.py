@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.check.reprice import known_of, request_of, settings_of
+from planner.constants import PPM
 from planner.cost import hybrid_slots
+from planner.cost.evidence import by_basis, unmeasured
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
@@ -21,6 +23,7 @@ from planner.plan.plan import Baseline, DeviceUse, Plan, Speculation
 from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.clock import Clock
 
+_NAMED = 4  # operators that were not measured
 _SHOWN = 6  # largest parts of a token's time
 
 
@@ -117,12 +120,13 @@ def sentences(plan: Plan, larger: Plan | None = None, parts: Breakdown | None = 
     `parts` what the predicted time is made of.
     """
     p = plan.predicted
-    low, high = (round(p.tpot_ns * (1 + s * p.error_ppm / 1e6)) for s in (-1, 1))
+    prompt = f", {_range(p.prefill_ns, p.prefill_error_ppm)}" if p.prefill_error_ppm is not None else ""
     yield (
         f"A token is predicted to take {_ms(p.tpot_ns)} ({1e9 / max(p.tpot_ns, 1):.1f} tokens/s), "
-        f"between {_ms(low)} and {_ms(high)}, with {plan.workload.depth} cells of the context filled; "
-        f"a prompt of {plan.workload.prompt} tokens {_ms(p.prefill_ns)}."
+        f"{_range(p.tpot_ns, p.error_ppm)}, with {plan.workload.depth} cells of the context filled; "
+        f"a prompt of {plan.workload.prompt} tokens {_ms(p.prefill_ns)}{prompt}."
     )
+    yield from _basis(plan, parts)
     if plan.speculation is not None:
         yield _speculation(plan.speculation, plan.predicted.tpot_ns)
     if plan.following is not None:
@@ -144,6 +148,30 @@ def sentences(plan: Plan, larger: Plan | None = None, parts: Breakdown | None = 
     yield from (_against(plan, baseline) for baseline in plan.baselines)
 
 
+def _range(ns: int, error_ppm: int) -> str:
+    """The interval that holds four of five runs."""
+    factor = 1 + error_ppm / PPM
+    return f"between {_ms(round(ns / factor))} and {_ms(round(ns * factor))} in four of five runs"
+
+
+def _basis(plan: Plan, parts: Breakdown | None) -> Iterator[str]:
+    """What the time of a token stands on, and the operators that nobody measured."""
+    shares = by_basis(parts.token) if parts else plan.predicted.basis_ppm
+    if not shares:
+        return
+    found = ", ".join(f"{ppm / 1e4:.0f} % {basis}" for basis, ppm in shares.items())
+    yield f"Of that time is, by what it stands on: {found}."
+    missing = _missing(parts) if plan.machine.measured else ()
+    if missing:
+        named = [f"{what} ({_ms(ns)})" for what, ns in missing[:_NAMED]]
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        yield f"Not measured in this profile: {', '.join(named)}{more}; atsplan profile MODEL measures them."
+
+
+def _missing(parts: Breakdown | None) -> tuple[tuple[str, int], ...]:
+    return unmeasured(parts.token) if parts else ()
+
+
 def _host_memory(plan: Plan) -> Iterator[str]:
     """How the weights that the CPU computes are loaded, where prompts copy them to a GPU."""
     if not plan.op_offload or not works_from_host(plan):
@@ -151,7 +179,7 @@ def _host_memory(plan: Plan) -> Iterator[str]:
     if pins_host_weights(plan):
         yield (
             "Weights on the CPU are read into pinned memory (--no-mmap): prompts copy them to a GPU at the "
-            "bus's speed, while pages of a mapped file are copied several times slower."
+            "bus's speed, while pages of a mapped file take a detour."
         )
     else:
         yield "Weights on the CPU stay mapped from the file, from which prompts copy them at a slower rate."
@@ -318,6 +346,11 @@ def as_data(plan: Plan, larger: Plan | None, parts: Breakdown | None = None) -> 
     tight = binding(plan)
     return {
         "tpot_ns": plan.predicted.tpot_ns,
+        "error_ppm": plan.predicted.error_ppm,
+        "basis_ppm": by_basis(parts.token) if parts else plan.predicted.basis_ppm,
+        "unmeasured": [{"operator": w, "time_ns": ns} for w, ns in unmeasured(parts.token)]
+        if parts
+        else None,
         "slices": [{"what": s.what, "time_ns": s.time_ns, "units": s.units} for s in slices(plan, parts)],
         "binding": tight.name if tight else None,
         "tpot_ns_with_1_gib_more": larger.predicted.tpot_ns if larger else None,

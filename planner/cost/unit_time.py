@@ -6,8 +6,9 @@ ubatches. Everything is a sum that a person can follow: operators + small operat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.constants import CPU, PPM
 from planner.machine import op_time
@@ -37,6 +38,7 @@ _SMALL_OPS = {
     Kind.OUTPUT: 0,
     Kind.NEXTN: 8,
 }
+_DELTA_NET_OPS = 24  # norms of q and k, decay, beta, gates, convolution: counted in the graph of Qwen3.5
 _PAST_ATTENTION = frozenset({Kind.ROUTER, Kind.FFN, Kind.EXPERTS})
 _SMALL_ROLES = frozenset({Role.NORM, Role.EXPERT_SMALL})
 # Two-dimensional, yet no matrix product: convolutions, decay tables, interpolation factors.
@@ -59,6 +61,15 @@ class Times:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator of a step, priced; `case` is None for one without weights of its own."""
+
+    case: op_time.Case | None
+    time: op_time.Time
+    count: int = 1
+
+
 @dataclass
 class Prices:
     """Times of the units of one model on the devices of one profile.
@@ -74,7 +85,7 @@ class Prices:
     repack: bool = False  # the engine changes the layout of the CPU's weights, where its kernels know how
     speculation: Speculation | None = None
     host_memory: HostMemory = HostMemory.PINNED
-    _memo: dict[object, tuple[int, bool]] = field(default_factory=dict)
+    _memo: dict[object, Operator] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inventory, self.tensors = self.structure.inventory, self.structure.tensors
@@ -118,12 +129,17 @@ class Prices:
 
     def _decode(self, unit: Unit, device: str, buffer: str) -> tuple[int, int]:
         """One step; a NextN block runs once a drafted token, and the output head once more for each."""
-        depth, own = self.workload.depth, self.speculation is not None and self.speculation.own
+        depth, runs = self.workload.depth, self._runs(unit)
+        steps = [(self._step(unit, device, buffer, tokens, depth, tokens), count) for tokens, count in runs]
+        return sum(ns * count for (ns, _), count in steps), sum(known * count for (_, known), count in steps)
+
+    def _runs(self, unit: Unit) -> list[tuple[int, int]]:
+        """Tokens of the passes over a unit in one step, and how often."""
+        own = self.speculation is not None and self.speculation.own
         runs = [] if own and unit.kind is Kind.NEXTN else [(self.step_tokens, 1)]
         if own and unit.kind in (Kind.NEXTN, Kind.OUTPUT):
             runs.append((self.workload.n_seq, self.drafted))
-        steps = [(self._step(unit, device, buffer, tokens, depth, tokens), count) for tokens, count in runs]
-        return sum(ns * count for (ns, _), count in steps), sum(known * count for (_, known), count in steps)
+        return runs
 
     def per_token(self, step_ns: int) -> int:
         """What one token takes of a decode step."""
@@ -158,7 +174,8 @@ class Prices:
         if case.op != "FLASH_ATTN_EXT":
             return 0
         width = case.shape[0] * case.shape[2]
-        there = self.copy_ns(through, cpu, 4 * width * case.batch) + self._small(cpu, case.batch, width)
+        small = self._small(cpu, case.batch, width).time.ns
+        there = self.copy_ns(through, cpu, 4 * width * case.batch) + small
         back = self.copy_ns(cpu, through, op_time.bytes_read(case) // 2)
         return 2 * (self.calibration.split_ns + there + back)
 
@@ -242,22 +259,49 @@ class Prices:
     def _priced_step(
         self, unit: Unit, device: str, buffer: str, batch: int, depth: int, outputs: int
     ) -> tuple[int, int]:
-        total = measured = 0
-        rows = batch if unit.kind is not Kind.OUTPUT else min(batch, outputs or self.workload.n_seq)
-        for name in unit.tensors:
-            ns, known = self._tensor(unit, self.tensors[name], device, buffer, batch, rows)
-            total += ns
-            measured += ns if known else 0
-        for case in self._weightless(unit, batch, depth):
-            ns, known = self._lookup(case, device, "")
-            total += ns
-            measured += ns if known else 0
-        if unit.tied_bytes:
-            ns, known = self._tensor(unit, self.tensors["token_embd.weight"], device, buffer, batch, rows)
-            total, measured = total + ns, measured + (ns if known else 0)
-        total += _SMALL_OPS.get(unit.kind, 0) * self._small(device, batch, self._width(unit))
+        found = self.operators(unit, device, buffer, batch, depth, outputs)
+        total = sum(op.time.ns * op.count for op in found)
+        measured = sum(op.time.ns * op.count for op in found if op.time.measured)
         scale = self.calibration.scale_ppm.get(device, PPM)
         return total * scale // PPM, measured * scale // PPM
+
+    def operators(
+        self, unit: Unit, device: str, buffer: str, batch: int, depth: int, outputs: int = 0
+    ) -> list[Operator]:
+        """The operators of one pass over a unit, before the calibration's scale of the device."""
+        rows = batch if unit.kind is not Kind.OUTPUT else min(batch, outputs or self.workload.n_seq)
+        found = [self._tensor(unit, self.tensors[name], device, buffer, batch, rows) for name in unit.tensors]
+        found += [self._lookup(case, device, "") for case in self._weightless(unit, batch, depth)]
+        if unit.kind is Kind.RECURRENT and found[-1].case == replace(self._state, batch=batch):
+            # Read out of the cache's rows before the operator, and written back after it.
+            found.append(replace(self._lookup(copied_state(self._state), device, ""), count=2))
+        if unit.tied_bytes:
+            table = self.tensors["token_embd.weight"]
+            found.append(self._tensor(unit, table, device, buffer, batch, rows))
+        small = self._small(device, batch, self._width(unit))
+        return [*found, replace(small, count=self._small_ops(unit))]
+
+    def _small_ops(self, unit: Unit) -> int:
+        delta = unit.kind is Kind.RECURRENT and self._state.op == "GATED_DELTA_NET"
+        return _DELTA_NET_OPS if delta else _SMALL_OPS.get(unit.kind, 0)
+
+    def token_operators(self, unit: Unit, device: str) -> list[tuple[Operator, int]]:
+        """What one decode step computes of a unit on its own device, each with how often."""
+        depth = self.workload.depth
+        return [
+            (op, count)
+            for tokens, count in self._runs(unit)
+            for op in self.operators(unit, device, "", tokens, depth, tokens)
+        ]
+
+    def prompt_operators(self, unit: Unit, device: str) -> list[tuple[Operator, int]]:
+        """What the prompt computes of a unit on a device, each with how often."""
+        depth = self.workload.prompt // 2
+        return [
+            (op, count)
+            for batch, count in self._batches(unit)
+            for op in self.operators(unit, device, "", batch, depth)
+        ]
 
     def _width(self, unit: Unit) -> int:
         """Values a token that a small operator of a unit reads and writes once each."""
@@ -265,26 +309,29 @@ class Prices:
             return max(self.inventory.number("feed_forward_length") * 3 // 2, 1)
         return max(self.inventory.number("embedding_length"), 1)
 
-    def _small(self, device: str, batch: int, width: int) -> int:
+    def _small(self, device: str, batch: int, width: int) -> Operator:
         """An operator without weights of its own: its launch for a few tokens, its bytes too for a prompt."""
         if batch <= _FEW_TOKENS:
-            return self.profile.device(device).op_overhead_ns
-        return self._lookup(op_time.Case("RMS_NORM", "f32", (width,), batch), device, "")[0]
+            return Operator(None, op_time.Time(self.profile.device(device).op_overhead_ns, False))
+        found = self._lookup(op_time.Case("RMS_NORM", "f32", (width,), batch), device, "")
+        return Operator(None, replace(found.time, measured=False))
 
     def _tensor(
         self, unit: Unit, tensor: Tensor, device: str, buffer: str, batch: int, rows: int
-    ) -> tuple[int, bool]:
+    ) -> Operator:
         part = self._parts[tensor.name]
         if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP):
             return self._lookup(op_time.Case("GET_ROWS", tensor.type, tensor.shape, batch), device, buffer)
         if part.role in _SMALL_ROLES or not _is_matrix(tensor):
-            return self._small(device, batch, self._width(unit)), False
+            return self._small(device, batch, self._width(unit))
         if part.role is Role.EXPERTS:
             shape = (*tensor.shape[:2], unit.experts)
             case = op_time.Case("MUL_MAT_ID", tensor.type, shape, batch, unit.used)
-            ns, known = self._lookup(case, device, buffer)
-            alone = len(tensor.shape) < 3  # one file tensor per expert
-            return (ns // max(unit.experts, 1), False) if alone else (ns, known)
+            found = self._lookup(case, device, buffer)
+            if len(tensor.shape) >= 3:
+                return found
+            each = found.time.ns // max(unit.experts, 1)  # one file tensor per expert
+            return Operator(case, replace(found.time, ns=each, measured=False, basis="scaled"))
         return self._lookup(op_time.Case("MUL_MAT", tensor.type, tensor.shape, rows), device, buffer)
 
     def _weightless(self, unit: Unit, batch: int, depth: int) -> tuple[op_time.Case, ...]:
@@ -309,7 +356,7 @@ class Prices:
             "FLASH_ATTN_EXT", self.workload.type_k, (head_dim, max(n_head, 1), n_kv), batch, 0, depth
         )
 
-    def _lookup(self, case: op_time.Case, device: str, buffer: str) -> tuple[int, bool]:
+    def _lookup(self, case: op_time.Case, device: str, buffer: str) -> Operator:
         if self.repack and device == CPU and not buffer and (case.op, case.type) in self._repacked:
             buffer = REPACKED
         key = (case, device, buffer)
@@ -325,7 +372,7 @@ class Prices:
                 case.used,
                 case.depth,
             )
-            self._memo[key] = (time.ns, time.measured)
+            self._memo[key] = Operator(case, time)
         return self._memo[key]
 
 
@@ -359,6 +406,11 @@ def state_case(inventory: Inventory, batch: int) -> op_time.Case:
     delta = any(".ssm_ba." in name or ".ssm_beta." in name for name in names)
     op = "GATED_DELTA_NET" if delta else "SSM_SCAN"
     return op_time.Case(op, "f32", (state, max(inner // heads, 1), heads), batch)
+
+
+def copied_state(state: op_time.Case) -> op_time.Case:
+    """One copy of a layer's state: read and written, so twice its rows."""
+    return op_time.Case("CONT", "f32", (state.shape[0], 2 * math.prod(state.shape[1:])), 1)
 
 
 def calibration_for(profile: Profile, model: str) -> Calibration:

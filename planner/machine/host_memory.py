@@ -2,8 +2,8 @@
 
 A GPU that computes long prompts with such weights copies them over the bus for every batch. From pinned
 memory that runs at the bus's speed; pages of a mapped file go through the driver's own buffer first, which
-took seven times as long on the machine where it was measured. Pinned memory cannot be paged out, and not
-every system gives much of it.
+took seven times as long on a virtual server and a tenth longer on desktops. Pinned memory cannot be paged
+out, and not every system gives much of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from planner.machine.profile import Link, Profile
 
 OFFLOAD_BATCH = 32  # tokens from which the engine copies host weights to a GPU and computes there
-# Copies of mapped pages, where no profile measured them: 8 GB/s beside 55 on an H200's PCIe 5.
-_MAPPED_BYTES_PER_S = 8 * 10**9
+# Copies of mapped pages, where no profile measured them. CUDA's driver stages them, on desktops not far below
+# the bus (fitted to published prompts: 10 to 31 GB/s; +10 % with pinned memory, ik_llama.cpp#2262), though
+# a virtual server with an H200 reached 8 of 55 GB/s. Other backends copy through a buffer of their own.
+_MAPPED_SHARE = (9, 10)
+_MAPPED_BYTES_PER_S = {True: 24 * 10**9, False: 8 * 10**9}  # at most; by whether it is CUDA
 
 
 class HostMemory(StrEnum):
@@ -42,4 +45,7 @@ def copy_rate(link: Link, memory: HostMemory) -> int:
     """Bytes per second at which weights in host memory are copied over a link."""
     if memory is HostMemory.PINNED:
         return link.bandwidth_bytes_per_s
-    return link.mapped_bytes_per_s or max(min(link.bandwidth_bytes_per_s // 2, _MAPPED_BYTES_PER_S), 1)
+    many, of = _MAPPED_SHARE
+    most = _MAPPED_BYTES_PER_S[link.target.startswith("CUDA")]
+    assumed = min(link.bandwidth_bytes_per_s * many // of, most)
+    return link.mapped_bytes_per_s or max(assumed, 1)

@@ -15,12 +15,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.constants import CELL_STEP, CPU
+from planner.constants import CELL_STEP, CPU, PPM
 from planner.machine.profile import Device, OpTiming, Profile
 from planner.model.ggml_types import BY_NAME, GgmlType
 
 Basis = Literal["measured", "between", "scaled", "roofline"]
 NS_PER_S = 10**9
+_ATTENDS_ALONE, _ATTENDS = 10.0, 3.1  # of a CPU
+_TILE = 32  # rows of an expert's product that cost as much as none would
+_FEW_ROWS = 8  # up to here each row is a product of its own
 # Operators of recurrent mixers: the shape is that of the state, kept in f32 and read and written every token.
 UNFUSED_DELTA_NET = "UNFUSED_DELTA_NET"  # not ggml's: the elementwise operators that do the fused one's work
 STATE_OPS = frozenset(
@@ -51,6 +54,7 @@ class Time:
     ns: int
     measured: bool
     basis: Basis = "roofline"
+    spread_ppm: int = 0  # of the measurements it rests on: quartile range over median
 
 
 def lookup(
@@ -82,9 +86,35 @@ def lookup(
 def roofline_ns(profile: Profile, case: Case, device: str, buffer: str = "") -> int:
     """Overhead + the larger of memory and arithmetic time, from the device's achieved figures."""
     figures = profile.device(device)
-    memory = bytes_read(case) / _bandwidth(profile, figures, buffer)
-    arithmetic = operations(case) / figures.flops_per_s
-    return figures.op_overhead_ns + round(max(memory, arithmetic) * NS_PER_S)
+    return figures.op_overhead_ns + round(max(_limits(profile, case, figures, buffer)) * NS_PER_S)
+
+
+def computes(profile: Profile, case: Case, device: str, buffer: str = "") -> bool:
+    """Whether arithmetic takes longer than memory by the device's achieved figures."""
+    memory, arithmetic = _limits(profile, case, profile.device(device), buffer)
+    return arithmetic > memory
+
+
+def _limits(profile: Profile, case: Case, figures: Device, buffer: str) -> tuple[float, float]:
+    """Seconds that memory takes, and arithmetic."""
+    return (
+        bytes_read(case) / _bandwidth(profile, figures, buffer),
+        operations(case) * _laboured(case, figures.kind) / figures.flops_per_s,
+    )
+
+
+def _laboured(case: Case, kind: str) -> float:
+    """How much longer arithmetic takes than in the product of two large matrices, which rates are of.
+
+    A CPU attends for each query head anew: 92 GFLOP/s for one token and 290 for 512, where products reached
+    907 (16 Xeon cores, heads of 128). Experts multiply few rows each, and kernels work on tiles of them.
+    """
+    if case.op == "FLASH_ATTN_EXT" and kind == "cpu":
+        return _ATTENDS_ALONE if case.batch == 1 else _ATTENDS
+    if case.op == "MUL_MAT_ID" and case.batch > _FEW_ROWS:
+        rows = case.batch * case.used / max(experts_touched(case.shape[2], case.used, case.batch), 1)
+        return 1 + _TILE / max(rows, 1)
+    return 1.0
 
 
 def bytes_read(case: Case) -> int:
@@ -159,22 +189,28 @@ def _between(case: Case, same: Sequence[OpTiming]) -> Time | None:
     """The case itself, or the straight line between its neighbours in depth or in batch."""
     for timing in same:
         if timing.batch == case.batch and timing.depth == case.depth:
-            return Time(timing.time_ns, True, "measured")
-    by_depth = [(t.depth, t.time_ns) for t in same if t.batch == case.batch]
-    by_batch = [(t.batch, t.time_ns) for t in same if t.depth == case.depth]
+            return Time(timing.time_ns, True, "measured", _spread_ppm(timing))
+    by_depth = [(t.depth, t) for t in same if t.batch == case.batch]
+    by_batch = [(t.batch, t) for t in same if t.depth == case.depth]
     for points, at in ((by_depth, case.depth), (by_batch, case.batch)):
-        ns = _line(points, at)
-        if ns is not None:
-            return Time(ns, True, "between")
+        found = _line(points, at)
+        if found is not None:
+            return found
     return None
 
 
-def _line(points: Iterable[tuple[int, int]], at: int) -> int | None:
-    ordered = sorted(points)
-    for (x0, y0), (x1, y1) in itertools.pairwise(ordered):
+def _line(points: Iterable[tuple[int, OpTiming]], at: int) -> Time | None:
+    ordered = sorted(points, key=lambda point: (point[0], point[1].time_ns))
+    for (x0, one), (x1, two) in itertools.pairwise(ordered):
         if x0 <= at <= x1 and x0 != x1:
-            return y0 + round((y1 - y0) * (at - x0) / (x1 - x0))
+            y0, y1 = one.time_ns, two.time_ns
+            ns = y0 + round((y1 - y0) * (at - x0) / (x1 - x0))
+            return Time(ns, True, "between", max(_spread_ppm(one), _spread_ppm(two)))
     return None
+
+
+def _spread_ppm(timing: OpTiming) -> int:
+    return min(timing.spread_ns * PPM // timing.time_ns, 10 * PPM)
 
 
 def _scaled(profile: Profile, case: Case, device: str, buffer: str, known: Sequence[OpTiming]) -> Time | None:
@@ -188,7 +224,8 @@ def _scaled(profile: Profile, case: Case, device: str, buffer: str, known: Seque
     ours = roofline_ns(profile, case, device, buffer) - overhead
     # A small operator in a graph may cost more than this case did alone: half of it grows at any rate.
     floor = min(overhead, near.time_ns // 2)
-    return Time(floor + round((near.time_ns - floor) * ours / max(theirs, 1)), False, "scaled")
+    ns = floor + round((near.time_ns - floor) * ours / max(theirs, 1))
+    return Time(ns, False, "scaled", _spread_ppm(near))
 
 
 def _floor(profile: Profile, case: Case, device: str, buffer: str) -> Time:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Rate, Record, Shape, digest, dump, load
 from planner.remember import remembered
@@ -78,6 +78,14 @@ class Calibration(Record):
     runs: Count = 0
 
 
+class Doubt(Record):
+    """What is not known of a figure after it was fitted to runs of whole models."""
+
+    figure: str = Field(max_length=256)  # as planner.cost.evidence names it: memory CPU, copies, token
+    # Covariance of its logarithm with those of the figures before it and its own, in millionths.
+    covariance: Many[Annotated[int, Field(ge=-(10**9), le=10**9)]] = Field(max_length=256)
+
+
 class Fingerprint(Record):
     """What the timings belong to."""
 
@@ -104,7 +112,14 @@ class Profile(Record):
     timings: Many[OpTiming] = Field((), max_length=65_536)
     unsupported: Many[Unsupported] = Field((), max_length=65_536)
     calibrations: Many[Calibration] = Field((), max_length=1024)
+    doubts: Annotated[Many[Doubt], Field(max_length=256)] | None = None  # absent: nothing was fitted
     warnings: Many[str] = Field((), max_length=1024)
+
+    @model_validator(mode="after")
+    def _triangular(self) -> Profile:
+        if any(len(one.covariance) != row + 1 for row, one in enumerate(self.doubts or ())):
+            raise ValueError("expected in doubts one covariance more in each row")
+        return self
 
     def device(self, name: str) -> Device:
         """The device of that name; KeyError when there is none."""

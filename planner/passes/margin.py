@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 from planner.constants import PPM
-from planner.cost.unit_time import Prices
-from planner.machine.profile import Calibration
+from planner.cost import evidence
+from planner.cost.build_problem import Priced
+from planner.cost.error_bar import half_width_ppm
+from planner.cost.evidence import Part
+from planner.machine.profile import Calibration, Profile
 from planner.passes.chosen import Chosen
+from planner.solver.evaluate import Evaluation
+from planner.solver.problem import Capacity, Solution
 
 _LEAST_PPM, _MOST_PPM = 5_000, 20_000
 _UNCALIBRATED_PPM = 10_000
+_FULL_PPM = 950_000  # of a card
 STOCK_TOLERANCE_PPM = _MOST_PPM  # how far a kept stock rule may be from the best that another run finds
 
-_ERROR_PPM = {True: 150_000, False: 300_000}  # without calibration: measured operators, assumed machine
+
+def error_ppm(priced: Priced, solution: Solution, found: Evaluation) -> int:
+    """How far the time of a token may be off: 80 % lie within it divided and multiplied by 1 + error."""
+    return _half_width(priced, found, evidence.of_token(priced, solution, found))
 
 
-def error_ppm(prices: Prices) -> int:
-    """Relative half-width of the interval around a predicted time."""
-    return prices.calibration.residual_ppm or _ERROR_PPM[prices.profile.measured]
+def prompt_error_ppm(priced: Priced, solution: Solution, found: Evaluation) -> int:
+    """The same of the prompt's time."""
+    return _half_width(priced, found, evidence.of_prompt(priced, solution, found), prompt=True)
+
+
+def _half_width(priced: Priced, found: Evaluation, parts: tuple[Part, ...], prompt: bool = False) -> int:
+    prices = priced.prices
+    full = any(map(_nearly_full, priced.problem.devices, found.memory, repeat(prices.profile)))
+    residual = prices.calibration.residual_ppm
+    return half_width_ppm(parts, prices.profile, residual, prompt=prompt, nearly_full=full)
+
+
+def _nearly_full(device: Capacity, used: int, profile: Profile) -> bool:
+    """Whether so little of a card is left that its driver may hold a part elsewhere without a word."""
+    size = profile.device(device.device).memory_bytes
+    return not device.host and used * PPM > size * _FULL_PPM > 0
 
 
 def indistinct_ppm(calibration: Calibration) -> int:

@@ -187,14 +187,16 @@ def _routing(subject: Subject, request: Request, known: Known) -> Iterator[str]:
             f"experts in slots in {layers}, the others computed by CPU and bus at the same time: needs this "
             "program's device, in atsplan run, bench and serve or in stock tools (atsplan export)"
         )
+    if known.verdict:
+        yield f"routing (--heat): {known.verdict}"
     if striped:
         layers = "1 layer" if striped == 1 else f"{striped} layers"
         yield (
             f"experts striped in {layers}: loaded by atsplan run, bench and serve; stock llama.cpp cannot "
             "place single experts"
         )
-    elif known.heat_digest and request.stripes:
-        yield "with this routing (--heat) hot experts on a GPU gain nothing over whole layers"
+    elif known.curves and request.stripes and not slotted:
+        yield "under this budget hot experts on a GPU gain nothing over whole layers"
 
 
 def _batch(workload: Workload, n_ubatch: int) -> Workload:

@@ -10,7 +10,7 @@ from planner.cost.build_problem import Priced
 from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
-from planner.passes.margin import error_ppm
+from planner.passes.margin import prompt_error_ppm
 from planner.passes.refusal import OutOfTime, because, overfilled_by_extras, refuse, unavoidable
 from planner.passes.stock_rules import Candidate, translated
 from planner.plan.engine_settings import EngineSettings
@@ -149,7 +149,8 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     found = _chosen(plain, break_ties(plain.problem, solved.solution), solved)
     if streamed is not None and _copies(streamed, start):
         # The speed of a link and that of a CPU do not share their errors, as two placements do.
-        doubt = found.evaluation.prefill_ns * error_ppm(plain.prices) // PPM
+        error = prompt_error_ppm(plain, found.solution, found.evaluation)
+        doubt = found.evaluation.prefill_ns * error // PPM
         found = replace(found, doubt_ns=doubt)
     yield found
     for stock in usable:

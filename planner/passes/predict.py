@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.cost import evidence
 from planner.cost.build_problem import Priced, analyse, build_problem
+from planner.cost.evidence import Part
 from planner.errors import InputError
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
-from planner.passes.margin import error_ppm
+from planner.passes.margin import error_ppm, prompt_error_ppm
 from planner.passes.stock_rules import realise
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
@@ -44,7 +46,10 @@ class Breakdown:
     token_ns: int  # sampling, launch
     prefill_ns: int
     measured_ppm: int  # share of the operators' time that rests on measured cases
-    error_ppm: int  # relative half-width of the interval
+    error_ppm: int  # relative half-width of the interval around tpot_ns
+    prefill_error_ppm: int
+    token: tuple[Part, ...]  # what tpot_ns stands on
+    prompt: tuple[Part, ...]
     memory: Mapping[str, int]  # bytes by device
 
 
@@ -86,7 +91,10 @@ def breakdown(priced: Priced, solution: Solution, found: Evaluation) -> Breakdow
         token_ns=problem.decode_ns,
         prefill_ns=found.prefill_ns,
         measured_ppm=_measured_ppm(priced, solution),
-        error_ppm=error_ppm(priced.prices),
+        error_ppm=error_ppm(priced, solution, found),
+        prefill_error_ppm=prompt_error_ppm(priced, solution, found),
+        token=evidence.of_token(priced, solution, found),
+        prompt=evidence.of_prompt(priced, solution, found),
         memory={d.device: m for d, m in zip(problem.devices, found.memory, strict=True)},
     )
 

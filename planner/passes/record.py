@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from planner.constants import CPU, IDLE_THREADS, MIB, PPM
 from planner.cost.build_problem import Model, Priced, decision_of
+from planner.cost.evidence import by_basis, of_token
 from planner.cost.expert_cache import cached
 from planner.errors import InputError
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
@@ -19,7 +20,7 @@ from planner.machine.profile import Profile, profile_digest
 from planner.memory.memory import NOTHING, Memory
 from planner.model.units import Unit
 from planner.passes.chosen import Chosen
-from planner.passes.margin import error_ppm
+from planner.passes.margin import error_ppm, prompt_error_ppm
 from planner.passes.notes import Subject, notes_of, reason
 from planner.passes.prompt_pipeline import Pipeline, pipeline_of, unpiped
 from planner.passes.stock_rules import Candidate
@@ -202,7 +203,9 @@ def prediction(chosen: Chosen) -> Prediction:
     return Prediction(
         tpot_ns=found.decode_ns,
         prefill_ns=found.prefill_ns,
-        error_ppm=error_ppm(chosen.priced.prices),
+        error_ppm=error_ppm(chosen.priced, chosen.solution, found),
+        prefill_error_ppm=prompt_error_ppm(chosen.priced, chosen.solution, found),
+        basis_ppm=by_basis(of_token(chosen.priced, chosen.solution, found)),
         splits=found.splits,
         objective_ns=found.objective_ns,
         bound_ns=bound,

@@ -19,3 +19,4 @@ class Known:
     following: tuple[Following, ...] = ()  # ways for slots to follow the text, and what they would serve
     fit: EngineFit | None = None  # what the engine's own --fit chose: one more stock rule
     heat_digest: str = ""  # of the heat file behind curves and orders
+    verdict: str = ""  # of that file, in the words of `heat report`; curves are there only if it is worth it

@@ -115,7 +115,11 @@ class Prediction(Record):
 
     tpot_ns: Nanoseconds
     prefill_ns: Nanoseconds
-    error_ppm: Ppm  # relative half-width of the interval
+    error_ppm: Ppm  # 80 % of runs take between tpot_ns / (1 + error) and tpot_ns * (1 + error)
+    # Absent in plans made before they were recorded: the same of prefill_ns, and what shares of a token's
+    # time are measured, interpolated, scaled from another shape, assumed.
+    prefill_error_ppm: Ppm | None = None
+    basis_ppm: dict[str, Ppm] | None = None
     splits: Count
     objective_ns: Nanoseconds
     bound_ns: Nanoseconds  # no placement under this budget, with this op_offload, has a lower objective

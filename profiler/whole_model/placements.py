@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from planner.constants import CPU
-from planner.cost.build_problem import analyse, build_problem
+from planner.cost.build_problem import Priced, analyse, build_problem
+from planner.machine.host_memory import HostMemory
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, units_of
+from planner.passes.predict import Breakdown, breakdown
 from planner.passes.stock_rules import realise
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
@@ -22,6 +24,7 @@ from planner.plan.overrides import overrides_of
 from planner.plan.request import Request
 from planner.site import ON_CPU, Site
 from planner.solver.evaluate import Evaluation, evaluate
+from planner.solver.problem import Solution
 from planner.workload import Workload
 
 ROOMY = 2**50  # a budget that nothing exceeds: here time is asked, not memory
@@ -44,9 +47,10 @@ class Placement:
     @property
     def streamed(self) -> bool:
         """Whether prompts of host weights reach a GPU: not where the CPU stands in the engine's device list,
-        as it does when it owns a layer after one of another device.
+        as it does when it owns a layer after one of another device. With -ngl 0 they do.
         """
-        first = next((i for i, device in enumerate(self.layer_devices) if device != CPU), 0)
+        end = len(self.layer_devices)
+        first = next((i for i, device in enumerate(self.layer_devices) if device != CPU), end)
         return CPU not in self.layer_devices[first:]
 
     @property
@@ -72,20 +76,31 @@ class Predictor:
 
     def evaluate_all(self, profile: Profile, placements: list[Placement]) -> list[Evaluation]:
         """The same for many placements: the model is priced once, or twice where some are not streamed."""
+        return [found for _, _, found in self._priced(profile, placements, HostMemory.PINNED)]
+
+    def explain_all(
+        self, profile: Profile, placements: list[Placement], memory: HostMemory = HostMemory.PINNED
+    ) -> list[Breakdown]:
+        """What each placement's predicted times are made of and stand on."""
+        return [breakdown(*each) for each in self._priced(profile, placements, memory)]
+
+    def _priced(
+        self, profile: Profile, placements: list[Placement], memory: HostMemory
+    ) -> list[tuple[Priced, Solution, Evaluation]]:
         budgets = {device.name: ROOMY for device in profile.devices}
         request = Request(budgets, self.workload, stripes=False)
-        found: dict[int, Evaluation] = {}
+        found: dict[int, tuple[Priced, Solution, Evaluation]] = {}
         for streamed in (True, False):
             kept = [(i, p) for i, p in enumerate(placements) if p.streamed is streamed]
             if not kept:
                 continue
-            settings = EngineSettings(op_offload=streamed)
+            settings = EngineSettings(op_offload=streamed, host_memory=memory)
             priced = build_problem(self._model, profile, request, settings, Known())
             for index, placement in kept:
                 solution = realise(priced, placement.layer_devices, placement.sites)
                 if solution is None:
                     raise ValueError(f"{placement.name}: no such placement")
-                found[index] = evaluate(priced.problem, solution)
+                found[index] = priced, solution, evaluate(priced.problem, solution)
         return [found[i] for i in range(len(placements))]
 
 

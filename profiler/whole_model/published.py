@@ -1,0 +1,184 @@
+"""Runs of stock tools as measurements: the assumed figures of a machine are fitted to them.
+
+Every figure that a predicted time stands on (`planner.cost.evidence`) has a factor; its logarithm is
+expected to be 0 with the doubt that the figure has. The likeliest factors are found by Gauss-Newton steps,
+whose derivatives are the shares of the time that rest on each figure. What stays unknown afterwards is the
+posterior covariance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planner.constants import CPU, PPM
+from planner.cost import error_bar, evidence
+from planner.cost.evidence import Part
+from planner.machine.host_memory import HostMemory, copy_rate
+from planner.machine.profile import Calibration, Device, Doubt, Link, Profile
+from planner.model.inventory import Inventory
+from planner.workload import Workload
+from profiler.whole_model.placements import Placement, Predictor
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+ERROR = 0.03  # of one published number: runs of a placement lie about as far apart
+_STEPS = 6
+_NEAR = 1e-4  # a step that changes no factor by more ends the search
+_MOST = math.log(50)  # a factor beyond it is another machine
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measured time of one placement of one model."""
+
+    inventory: Inventory
+    placement: Placement
+    workload: Workload
+    ns: int
+    prompt: bool = False  # of the whole prompt; else of a token
+    host_memory: HostMemory = HostMemory.PINNED
+    error: float = ERROR  # relative
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A point as a profile prices it."""
+
+    ns: int
+    parts: tuple[Part, ...]
+    error_ppm: int
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Share of the time that rests on each figure."""
+        total = max(sum(part.ns for part in self.parts), 1)
+        found: dict[str, float] = {}
+        for part in self.parts:
+            found[part.figure] = found.get(part.figure, 0.0) + part.ns / total
+        return found
+
+
+def predict(profile: Profile, points: Sequence[Point]) -> list[Predicted]:
+    """What the planner makes of each point; points of one model and use are priced together."""
+    groups: dict[tuple[int, str, HostMemory], list[int]] = {}
+    for index, point in enumerate(points):
+        key = (id(point.inventory), point.workload.model_dump_json(), point.host_memory)
+        groups.setdefault(key, []).append(index)
+    found: dict[int, Predicted] = {}
+    for (_, _, memory), members in groups.items():
+        first = points[members[0]]
+        predictor = Predictor(first.inventory, first.workload)
+        told = predictor.explain_all(profile, [points[i].placement for i in members], memory)
+        for index, parts in zip(members, told, strict=True):
+            prompt = points[index].prompt
+            found[index] = Predicted(
+                parts.prefill_ns if prompt else parts.tpot_ns,
+                parts.prompt if prompt else parts.token,
+                parts.prefill_error_ppm if prompt else parts.error_ppm,
+            )
+    return [found[i] for i in range(len(points))]
+
+
+def fitted(profile: Profile, points: Sequence[Point]) -> Profile:
+    """The profile with the likeliest figures; what they may still be off by is in `doubts`."""
+    import numpy as np
+
+    start = _begun(profile)
+    priced = predict(start, points)
+    names = sorted({figure for each in priced for figure in each.shares if _settable(figure)})
+    prior = np.diag([1 / error_bar.doubt(name, start) ** 2 for name in names])
+    weight = np.array([1 / point.error**2 for point in points])
+    factors, made = np.zeros(len(names)), start
+    for _ in range(_STEPS):
+        slopes = np.array([[each.shares.get(name, 0.0) for name in names] for each in priced])
+        missing = np.array([math.log(p.ns / max(e.ns, 1)) for p, e in zip(points, priced, strict=True)])
+        normal = slopes.T @ (weight[:, None] * slopes) + prior
+        step = np.linalg.solve(normal, slopes.T @ (weight * missing) - prior @ factors)
+        factors = np.clip(factors + step, -_MOST, _MOST)
+        made = _applied(start, dict(zip(names, factors.tolist(), strict=True)))
+        priced = predict(made, points)
+        if float(np.abs(step).max()) < _NEAR:
+            break
+    slopes = np.array([[each.shares.get(name, 0.0) for name in names] for each in priced])
+    covariance = np.linalg.inv(slopes.T @ (weight[:, None] * slopes) + prior)
+    worst = max(abs(e.ns / p.ns - 1) for p, e in zip(points, priced, strict=True))
+    calibration = made.calibrations[0].model_copy(
+        update={"residual_ppm": round(worst * PPM), "runs": len(points)}
+    )
+    doubts = tuple(
+        Doubt(figure=name, covariance=tuple(round(float(v) * PPM) for v in covariance[row, : row + 1]))
+        for row, name in enumerate(names)
+    )
+    return made.model_copy(update={"calibrations": (calibration,), "doubts": doubts})
+
+
+def _begun(profile: Profile) -> Profile:
+    """The profile with what is assumed spelt out: copies of mapped pages, the calibration."""
+    links = tuple(
+        li.model_copy(update={"mapped_bytes_per_s": copy_rate(li, HostMemory.MAPPED)})
+        if li.source == CPU
+        else li
+        for li in profile.links
+    )
+    guess = Calibration(model="", split_ns=40_000, mixed_ns=500_000, token_ns=300_000)
+    known = next((c for c in profile.calibrations if not c.model), guess)
+    return profile.model_copy(update={"links": links, "calibrations": (known,), "doubts": None})
+
+
+def _settable(figure: str) -> bool:
+    """Whether a figure is a number of the profile: timed operators and divided units are not."""
+    return error_bar.kind_of(figure)[0] not in (evidence.TIMED, evidence.SHARED)
+
+
+def _applied(profile: Profile, logs: Mapping[str, float]) -> Profile:
+    """The profile with each figure's times multiplied by its factor."""
+    factor = {name: math.exp(log) for name, log in logs.items()}
+
+    def at(name: str) -> float:
+        return factor.get(name, 1.0)
+
+    def device(d: Device) -> Device:
+        return d.model_copy(
+            update={
+                "bandwidth_bytes_per_s": _divided(d.bandwidth_bytes_per_s, at(f"{evidence.MEMORY} {d.name}")),
+                "flops_per_s": _divided(d.flops_per_s, at(f"{evidence.ARITHMETIC} {d.name}")),
+                "op_overhead_ns": round(d.op_overhead_ns * at(f"{evidence.SMALL} {d.name}")),
+            }
+        )
+
+    def link(li: Link) -> Link:
+        return li.model_copy(
+            update={
+                "bandwidth_bytes_per_s": _divided(li.bandwidth_bytes_per_s, at(evidence.COPIES)),
+                "latency_ns": round(li.latency_ns * at(evidence.COPIES)),
+                "mapped_bytes_per_s": li.mapped_bytes_per_s
+                and _divided(li.mapped_bytes_per_s, at(evidence.MAPPED)),
+            }
+        )
+
+    known = profile.calibrations[0]
+    calibration = known.model_copy(
+        update={
+            "split_ns": round(known.split_ns * at(evidence.CHANGES)),
+            "mixed_ns": round(known.mixed_ns * at(evidence.MIXED)),
+            "token_ns": round(known.token_ns * at(evidence.TOKEN)),
+        }
+    )
+    return profile.model_copy(
+        update={
+            "devices": tuple(map(device, profile.devices)),
+            "links": tuple(map(link, profile.links)),
+            "calibrations": (calibration,),
+        }
+    )
+
+
+def _divided(rate: int, factor: float) -> int:
+    return max(round(rate / factor), 1)

@@ -1,0 +1,51 @@
+"""The record of predictions: what README.md says of it is what the program finds, and the goals hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.predict import record
+from benchmarks.predict.record import Entry, Summary
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Entry]:
+    """What an H200 and one run of each public set predict; the rest of the record takes as long again."""
+    return [*record.calibrated(), *record.public(1)]
+
+
+def test_readme_says_what_the_record_says(found: list[Entry]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for label, words in record.readme_rows(found).items():
+        assert f"| {label} | {words} |" in readme, f"python -m benchmarks.predict --all --readme: {label}"
+
+
+def test_published_runs_are_predicted_from_one_of_their_set(found: list[Entry]) -> None:
+    mine = [e for e in found if e.part == record.ONE]
+    summary = Summary.of(mine)
+    assert summary.times >= 70 and len({e.set for e in mine}) >= 12
+    assert summary.median <= 0.035 and summary.p90 <= 0.115 and summary.worst <= 0.51
+    assert Summary.of([e for e in mine if not e.prompt]).worst <= 0.18
+    assert 0.7 <= summary.coverage <= 0.9
+    assert 0.7 <= record.unseen(mine)[0] <= 0.9
+    assert summary.half_width <= 1.7 * summary.median
+
+
+def test_a_miss_costs_ten_times_its_distance() -> None:
+    inside = Entry("p", "s", "f", "-ngl", False, "x", 100, 105, 100_000)
+    outside = Entry("p", "s", "f", "-ngl", False, "x", 100, 220, 100_000)
+    width = 100 * 1.1 - 100 / 1.1
+    assert inside.miss < 1 < outside.miss
+    assert inside.score() == pytest.approx(width / 105)
+    assert outside.score() == pytest.approx((width + 10 * (220 - 110)) / 220)
+
+
+def test_the_machine_left_out_does_not_widen_its_own_interval() -> None:
+    sure = [Entry("p", "one", "f", "-ngl", False, str(n), 100, 104, 50_000) for n in range(5)]
+    wild = [Entry("p", "two", "f", "-ngl", False, str(n), 100, 200, 50_000) for n in range(5)]
+    coverage, factor = record.unseen([*sure, *wild])
+    assert coverage == 0.5 and factor > 1
