@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.shared import console
+from commands.shared.from_bench import fitted_profile
+from commands.shared.machine_options import Described, machine_parts, profile_of
 from commands.shared.option_types import Number, Target
+from planner.errors import OptionProblem
 from planner.quoting import shell
 
 if TYPE_CHECKING:
@@ -39,6 +42,14 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_n
 @click.option("--strict", is_flag=True, help="Refuse a machine that is busy or unsteady.")
 @click.option("--name", default="", help="Name of the machine in the profile.")
 @click.option("--no-calibration", is_flag=True, help="Skip the whole-model runs.")
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path),
+    help="Results of stock llama-bench (-o json, or its table): fit a machine to them.",
+)
+@click.option("--machine", metavar="NAME", help="With --from: the machine that comes nearest, or its parts:")
+@machine_parts
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
     model: Path | None,
@@ -53,6 +64,9 @@ def command(
     strict: bool,
     name: str,
     no_calibration: bool,
+    source: Path | None,
+    machine: str | None,
+    parts: Described,
     as_json: bool,
 ) -> None:
     """Time every operator of MODEL (a GGUF file or an inventory) on every device, and the links between them.
@@ -61,6 +75,12 @@ def command(
     """
     from profiler.session import Request
 
+    if source is not None:
+        made = fitted_profile(source, _inventory(model), profile_of(None, machine, parts), name)
+        _hand_over(made, out, as_json)
+        return
+    if machine is not None or parts:
+        raise OptionProblem("--machine", machine or "", "is for --from; without it this machine is measured")
     request = Request(
         engine=engine,
         devices=devices,
@@ -76,6 +96,21 @@ def command(
     measured, profile = _measure(request, cases, here, not no_calibration)
     measured.journal.finish()
     _report(measured, profile, as_json)
+    _write(profile, out)
+
+
+def _hand_over(profile: Profile, out: Path | None, as_json: bool) -> None:
+    """A profile that was not measured here: its figures, and the file."""
+    if as_json:
+        console.out_json(profile.model_dump(mode="json", by_alias=True))
+    else:
+        _devices(profile, {d.name: d.bandwidth_bytes_per_s for d in profile.devices})
+        _links(profile)
+        _calibrations(profile)
+    _write(profile, out)
+
+
+def _write(profile: Profile, out: Path | None) -> None:
     if out is not None:
         from planner.machine.profile import to_text
 
