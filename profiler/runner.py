@@ -72,8 +72,9 @@ def cases(
     until_s: float,
     journal: Journal,
     on_line: Callable[[Line], None],
+    again: bool = False,
 ) -> None:
-    """Measure every job that the journal does not know; `on_line` sees each result as it comes.
+    """Measure every job that the journal does not know, or all `again`; `on_line` sees each result at once.
 
     All end about when `time.monotonic` says `until_s`, but none is hurried beyond sense.
     """
@@ -83,7 +84,7 @@ def cases(
         on_line(line)
 
     known = {line["key"] for line in journal.lines if line["kind"] == "case"}
-    left = [job for job in jobs if job.key not in known]
+    left = [job for job in jobs if again or job.key not in known]
     while left:
         request: Line = {"ask": "cases", "engine": engine, "threads": threads, "until_s": until_s}
         done = _until_it_ends({**request, "jobs": [asdict(job) for job in left]}, keep)

@@ -15,7 +15,8 @@ from planner.machine.op_time import Case
 from planner.machine.profile import Device, Fingerprint, Profile
 from profiler import host, runner, summarise
 from profiler.journal import Journal
-from profiler.operators.cases import Place, jobs_of
+from profiler.operators.cases import Job, Place, jobs_of
+from profiler.operators.doubtful import doubtful
 from profiler.summarise import Contended, Verdict
 
 Line = dict[str, Any]
@@ -82,6 +83,8 @@ class Watcher:
 
 
 MAX_FIGURE_S = 0.25
+_RETAKES = 2  # of timings that are not believed, each after all others
+_RETAKE_S = 1.0  # a timing, where the time for the profile is over
 
 
 def measure(request: Request, cases: Choose, watch: Watcher) -> Measured:
@@ -136,6 +139,7 @@ def operators(request: Request, found: Found, cases: Iterable[Case], watch: Watc
     done = {line["key"] for line in found.journal.lines if line["kind"] == "case"}
     watch.begin(len(jobs), sum(job.key in done for job in jobs))
     runner.cases(jobs, request.engine, found.threads, found.until_s, found.journal, watch.case)
+    _again(jobs, request, found, watch)
     streams = summarise.streams(found.journal.lines)
     verdicts = summarise.verdicts(jobs, found.journal.lines, streams)
     engine = next(line["text"] for line in found.figures if line["kind"] == "engine")
@@ -154,6 +158,22 @@ def operators(request: Request, found: Found, cases: Iterable[Case], watch: Watc
         notes,
     )
     return Measured(made, verdicts, streams, found.journal)
+
+
+def _again(jobs: Sequence[Job], request: Request, found: Found, watch: Watcher) -> None:
+    """Measure what is not believed once more, after everything else, and what still is not a last time."""
+    for _ in range(_RETAKES):
+        stalled = doubtful(jobs, found.journal.lines)
+        if not stalled:
+            return
+        watch.stage(f"{len(stalled)} unlikely timings again")
+        retaken = [job for job in jobs if job.key in stalled]
+        until_s = max(found.until_s, time.monotonic() + _RETAKE_S * len(retaken))
+        runner.cases(retaken, request.engine, found.threads, until_s, found.journal, _counted, again=True)
+
+
+def _counted(line: Line) -> None:
+    """A case that the watcher has seen already."""
 
 
 def _refuse_if_busy(request: Request, load: float) -> None:

@@ -12,6 +12,7 @@ from planner.machine.budgets import METAL
 from planner.machine.op_time import STATE_OPS, Case, bytes_read
 from planner.machine.profile import Device, Fingerprint, Link, OpTiming, Profile, Unsupported
 from profiler.operators.cases import NOT_SUPPORTED, Job, Place
+from profiler.operators.doubtful import doubtful
 from profiler.operators.timings import possible
 
 Line = Mapping[str, Any]
@@ -19,6 +20,7 @@ BUSY = 0.3  # load by others, as a share of the cores, from which timings are ca
 WIDE = 0.25  # interquartile range over median of one case that is not steady
 MANY = 0.25  # share of unsteady cases that marks the whole profile
 FADED = 0.2  # loss of stream bandwidth from the first case to the last that is named
+REFUSED = "not believed"
 PAGED = 16  # a large case this much slower than the device streams did not read device memory
 
 
@@ -85,7 +87,14 @@ def links(lines: Sequence[Line]) -> tuple[Link, ...]:
 def verdicts(jobs: Sequence[Job], lines: Sequence[Line], streams: Mapping[str, int]) -> tuple[Verdict, ...]:
     """A timing for every job, or why not; `streams` are bytes per second by device, or device and buffer."""
     results = {line["key"]: line for line in lines if line["kind"] == "case"}
-    return tuple(_verdict(job, results[job.key], streams) for job in jobs if job.key in results)
+    stalled = doubtful(jobs, lines)
+    return tuple(
+        Verdict(job, None, f"{REFUSED}: {stalled[job.key]}")
+        if job.key in stalled
+        else _verdict(job, results[job.key], streams)
+        for job in jobs
+        if job.key in results
+    )
 
 
 def _verdict(job: Job, line: Line, streams: Mapping[str, int]) -> Verdict:
@@ -177,6 +186,7 @@ def warnings(
     wide = [t for t in timed if t.spread_ns > WIDE * t.time_ns]
     fast = [v for v in judged if "more than the" in v.dropped]
     failed = [v for v in judged if v.dropped.startswith("the engine failed")]
+    stalled = [v for v in judged if v.dropped.startswith(REFUSED)]
     paged = [t for t in timed if _looks_paged(t, streams)]
     found = []
     if load > BUSY:
@@ -186,6 +196,11 @@ def warnings(
     if fast:
         found.append(
             f"dropped {len(fast)} impossible timings, the first: {fast[0].job.key}: {fast[0].dropped}"
+        )
+    if stalled:
+        found.append(
+            f"refused {len(stalled)} timings that were measured again and stayed as they cannot be, "
+            f"the first: {stalled[0].job.key}: {stalled[0].dropped}"
         )
     if failed:
         found.append(
