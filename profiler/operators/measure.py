@@ -21,11 +21,12 @@ from profiler.operators.cases import NOT_SUPPORTED, Place, job_of
 from profiler.operators.time_share import Pace
 from runtime.child.serve import Message as Line
 from runtime.child.serve import serve_lines
-from runtime.engine import gpu_usage
+from runtime.engine import gpu_usage, rpc
 from runtime.engine.ggml import Device, Ggml
 from runtime.engine.libllama import Engine
 
 GPU_ARENA = 1024 * MiB
+REMOTE_ARENA = 128 * MiB  # every byte goes over the network first
 
 
 @dataclass(eq=False)
@@ -43,7 +44,9 @@ def answer(request: Line) -> Iterator[Line]:
     """Lines for a request."""
     engine = Engine.find(request["engine"])
     if request["ask"] == "figures":
+        rpc.register(engine, request["devices"])
         return _figures(engine, request)
+    rpc.register(engine, [job["place"]["device"] for job in request["jobs"]])
     return _cases(engine.ggml, request)
 
 
@@ -51,10 +54,11 @@ def wanted(ggml: Ggml, names: Iterable[str]) -> list[Device]:
     """CPU and GPU devices; those named (and always the CPU), or all. NoDevice for one that is not there."""
     asked = {name.casefold(): name for name in names}
     devices = [d for d in ggml.devices() if d.kind in ("cpu", "gpu", "igpu")]
-    absent = asked.keys() - {d.name.casefold() for d in devices}
+    here = {ggml.plan_name(d).casefold(): d for d in devices}
+    absent = asked.keys() - here.keys()
     if absent:
-        raise NoDevice(asked[min(absent)], tuple(d.name for d in devices))
-    return [d for d in devices if not asked or d.kind == "cpu" or d.name.casefold() in asked]
+        raise NoDevice(asked[min(absent)], tuple(ggml.plan_name(d) for d in devices))
+    return [d for name, d in here.items() if not asked or d.kind == "cpu" or name in asked]
 
 
 def places(ggml: Ggml, devices: Iterable[Device]) -> tuple[Place, ...]:
@@ -63,7 +67,7 @@ def places(ggml: Ggml, devices: Iterable[Device]) -> tuple[Place, ...]:
     for device in devices:
         for index, name in enumerate(ggml.buffer_types(device)):
             if index == 0:
-                own.append(Place(device.name, name, "own"))
+                own.append(Place(ggml.plan_name(device), name, "own"))
             elif name.endswith("_Host"):
                 other.append(Place(CPU, name, "host"))
                 if device.name.startswith("CUDA"):  # kernels of other back ends cannot follow a host pointer
@@ -80,7 +84,7 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
     yield {"kind": "engine", "text": engine.build.text, "moe_cache": engine.has_moe_cache}
     all_places = places(ggml, devices)
     for device in devices:
-        place = next(p for p in all_places if p.device == device.name)
+        place = next(p for p in all_places if p.device == ggml.plan_name(device))
         size = arena_bytes(device, caches.last_bytes)
         with device_figures.bench(ggml, device, place, 0, size, caches.last_bytes) as at:
             threads, rates = _threads(at, request["threads"], limit_s)
@@ -88,7 +92,7 @@ def _figures(engine: Engine, request: Line) -> Iterator[Line]:
             taken = _taken(device_id(ggml, device), before, at.arena.size_bytes)
         yield {
             "kind": "device",
-            "name": device.name,
+            "name": ggml.plan_name(device),
             "device_kind": _kind(device),
             "description": device.description,
             "id": device_id(ggml, device),
@@ -142,8 +146,8 @@ def _links(ggml: Ggml, devices: list[Device]) -> Iterator[Line]:
         memory = pinned or ggml.lib.ggml_backend_cpu_buffer_type()
         with ggml.backend(device) as backend:
             for source, target, ends in (
-                (memory, own, (CPU, device.name)),
-                (own, memory, (device.name, CPU)),
+                (memory, own, (CPU, ggml.plan_name(device))),
+                (own, memory, (ggml.plan_name(device), CPU)),
             ):
                 made = links.copies(ggml, source, target, backend)
                 line = {"kind": "link", "source": ends[0], "target": ends[1], **asdict(made)}
@@ -156,7 +160,8 @@ def _links(ggml: Ggml, devices: list[Device]) -> Iterator[Line]:
                 if other is not device:
                     theirs = next(iter(ggml.buffer_types(other).values()))
                     made = links.copies(ggml, theirs, own, backend)
-                    yield {"kind": "link", "source": other.name, "target": device.name, **asdict(made)}
+                    pair = {"source": ggml.plan_name(other), "target": ggml.plan_name(device)}
+                    yield {"kind": "link", **pair, **asdict(made)}
 
 
 def _cases(ggml: Ggml, request: Line) -> Iterator[Line]:
@@ -193,6 +198,7 @@ def _time(at: Bench, case: Case, limit_s: float) -> Line:
 def arena_bytes(device: Device, cache_bytes: int) -> int:
     """Several times the last cache, and no more than a third of what is free."""
     aim = GPU_ARENA if device.kind != "cpu" else max(4 * cache_bytes, 256 * MiB)
+    aim = REMOTE_ARENA if device.name.startswith("RPC") else aim
     free = device.free_bytes or aim * 3
     return min(aim, 2048 * MiB, free // 3)
 

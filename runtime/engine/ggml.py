@@ -215,10 +215,16 @@ class Ggml:
     def device(self, name: str) -> Device:
         """The device of that name, upper and lower case alike; EngineProblem lists what is there."""
         for device in self.devices():
-            if device.name.casefold() == name.casefold():
+            if name.casefold() in (device.name.casefold(), self.plan_name(device).casefold()):
                 return device
         there = ", ".join(d.name for d in self.devices()) or "none"
         raise EngineProblem(self.name, f"no device {name} here (devices: {there})")
+
+    def plan_name(self, device: Device) -> str:
+        """What plans call a device: a remote one like its memory, RPC0[host:port], which names its server."""
+        if not device.name.startswith("RPC"):
+            return device.name
+        return self.buft_name(self.lib.ggml_backend_dev_buffer_type(device.handle))
 
     def buffer_types(self, device: Device) -> dict[str, Handle]:
         """Buffer types of a device by name: its own, its pinned host type, extra ones such as CPU_REPACK."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.errors import EngineProblem, MachineError
@@ -45,6 +45,13 @@ def connect(engine: Engine, spec: LoadSpec) -> tuple[LoadSpec, Mapping[str, str]
     here = dict(_registered(engine))
     mapping = {name: _match(name, here) for name in names if _REMOTE.fullmatch(name)}
     return (map_devices(spec, mapping) if mapping else spec), mapping
+
+
+def register(engine: Engine, names: Iterable[str]) -> None:
+    """Make the remote devices among these names known to the engine; raises as `connect` does."""
+    for endpoint in endpoints(tuple(names)):
+        _greet(endpoint)
+        _register(engine, endpoint)
 
 
 def _match(name: str, here: Mapping[str, str]) -> str:
