@@ -47,8 +47,11 @@ def test_flat_routing_changes_nothing_and_skew_buys_time(tmp_path: Path) -> None
     assert not striped(plain) and not striped(useless)
     assert useless["predicted"]["tpot_ns"] == plain["predicted"]["tpot_ns"]
     assert len(striped(useful)) > 10
-    flat_note = "with this routing (--heat) hot experts on a GPU gain nothing over whole layers"
-    assert flat_note in useless["notes"] and flat_note not in plain["notes"]
+    (said,) = [note for note in useless["notes"] if note.startswith("routing (--heat): ")]
+    reported = CliRunner().invoke(atsplan.main, ["heat", "report", str(flat), "--json"])
+    verdict = json.loads(reported.stdout)["verdict"]
+    assert verdict.startswith("no exploitable skew") and said == f"routing (--heat): {verdict}"
+    assert not any(note.startswith("routing") for note in plain["notes"])
     (note,) = [note for note in useful["notes"] if note.startswith("experts striped in")]
     assert note.startswith(f"experts striped in {len(striped(useful))} layers: loaded by atsplan run")
     assert useful["predicted"]["tpot_ns"] < 0.85 * plain["predicted"]["tpot_ns"]

@@ -193,13 +193,16 @@ def known_of_heat(path: Path, inventory: Inventory, workload: Workload) -> Known
     from planner.records import digest
     from planner.routing.coverage import curves, expected_distinct, hot_order
     from planner.routing.expert_counts import from_text, heat_of_model
+    from planner.routing.report import report
 
     text, shape = read_text(path), moe_shape(inventory)
     heat = heat_of_model(from_text(text, str(path)), shape, str(path))
     for warning in outside(heat, workload):
         say(f"{path}: {warning}")
+    judged = report(heat, n_group=shape.n_group)  # as `heat report` judges it
     return Known(
-        curves=curves(heat, shape.n_group),
+        curves=curves(heat, shape.n_group) if judged.exploitable else {},
+        verdict=judged.verdict,
         orders=hot_order(heat, shape.n_group),
         distinct=expected_distinct(heat, workload.n_ubatch),
         heat_digest=digest(text),

@@ -30,6 +30,7 @@ MAGIC = "# trace: 1"
 COLUMNS = "source,phase,step,layer,ids"
 MAX_USED = 128  # experts of a token; models use up to some 22
 MAX_STEPS = 1 << 31
+DUMMY_RUN = 64  # rows of one layer in a row with the same choice
 PAD = -1  # in `ids`, where a row has fewer experts than the widest
 
 
@@ -98,6 +99,23 @@ def select(trace: Trace, keep: NDArray[np.bool_]) -> Trace:
         layer=trace.layer[keep],
         ids=trace.ids[keep],
     )
+
+
+def repeated(trace: Trace) -> NDArray[np.bool_]:
+    """Rows of runs in which a layer chooses the same experts in the same order, token after token.
+
+    No text does that: such rows are dummies of an engine's start, or one token repeated.
+    """
+    order = np.lexsort((trace.step, trace.layer, trace.decode, trace.source))
+    columns = [trace.source, trace.decode, trace.layer, *trace.ids.T]
+    same = np.ones(max(len(order) - 1, 0), dtype=bool)
+    for column in columns:
+        same &= np.diff(column[order].astype(np.int64)) == 0
+    starts = np.concatenate([[0], np.flatnonzero(~same) + 1]) if len(order) else np.zeros(0, dtype=np.int64)
+    lengths = np.diff([*starts, len(order)])
+    found = np.zeros(len(order), dtype=bool)
+    found[order] = np.repeat(lengths >= DUMMY_RUN, lengths)
+    return found
 
 
 def heat_of(trace: Trace, n_used: int | None = None) -> Heat:

@@ -51,6 +51,8 @@ def read(data: Bytes, path: str, shape: MoeShape | None = None, n_expert: int = 
     found = _by_layer(found, path, shape)
     _check_ids(found, path, shape)
     trace = replace(found.trace, n_expert=experts) if found.trace else None
+    trace, said = _without_dummies(trace)
+    notes += said
     heat = traces.heat_of(trace) if trace else _heat(found, path, experts)
     if found.orders:
         heat = heats.original(heat, found.orders)
@@ -65,6 +67,22 @@ def read(data: Bytes, path: str, shape: MoeShape | None = None, n_expert: int = 
     return Imported(
         found.format, heat if shares else _count_tokens(heat), trace, found.ledger, notes + shares
     )
+
+
+def _without_dummies(trace: Trace | None) -> tuple[Trace | None, tuple[str, ...]]:
+    """The trace without runs of one repeated choice, and what is said of them."""
+    if trace is None:
+        return None, ()
+    dummies = traces.repeated(trace)
+    count, rows = int(dummies.sum()), len(dummies)
+    if not count:
+        return trace, ()
+    ids = " ".join(str(i) for i in trace.ids[int(dummies.argmax())].tolist() if i >= 0)
+    what = f"{count} of {rows} rows repeat one choice (experts {ids}) for {traces.DUMMY_RUN} tokens and more"
+    if count == rows:
+        return trace, (f"{what}: dummies or one repeated token, nothing follows from them",)
+    left = f"{what}: dummies or one repeated token, left out"
+    return traces.select(trace, ~dummies), (left,)
 
 
 def original_ids(trace: Trace, orders: Mapping[int, Sequence[int]]) -> Trace:
