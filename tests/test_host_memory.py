@@ -93,19 +93,17 @@ def test_a_prompt_of_mapped_weights_is_priced_at_the_rate_of_mapped_pages() -> N
     assert mapped.evaluation.prefill_ns - pinned.evaluation.prefill_ns == pytest.approx(longer, rel=0.02)
 
 
-def test_a_rate_that_nobody_measured_is_half_of_the_bus_and_no_more_than_8_gb() -> None:
-    def rate(bus: int, mapped: int = 0) -> int:
+def test_a_rate_that_nobody_measured_is_near_the_bus_with_cuda_and_8_gb_elsewhere() -> None:
+    def rate(bus: int, mapped: int = 0, target: str = "CUDA0") -> int:
         link = Link(
-            source="CPU", target="CUDA0", bandwidth_bytes_per_s=bus, latency_ns=1, mapped_bytes_per_s=mapped
+            source="CPU", target=target, bandwidth_bytes_per_s=bus, latency_ns=1, mapped_bytes_per_s=mapped
         )
         assert copy_rate(link, HostMemory.PINNED) == bus
         return copy_rate(link, HostMemory.MAPPED)
 
-    assert [rate(6 * 10**9), rate(55 * 10**9), rate(55 * 10**9, 12 * 10**9)] == [
-        3 * 10**9,
-        8 * 10**9,
-        12 * 10**9,
-    ]
+    gb = 10**9
+    assert [rate(10 * gb), rate(55 * gb), rate(55 * gb, 12 * gb)] == [9 * gb, 24 * gb, 12 * gb]
+    assert [rate(5 * gb, target="Vulkan0"), rate(55 * gb, target="Vulkan0")] == [45 * gb // 10, 8 * gb]
 
 
 def test_a_plan_without_work_on_the_host_maps_the_file() -> None:
