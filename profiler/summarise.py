@@ -12,7 +12,7 @@ from planner.machine.budgets import METAL
 from planner.machine.op_time import STATE_OPS, Case, bytes_read
 from planner.machine.profile import Device, Fingerprint, Link, OpTiming, Profile, Unsupported
 from profiler.operators.cases import NOT_SUPPORTED, Job, Place
-from profiler.operators.doubtful import doubtful
+from profiler.operators.doubtful import doubtful, settled
 from profiler.operators.timings import possible
 
 Line = Mapping[str, Any]
@@ -86,7 +86,7 @@ def links(lines: Sequence[Line]) -> tuple[Link, ...]:
 
 def verdicts(jobs: Sequence[Job], lines: Sequence[Line], streams: Mapping[str, int]) -> tuple[Verdict, ...]:
     """A timing for every job, or why not; `streams` are bytes per second by device, or device and buffer."""
-    results = {line["key"]: line for line in lines if line["kind"] == "case"}
+    results = settled(lines)
     stalled = doubtful(jobs, lines)
     return tuple(
         Verdict(job, None, f"{REFUSED}: {stalled[job.key]}")
