@@ -42,12 +42,8 @@ def draft_fields(plan: Plan, mapped: Mapping[str, str], spec: LoadSpec, path: st
     if planned is None:
         return {"draft": path, "draft_device": device}
     device = mapped.get(planned.device, planned.device) or device
-    return {
-        "draft": path,
-        "draft_device": device,
-        "draft_tokens": planned.tokens,
-        "draft_experts_on_host": planned.experts_on_host is True,
-    }
+    apart = {"draft_experts_on_host": True} if planned.experts_on_host else {}
+    return {"draft": path, "draft_device": device, "draft_tokens": planned.tokens, **apart}
 
 
 def uncounted_draft(plan: Plan) -> str:
