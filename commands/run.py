@@ -10,9 +10,9 @@ import click
 
 from commands.check.smoke_test import smoke as prove
 from commands.shared.console import ms, out, out_json, out_piece, say, write_text
+from commands.shared.heat_files import seeded
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
-from commands.shared.slot_seeds import seeded
 from commands.shared.spellings import RUN, answers
 from planner.errors import OptionProblem
 

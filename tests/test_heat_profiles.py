@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from engines import ENVIRONMENT
 
+from commands.shared.heat_files import seeded
 from commands.shared.inputs import outside
 from commands.shared.plan_job import open_job
-from commands.shared.slot_seeds import seeded
 from planner.errors import FieldProblem, OptionProblem
 from planner.routing.expert_counts import (
     NoProfile,
