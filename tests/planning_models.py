@@ -81,15 +81,15 @@ def plan(
     settings: EngineSettings | None = None,
     limit_s: float = 5.0,
     clock: Clock | None = None,
+    advise: bool = False,
     **asked: Any,
 ) -> Plan:
     """A plan as `atsplan solve` makes it; `asked` are fields of the request."""
     profile = on or machine()
     budgets = budgets_for(profile, parse_budget(budget) if budget else {})
     request = Request(budgets, workload or Workload(), **asked)
-    return make_plan(
-        model, profile, request, known or Known(), settings or EngineSettings(), clock or Clock(limit_s)
-    )
+    known, settings, clock = known or Known(), settings or EngineSettings(), clock or Clock(limit_s)
+    return make_plan(model, profile, request, known, settings, clock, advise=advise)
 
 
 def priced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -54,11 +55,13 @@ def sound(made: Plan) -> None:
 def test_pins_that_do_not_fit_are_refused_with_the_deficit() -> None:
     pinned = (Pin("*.experts", "cpu"), Pin("*.attention", "gpu"))
     with pytest.raises(Infeasible) as refusal:
-        plan(moe(), "1000", workload=Workload(n_ctx=131072), pins=pinned)
+        plan(moe(), "1000", workload=Workload(n_ctx=131072), pins=pinned, advise=True)
     (need,) = refusal.value.needs
     assert need.device == "CUDA0" and need.total_bytes > need.budget_bytes == 1000 * MIB
     assert refusal.value.exit_code == 1
-    assert "--ctx 65536" in str(refusal.value) and "q8_0" in str(refusal.value)
+    advised = re.search(r"--ctx (\d+) \(fits\)", str(refusal.value))
+    assert advised and "q8_0" in str(refusal.value)
+    assert plan(moe(), "1000", workload=Workload(n_ctx=int(advised[1])), pins=pinned)
 
 
 def test_full_residency_wins_when_it_fits_and_is_left_alone() -> None:
@@ -215,12 +218,12 @@ def test_layers_of_very_different_size() -> None:
 
 def test_one_memory_counts_once() -> None:
     profile = machine("apu-unified", Vulkan0={"free_bytes": 120 * 2**30, "memory_bytes": 128 * 2**30})
-    made = plan(moe(), "Vulkan0=100000", on=profile)
+    made = plan(moe(), "Vulkan0=24000", on=profile)
     (pool,) = [note for note in made.notes if "one memory" in note]
     ceiling = int(pool.split("at most ")[1].split()[0])
     assert ceiling * MIB < profile.device("CPU").free_bytes
     with pytest.raises(Infeasible):
-        plan(moe(120), "Vulkan0=100000", on=profile)
+        plan(moe(120), "Vulkan0=24000", on=profile)
     cached = Known(cache=(CachePoint(share_ppm=250_000, hit_ppm=700_000),))
     assert not any(
         p.site.kind is SiteKind.CACHE for p in plan(moe(), "Vulkan0=1500", on=profile, known=cached).units
