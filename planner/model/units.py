@@ -243,12 +243,16 @@ def _agreed(inventory: Inventory, layer: int, counts: Mapping[str, int]) -> int:
 
 def _edges(inventory: Inventory, layers: Layers, units: tuple[Unit, ...]) -> tuple[tuple[int, int], ...]:
     """The chain through all units that decode runs, then the long edges: residual streams and the like."""
+    import networkx as nx
+
     running = [n for n, unit in enumerate(units) if unit.kind not in (Kind.NEXTN, Kind.FOREIGN)]
     chain = tuple(pairwise(running))
     home = {unit.layer: n for n, unit in enumerate(units) if unit.kind in BOUND and unit.layer is not None}
-    long = sorted(set(_long_edges(inventory, layers, home, running)) - set(chain))
-    assert all(source < target for source, target in long)  # in graph order: there is no circle
-    return (*chain, *long)
+    graph = nx.DiGraph(chain)
+    long = sorted(edge for edge in _long_edges(inventory, layers, home, running) if not graph.has_edge(*edge))
+    graph.add_edges_from(long)
+    assert not graph or nx.is_directed_acyclic_graph(graph)
+    return chain + tuple(dict.fromkeys(long))
 
 
 def _long_edges(
