@@ -20,6 +20,7 @@ from planner.errors import FieldProblem
 MAX_DEPTH = 16  # our own files have five levels
 MAX_KEYS = 4096  # of one mapping; long lists are sequences
 MAX_ITEMS = 1 << 17  # of one sequence; no field holds more than half of it
+MAX_VALUES = 3 << 17  # in all sequences of a text; an inventory of 65536 tensors has fewer
 MAX_DIGITS = 40  # of an integer; no field holds more than 19
 
 Location = tuple[str | int, ...]
@@ -128,6 +129,7 @@ class _Reader:
         self._path = path
         self._known: dict[str, Plain] = {}  # plain values recur a lot
         self._where: list[str | int] = []
+        self._values = 0
 
     def document(self) -> dict[str, Any]:
         event = self._next()
@@ -199,6 +201,9 @@ class _Reader:
             where.pop()
             if len(found) > MAX_ITEMS:
                 raise self._wrong(start, f"more than {MAX_ITEMS} entries")
+        self._values += len(found)
+        if self._values > MAX_VALUES:
+            raise self._wrong(start, f"more than {MAX_VALUES} values in all")
         return found
 
     def _resolved(self, event: Any, text: str, rules: list[tuple[str, re.Pattern[str]]]) -> Plain:
