@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.shared import console
-from commands.shared.from_bench import fitted_profile
 from commands.shared.machine_options import Described, machine_parts, profile_of
 from commands.shared.option_types import Number, Target
 from planner.errors import OptionProblem
@@ -19,6 +18,10 @@ if TYPE_CHECKING:
     from planner.machine.profile import Profile
     from planner.model.inventory import Inventory
     from profiler.session import Measured, Request
+    from profiler.whole_model.llama_bench import Row
+    from profiler.whole_model.published import Predicted
+
+_FAR = 0.25  # what a row of llama-bench may be off what all others say before it is named
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
@@ -76,7 +79,7 @@ def command(
     from profiler.session import Request
 
     if source is not None:
-        made = fitted_profile(source, _inventory(model), profile_of(None, machine, parts), name)
+        made = _fitted(source, _inventory(model), profile_of(None, machine, parts), name)
         _hand_over(made, out, as_json)
         return
     if machine is not None or parts:
@@ -260,4 +263,51 @@ def _calibrations(profile: Profile) -> None:
             f"{c.residual_ppm / 1e4:.1f} %",
             str(c.runs),
         )
+    console.out_table(table)
+
+
+def _fitted(source: Path, inventory: Inventory | None, assumed: Profile, name: str) -> Profile:
+    """The assumed profile, fitted to the rows of a llama-bench file; notes go to the terminal.
+
+    Raises OptionProblem without a model, FileProblem and FieldProblem for what is no result of llama-bench.
+    """
+    from planner.cost.error_bar import doubt
+    from profiler.whole_model import llama_bench, published
+
+    if inventory is None:
+        raise OptionProblem("--from", str(source), "name the MODEL that was run, a file or its inventory")
+    if assumed.timings:
+        raise OptionProblem("--from", str(source), "fits assumed figures: name --machine, or its parts")
+    found = llama_bench.read(console.read_text(source), str(source))
+    for note in found.notes:
+        console.say(f"{source}: {note}")
+    points = llama_bench.points(found.rows, inventory, assumed)
+    made = published.fitted(assumed, points)
+    _show_rows(found.rows, published.predict(made, points))
+    known = {one.figure: one.covariance[-1] for one in made.doubts or ()}
+    learnt = [figure for figure, variance in known.items() if variance < 0.25e6 * doubt(figure, assumed) ** 2]
+    console.say(f"now known from these runs: {', '.join(learnt) or 'no single figure, only their sums'}")
+    count = f"{len(found.rows)} rows of llama-bench ({inventory.name})"
+    return made.model_copy(
+        update={
+            "name": name or f"{assumed.name}-fitted",
+            "source": f"fitted to {count} from: {assumed.source}",
+            "warnings": (*made.warnings, *(note for note in found.notes if "left out" not in note)),
+        }
+    )
+
+
+def _show_rows(rows: tuple[Row, ...], told: list[Predicted]) -> None:
+    """Each row beside what the fitted machine says of it."""
+    table = console.table("row", "ngl", "n_cpu_moe", "test", "measured t/s", "fitted", "error")
+    for row, priced in zip(rows, told, strict=True):
+        tokens = row.workload.prompt if row.prompt else 1
+        test = f"pp{tokens}" if row.prompt else f"tg @ d{row.workload.depth}"
+        error = priced.ns / row.ns - 1
+        settings = (str(row.number), str(row.n_gpu_layers), str(row.n_cpu_moe), test)
+        table.add_row(
+            *settings, f"{row.rate:.1f}", f"{tokens * 1e9 / max(priced.ns, 1):.1f}", f"{error:+.1%}"
+        )
+        if abs(error) > _FAR:
+            console.say(f"{row.words} is not explained together with the others: {error:+.0%}")
     console.out_table(table)
