@@ -30,7 +30,7 @@ from yaml.representer import SafeRepresenter
 from planner import quoting, yaml_reader
 from planner.errors import FieldProblem
 from planner.file_kinds import mistaken
-from planner.yaml_reader import Lines, spell
+from planner.yaml_reader import spell
 
 
 class Record(BaseModel):
@@ -164,7 +164,7 @@ def load(text: str, kind: type[R], path: str) -> R:
 def _not_of_kind(problem: ValidationError, text: str, kind: type[Record], path: str) -> FieldProblem:
     first = problem.errors(include_url=False)[0]
     where = tuple(first["loc"])
-    line = Lines(text).of(*where)
+    line = yaml_reader.line_of(text, where)
     if where == ("schema",) and first["type"] == "less_than_equal":
         why = f"{first['input']} was written by a newer atsplan; this one reads up to {first['ctx']['le']}"
         return FieldProblem(path, line, "schema", why)

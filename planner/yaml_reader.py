@@ -86,6 +86,36 @@ class Lines:
         return line
 
 
+def line_of(text: str, where: Location) -> int:
+    """`Lines(text).of(*where)` for one place: what lies behind it is not read."""
+    events = _events(text)
+    root: Any = next((e for e in events if isinstance(e, yaml.NodeEvent)), None)
+    return 1 if root is None else _line_at(root, events, where, int(root.start_mark.line) + 1)
+
+
+def _line_at(event: Any, events: Iterator[Any], where: Location, line: int) -> int:
+    """The line of a place inside the value that `event` begins; `line`, its own, when it is not there."""
+    if not where or not isinstance(event, yaml.CollectionStartEvent):
+        return line
+    mapping = isinstance(event, yaml.MappingStartEvent)
+    for n, child in enumerate(events):
+        if isinstance(child, yaml.CollectionEndEvent):
+            break
+        value = next(events) if mapping else child
+        if (child.value == str(where[0])) if mapping else n == where[0]:
+            return _line_at(value, events, where[1:], int(child.start_mark.line) + 1)
+        _skip(value, events)
+    return line
+
+
+def _skip(event: Any, events: Iterator[Any]) -> None:
+    """Pass what `event` begins."""
+    depth = int(isinstance(event, yaml.CollectionStartEvent))
+    while depth:
+        inner = next(events)
+        depth += isinstance(inner, yaml.CollectionStartEvent) - isinstance(inner, yaml.CollectionEndEvent)
+
+
 # A scalar is its line; a sequence its line and items; a mapping its line and each key's line and value.
 _Mark = int | tuple[int, list[Any] | dict[str, tuple[int, Any]]]
 

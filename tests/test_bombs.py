@@ -53,6 +53,9 @@ PLANS: dict[str, Callable[[], str]] = {
     "nested blocks": lambda: seed("plan.yaml") + "".join(" " * n + "a:\n" for n in range(1900)),
     "a list of a million wrong entries": lambda: plan("units:\n", f"units: [{many('1,')}]\nmore:\n"),
     "a million numbers": lambda: plan("experts: []", f"experts:\n- {{layer: 0, order: [{many('1,')}]}}"),
+    "a million orders": lambda: plan(
+        "experts: []", "experts:\n" + many(f"- {{layer: 0, order: [{'1, ' * 4000}]}}\n")
+    ),
     "a million keys": lambda: seed("plan.yaml") + "".join(f"k{n}: 1\n" for n in range(150_000)),
     "a million units": lambda: plan(
         "overrides:", many("- {unit: a, site: cpu, size_bytes: 1, time_ns: 1, why: ''}\n") + "overrides:"

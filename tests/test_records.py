@@ -18,7 +18,7 @@ from planner.machine.profile import Calibration, Profile
 from planner.model.inventory import Inventory, Shard, Tensor, from_text, to_text
 from planner.plan.plan import Plan
 from planner.records import Record, digest, dump, load
-from planner.yaml_reader import Lines, read
+from planner.yaml_reader import Lines, line_of, read
 from rewriter.manifest import Manifest
 
 TINY = Inventory(
@@ -165,6 +165,23 @@ def test_lines_finds_values_and_nearest_parents() -> None:
         15,
         5,
     ]
+
+
+def test_one_line_is_found_as_among_all() -> None:
+    files = sorted(Path(__file__).parent.parent.glob("plans/**/*.yaml"))
+    for text in [TEXT, *(file.read_text() for file in files[::29])]:
+        lines = Lines(text)
+        for where in [*_places(read(text, "x"))][::7]:
+            for wanted in (where, (*where, "none", 3), (*where, 10**6)):
+                assert line_of(text, wanted) == lines.of(*wanted)
+
+
+def _places(value: Any, where: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    yield where
+    for step, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from _places(inner, (*where, step))
 
 
 def test_digest_separates_its_parts() -> None:
