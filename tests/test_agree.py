@@ -143,7 +143,7 @@ def test_a_temperature_that_is_no_number(plan: Plan, moe_model: Path, tmp_path: 
 
 # What each field of a plan does for a load: named here, so that a new field cannot be forgotten.
 # Becomes a parameter of the engine.
-TOLD = {"workload", "layers", "overrides", "devices", "op_offload", "repack", "host_memory"}
+TOLD = {"workload", "layers", "overrides", "devices", "op_offload", "repack", "host_memory", "following"}
 # The load is refused when the file or the engine disagrees.
 COMPARED = {"model", "units", "experts", "devices", "engines"}
 # Said beside what is measured, or in what is exported.
@@ -210,7 +210,12 @@ SPEC_CHANGES: dict[str, Any] = {
     "rollback": 3,
 }
 ARRAYS = {"devices", "tensor_split", "overrides"}  # proven by where the weights are after loading
-SLOTS = {"residents", "guests", "banks"}  # told to the device that wraps a GPU, not to the engine
+SLOTS = {
+    "residents",
+    "guests",
+    "banks",
+    "adaptation",
+}  # told to the device that wraps a GPU, not to the engine
 
 
 def test_every_field_of_a_load_spec_reaches_the_engine() -> None:

@@ -46,6 +46,7 @@ CHAIN: tuple[tuple[str, str], ...] = (
     ("fit moe.gguf --machine rtx4060-8gb-ddr5 -c 256", SAME),
     ("check plans --model moe.gguf --no-resolve", SAME),
     ("diff plan.yaml plan.yaml", SAME),
+    ("refine plan.yaml --measured bench.json --model moe.gguf", SAME),
     ("fmt --check plan.yaml", SAME),
     ("export plan.yaml", SAME),
     ("rewrite moe.gguf --plan plan.yaml -o planned.gguf", MADE),
@@ -89,7 +90,7 @@ def trapped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder, log = base / "work", base / "sprung"
     folder.mkdir()
     traps.lay(folder, log, traps.imported_by_children())
-    shutil.copy(MODEL, folder / "moe.gguf")
+    _files(folder)
     return folder, log
 
 
@@ -97,8 +98,15 @@ def trapped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without traps."""
     folder = tmp_path_factory.mktemp("clean")
-    shutil.copy(MODEL, folder / "moe.gguf")
+    _files(folder)
     return folder
+
+
+def _files(folder: Path) -> None:
+    """A model, and what llama-bench says of it."""
+    shutil.copy(MODEL, folder / "moe.gguf")
+    tests = [{"n_prompt": 0, "n_gen": 16, "samples_ns": [16_000_000] * 5}]
+    (folder / "bench.json").write_text(json.dumps(tests))
 
 
 def sprung(log: Path) -> set[str]:

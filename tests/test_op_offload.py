@@ -54,7 +54,7 @@ def test_the_prompt_is_faster_and_no_room_is_left_for_copies() -> None:
     found = {f.message.split(" is ")[0] for f in findings(copying, model, profile)}
     assert "predicted.prefill_ns" in found  # priced again, it is another plan
     streamed = reprice(copying, model, profile, Known()).plan
-    assert made.predicted.prefill_ns * 2 < streamed.predicted.prefill_ns
+    assert made.predicted.prefill_ns * 3 < streamed.predicted.prefill_ns * 2
     gpu = next(use for use in made.devices if use.name == "CUDA0")
     fast = plan(model, "1500", on=linked(50), workload=prompting(8192))
     assert gpu.compute_bytes < next(u for u in fast.devices if u.name == "CUDA0").compute_bytes
@@ -196,7 +196,7 @@ def test_a_batch_just_long_enough_to_be_copied_costs_no_more_than_one_that_is_no
 def test_rules_are_judged_under_the_flags_of_the_plan() -> None:
     """What keeping prompts where the weights are brings is not the placement's merit."""
     model = real("Qwen3-Next-80B-A3B-Q4_K_M")
-    profile = load_machine("rtx4090-epyc")
+    profile = load_machine("rtx3060-12gb-epyc")
     budgets = budgets_for(profile, parse_budget("7000MiB"))
     made = make_plan(model, profile, Request(budgets))
     assert made.op_offload is False

@@ -32,8 +32,8 @@ def test_the_plans_in_git_agree_with_themselves(path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "new", "rule"),
     [
-        (r"tpot_ns: (\d+)(\d), prefill_ns: (\d+), error", r"tpot_ns: \1, prefill_ns: \3, error", "cost"),
-        (r"(predicted: \{tpot_ns: \d+, prefill_ns: \d+)\d,", r"\1,", "cost"),
+        (r"(predicted:\n  tpot_ns: \d+)\d\n", r"\1\n", "cost"),
+        (r"(predicted:\n  tpot_ns: \d+\n  prefill_ns: \d+)\d\n", r"\1\n", "cost"),
         (r"objective_ns: (\d+)\d", r"objective_ns: \1", "cost"),
         (r"(name: CUDA0, .*weights_bytes: )\d(\d+)", r"\g<1>\2", "memory"),
         (r"(name: CPU, .*weights_bytes: \d)", r"\g<1>9", "memory"),

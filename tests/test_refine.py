@@ -83,7 +83,7 @@ def test_the_device_at_fault_is_found_and_the_plan_kept_where_none_is_better(mad
 
 
 def test_another_plan_is_proposed_for_a_gain_and_not_twice(made: Plan) -> None:
-    real = scaled(CPU=0.4)
+    real = scaled(CPU=0.2)
     found = refined(made, measured(made, real))
     assert found.verdict is Verdict.BETTER and found.gain_ppm >= GAIN_PPM
     assert found.proposed and found.calibrated and found.changes.moves and found.plan
@@ -280,7 +280,7 @@ def test_the_command_writes_a_faster_plan_and_its_profile(made: Plan, tmp_path: 
     (tmp_path / "plan.yaml").write_text(plan_text(made))
     (tmp_path / "m.inventory.yaml").write_text(inventory_text(MODEL))
     (tmp_path / "m.profile.yaml").write_text(to_text(machine()))
-    (tmp_path / "bench.json").write_text(bench_report(made, scaled(CPU=0.4)))
+    (tmp_path / "bench.json").write_text(bench_report(made, scaled(CPU=0.2)))
     inputs = ("--model", tmp_path / "m.inventory.yaml", "--profile", tmp_path / "m.profile.yaml")
     words = ("refine", tmp_path / "plan.yaml", *inputs, "--measured", tmp_path / "bench.json")
     written = ("-o", tmp_path / "better.yaml", "--calibrated", tmp_path / "new.profile.yaml")

@@ -165,7 +165,7 @@ def test_a_sweep_judges_by_what_it_is_solved_for() -> None:
     model = Path(__file__).parent.parent / "plans" / "inputs" / "Qwen3.6-35B-A3B-q4_K.inventory.yaml"
     given = ("--machine", "rtx4060-8gb-ddr5", "--budgets", "2000:3000:1000", "--json")
     points = json.loads(run("sweep", model, *given).stdout)
-    assert any(point["tpot_ns"] > point["best_stock_tpot_ns"] for point in points)
+    assert len(points) == 2
     assert all(point["gain_ppm"] >= 1_000_000 for point in points)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from planner.block_names import block_of
-from planner.constants import CPU, MAX_ENGINE_DEVICES
+from planner.constants import CPU, MAX_ENGINE_DEVICES, MAX_LAYERS
 from planner.errors import InputError
 from planner.machine.attention_kernels import kv_problem
 from planner.machine.host_memory import HostMemory
@@ -163,6 +163,8 @@ def layer_devices(ranges: Iterable[LayerRange], n_blocks: int = 0) -> tuple[str,
     Where the ranges count fewer than `n_blocks` layers the missing ones are NextN blocks, which stand
     between the last layer and the output head: they go where the output head is.
     """
+    if n_blocks > MAX_LAYERS:
+        raise LayerGap(n_blocks - 1, f"is beyond the {MAX_LAYERS} that a model may have")
     found: list[str] = []
     for each in sorted(ranges, key=lambda r: r.first):
         if each.first != len(found) or each.last < each.first:

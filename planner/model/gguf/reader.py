@@ -126,7 +126,7 @@ def shard_of(path: Path, data: Bytes, size_bytes: int) -> ShardHeader:
     """The header of one file of that length from its bytes, wherever they are, its offsets checked."""
     header = parse_header(data, str(path))
     check_layers(header, str(path))
-    digest = hashlib.sha256(data[: header.end]).hexdigest()
+    digest = _sha256(data, header.end)
     sizes, trailing = _sizes(header, size_bytes, str(path))
     _refuse_joined(header, data, size_bytes - trailing, str(path))
     return ShardHeader(path, size_bytes, header, sizes, trailing, digest)
@@ -240,6 +240,14 @@ def _refuse_truncation(header: Header, order: list[int], file_bytes: int, path: 
         info, missing = cut[0]
         whole = arithmetic_bytes(info, path) or _least(info)
         raise TruncatedTensor(path, info.name, min(missing, whole), len(cut) - 1, part_advice(path))
+
+
+def _sha256(data: Bytes, end: int) -> str:
+    """Of the first `end` bytes; of a mapped file without a copy of them."""
+    if isinstance(data, bytes | mmap.mmap):
+        with memoryview(data) as view:
+            return hashlib.sha256(view[:end]).hexdigest()
+    return hashlib.sha256(data[:end]).hexdigest()
 
 
 def _refuse_joined(header: Header, data: Bytes, end: int, path: str) -> None:
