@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,16 +153,21 @@ def staging(out: Path) -> Iterator[Path]:
     could not be put back stays.
     """
     recover_all(out)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=staging_prefix(output_name(out.name)), dir=out.parent))
-    except OSError as problem:
-        raise FileProblem(str(out), f"cannot write here: {problem.strerror}") from None
-    try:
-        with locked(folder):  # file systems without locks: a leftover is then kept, never a live run
-            yield folder
-    finally:
-        if not (folder / JOURNAL).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as held:
+        # Made and locked while nobody looks for leftovers: an unlocked folder is taken for one.
+        with locked(out.parent):
+            try:
+                folder = Path(tempfile.mkdtemp(prefix=staging_prefix(output_name(out.name)), dir=out.parent))
+            except OSError as problem:
+                raise FileProblem(str(out), f"cannot write here: {problem.strerror}") from None
+            held.callback(_remove_unless_unfinished, folder)
+            held.enter_context(locked(folder))  # file systems without locks: a leftover is then kept
+        yield folder
+
+
+def _remove_unless_unfinished(folder: Path) -> None:
+    if not (folder / JOURNAL).exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(folder: Path, output: Output, manifest: bool) -> tuple[Path, ...]:
@@ -197,9 +202,10 @@ def recover_all(out: Path) -> list[str]:
     if not parent.is_dir():
         raise FileProblem(str(out), f"no such folder {parent}")
     prefix, said = staging_prefix(output_name(out.name)), []
-    for folder in sorted(parent.iterdir()):
-        if folder.name.startswith(prefix) and folder.is_dir() and not folder.is_symlink():
-            said += _recover_unlocked(folder, parent)
+    with locked(parent):
+        for folder in sorted(parent.iterdir()):
+            if folder.name.startswith(prefix) and folder.is_dir() and not folder.is_symlink():
+                said += _recover_unlocked(folder, parent)
     return said
 
 
@@ -210,8 +216,7 @@ def _recover_unlocked(folder: Path, parent: Path) -> list[str]:
     try:
         said = []
         if (folder / JOURNAL).exists():
-            with locked(parent):
-                said.append(recover(folder, parent))
+            said.append(recover(folder, parent))
         shutil.rmtree(folder, ignore_errors=True)
         return said
     finally:
