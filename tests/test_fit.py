@@ -206,6 +206,7 @@ def test_engines_and_files_that_cannot_be_asked(dense_model: Path, tmp_path: Pat
     assert found.exit_code == 2
 
 
+@pytest.mark.usefixtures("kernels")
 def test_fit_of_a_model_at_full_size_on_a_remote_gpu(
     rpc_server: str,
     server_engine: Path,

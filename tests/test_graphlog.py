@@ -44,6 +44,7 @@ def test_the_graph_of_one_token_is_judged() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "stray"), [(36, True), (64, False)])
+@pytest.mark.usefixtures("kernels")
 def test_attention_that_a_device_cannot_run_is_found_before_loading(
     server_engine: Path,
     vulkan_engine: Path,

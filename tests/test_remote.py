@@ -30,6 +30,7 @@ def test_endpoints() -> None:
     assert endpoints(["CUDA0", "RPC0[a:1]", "RPC1[b.c:22]", "RPC0[a:1]"]) == ("a:1", "b.c:22")
 
 
+@pytest.mark.usefixtures("kernels")
 def test_a_dry_run_counts_a_remote_device_under_the_plan_s_name(
     rpc_server: str, server_engine: Path, moe_model: Path
 ) -> None:
