@@ -135,23 +135,26 @@ def changed(tmp_path: Path, name: str, **update: Any) -> Path:
     return path
 
 
-def test_a_request_is_solved_again_for_the_tools() -> None:
+def test_a_request_is_solved_again_for_the_tools(tmp_path: Path) -> None:
     """Layers of the CPU in between cannot be told: the first ones are taken, within the same budgets."""
-    path = next(p for p in PLANS if p.stem == "Qwen3-Next-80B-A3B-Q4_K_M--rtx3060-12gb-epyc")
+    name, machine = "Qwen3-Next-80B-A3B-Q4_K_M", "rtx3060-12gb-epyc"
+    source, path = INPUTS / f"{name}.inventory.yaml", tmp_path / "p.yaml"
+    asked = ["--machine", machine, "--budget", "4000MiB", "--ctx", "262144", "-o", str(path)]
+    done = CliRunner().invoke(main, ["solve", str(source), *asked])
+    assert done.exit_code == 0, done.output
+    (tmp_path / "inputs").symlink_to(INPUTS)
     plan = read(path)
-    model, profile = inventory_of(plan), INPUTS / f"{plan.machine.name}.profile.yaml"
+    assert "CPU" in plan_layer_devices(plan)[1:-1]
+    model, profile = inventory_of(plan), INPUTS / f"{machine}.profile.yaml"
     made = solved_for_stock(plan, model, profile_from(profile.read_text(), str(profile)), Known())
     assert made is not None
     homes = plan_layer_devices(made)[:-1]
     on_cpu = homes.count("CPU")
-    assert homes == ("CPU",) * on_cpu + ("CUDA0",) * (len(homes) - on_cpu)
+    assert on_cpu and homes == ("CPU",) * on_cpu + ("CUDA0",) * (len(homes) - on_cpu)
     assert all(use.used_bytes <= use.budget_bytes for use in made.devices)
     data, said = exported(path)
-    if "CPU" in plan_layer_devices(plan)[:-1]:
-        assert "solved for what stock tools can be told" in said
-        assert data["predicted_tpot_ns"] == made.predicted.tpot_ns >= plan.predicted.tpot_ns
-    else:  # only the head's weights are there, which an override says
-        assert "its weights stay on the CPU" in said
+    assert "solved for what stock tools can be told" in said
+    assert data["predicted_tpot_ns"] == made.predicted.tpot_ns >= plan.predicted.tpot_ns
     assert held_by_gpus(plan, model, data["arguments"])["CUDA0"] <= plan.constraints.budgets["CUDA0"]
 
 

@@ -48,13 +48,13 @@ def test_a_slow_link_keeps_prompts_on_the_cpu_and_a_fast_one_does_not(
 
 
 def test_the_prompt_is_faster_and_no_room_is_left_for_copies() -> None:
-    model, profile = moe(), linked(3)
+    model, profile = moe(), linked(2)
     made = plan(model, "1500", on=profile, workload=prompting(8192))
     copying = made.model_copy(update={"op_offload": True})
     found = {f.message.split(" is ")[0] for f in findings(copying, model, profile)}
     assert "predicted.prefill_ns" in found  # priced again, it is another plan
     streamed = reprice(copying, model, profile, Known()).plan
-    assert made.predicted.prefill_ns * 3 < streamed.predicted.prefill_ns * 2
+    assert made.predicted.prefill_ns * 2 < streamed.predicted.prefill_ns
     gpu = next(use for use in made.devices if use.name == "CUDA0")
     fast = plan(model, "1500", on=linked(50), workload=prompting(8192))
     assert gpu.compute_bytes < next(u for u in fast.devices if u.name == "CUDA0").compute_bytes

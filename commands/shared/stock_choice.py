@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from runtime.tools.options import Stock
 
 Spell = Callable[["Plan"], "Stock"]
+_SOLVED = "instead: the same request solved for what stock tools can be told"
 
 
 @dataclass(eq=False)
@@ -59,6 +60,8 @@ def choose(plan: Plan, path: str, inputs: Inputs, spell: Spell) -> tuple[Plan, S
         return plan, mine
     solved = _solved(plan, inputs, spell, mine)
     if solved is not None and (best is None or _faster(solved[0], best)):
+        was, now = plan.predicted.tpot_ns, solved[0].predicted.tpot_ns
+        say(f"{_SOLVED}: predicted {ms(now)} a token, the plan itself {ms(was)}")
         return solved
     near = _nearest(plan, inputs, spell, mine, whys) if whys != over else None
     if near is not None and (best is None or not _slower(near[0], best)):
@@ -133,10 +136,7 @@ def _solved(plan: Plan, inputs: Inputs, spell: Spell, mine: Stock) -> tuple[Plan
     again = spell(made)
     if _layers(again, len(plan_layer_devices(made))) != plan_layer_devices(made)[:-1]:
         return None
-    done = "instead: the same request solved for what stock tools can be told"
-    was, now = plan.predicted.tpot_ns, made.predicted.tpot_ns
-    say(f"{done}: predicted {ms(now)} a token, the plan itself {ms(was)}")
-    return made, replace(again, notes=(*mine.notes, done), exact=False)
+    return made, replace(again, notes=(*mine.notes, _SOLVED), exact=False)
 
 
 def _nearest(
