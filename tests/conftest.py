@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import computing_server, kernels, node_engine, portable_engine, server_engine, vulkan_engine
+from engines import computing_server, node_engine, portable_engine, server_engine, vulkan_engine
 from rpc_servers import rpc_server
 
 from profiler.synth.synth import SynthSpec, write
 
 __all__ = [
     "computing_server",
-    "kernels",
     "node_engine",
     "portable_engine",
     "rpc_server",

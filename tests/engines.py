@@ -121,13 +121,6 @@ def server_engine() -> Path:
 
 
 @pytest.fixture(scope="session")
-def kernels(server_engine: Path) -> None:
-    """The package's CPU kernels need instructions (AVX-VNNI, AMX) that not every processor of a CI has."""
-    if not computes(str(server_engine)):
-        pytest.skip(f"this processor lacks instructions that {server_engine.name} uses")
-
-
-@pytest.fixture(scope="session")
 def computing_server() -> Path:
     """The folder of a llama-server and ggml-rpc-server whose CPU backend this processor can run."""
     return _that_computes()

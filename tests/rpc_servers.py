@@ -65,8 +65,8 @@ def moved(plan: Plan, old: str, new: str) -> Plan:
     return Plan.model_validate(renamed(plan.model_dump()))
 
 
-@pytest.fixture
-def rpc_server(server_engine: Path) -> Iterator[str]:
-    """A running ggml-rpc-server; its host:port."""
-    with rpc_serving(server_engine) as endpoint:
+@pytest.fixture(scope="module")
+def rpc_server(computing_server: Path) -> Iterator[str]:
+    """A running ggml-rpc-server whose CPU this processor can run; its host:port."""
+    with rpc_serving(computing_server) as endpoint:
         yield endpoint

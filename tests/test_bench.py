@@ -135,12 +135,11 @@ def test_a_prediction_far_off_is_an_answer() -> None:
         _judge_prediction(Job(None, measured, SPEC, {}, Path("plan.yaml")), far)  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("kernels")
 def test_rivals_get_no_more_memory_than_the_plan(
-    moe_model: Path, server_engine: Path, vulkan_engine: Path, monkeypatch: pytest.MonkeyPatch
+    moe_model: Path, computing_server: Path, vulkan_engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
-    engine = locate.find(str(server_engine))  # dry runs only: nothing is computed
+    engine = locate.find(str(computing_server))  # dry runs only: nothing is computed
     spec = load_spec(server_plan(moe_model))
     plan = plan_rival(engine, moe_model, spec)
     inventory = read_model(moe_model).inventory
@@ -257,10 +256,9 @@ def test_doctor_says_what_works_and_what_the_rest_takes() -> None:
     assert found["devices"][-1]["name"] == "CPU"
 
 
-@pytest.mark.usefixtures("kernels")
-def test_doctor_of_a_build_with_more_devices(server_engine: Path, vulkan_engine: Path) -> None:
+def test_doctor_of_a_build_with_more_devices(computing_server: Path, vulkan_engine: Path) -> None:
     done = CliRunner(env={"GGML_VK_VISIBLE_DEVICES": ENVIRONMENT["GGML_VK_VISIBLE_DEVICES"]}).invoke(
-        main, ["doctor", "--engine", str(server_engine)]
+        main, ["doctor", "--engine", str(computing_server)]
     )
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes as c
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from rpc_servers import moved, rpc_serving
+from rpc_servers import moved
 from small_plans import server_plan
 
 from atsplan import main
@@ -31,13 +30,6 @@ from runtime.engine.gpu_usage import Watch
 from runtime.engine.nvml import Reading
 
 MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def rpc_server(computing_server: Path) -> Iterator[str]:
-    """A device that computes on the CPU; its host:port."""
-    with rpc_serving(computing_server) as endpoint:
-        yield endpoint
 
 
 def test_a_whole_bench_of_a_plan_with_a_device(

@@ -206,16 +206,15 @@ def test_engines_and_files_that_cannot_be_asked(dense_model: Path, tmp_path: Pat
     assert found.exit_code == 2
 
 
-@pytest.mark.usefixtures("kernels")
 def test_fit_of_a_model_at_full_size_on_a_remote_gpu(
     rpc_server: str,
-    server_engine: Path,
+    computing_server: Path,
     tmp_path: Path,
 ) -> None:
     """Seventeen gigabytes as a sparse file: --fit measures, the row follows, the plan is not slower."""
     model = write_sparse(tmp_path / "model.gguf", real("Qwen3-30B-A3B-Q4_K_M"))
     profile, path = on(tmp_path, f"RPC0[{rpc_server}]", 16_000, "rpc"), tmp_path / "plan.yaml"
-    words = (model, "--profile", profile, "--budget", "4000", "--fit", server_engine)
+    words = (model, "--profile", profile, "--budget", "4000", "--fit", computing_server)
     found = run("solve", *words, "-o", path)
     assert found.exit_code == 0, found.output
     made = from_text(path.read_text(), str(path))

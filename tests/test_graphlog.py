@@ -44,9 +44,8 @@ def test_the_graph_of_one_token_is_judged() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "stray"), [(36, True), (64, False)])
-@pytest.mark.usefixtures("kernels")
 def test_attention_that_a_device_cannot_run_is_found_before_loading(
-    server_engine: Path,
+    computing_server: Path,
     vulkan_engine: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -56,7 +55,7 @@ def test_attention_that_a_device_cannot_run_is_found_before_loading(
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
     model = write(tmp_path / "m.gguf", SynthSpec("llama", head_dim=head_dim, n_layers=2, type="f16"))
     spec = LoadSpec(("Vulkan0",), (3,), 3, (), Workload(n_ctx=256))
-    found = dry_run.measure(Engine.find(str(server_engine)), model, spec, watch=True)
+    found = dry_run.measure(Engine.find(str(computing_server)), model, spec, watch=True)
     assert bool(found.strays) is stray
     assert (found.splits_decode > 2) is stray
     if stray:
