@@ -2,7 +2,8 @@
 
 Keys stand in the order of the record's fields, leaves are written in flow style, numbers are
 plain integers where the meaning is bytes or nanoseconds; `load(dump(x)) == x` and
-`dump(load(text)) == text` for every text that `dump` made.
+`dump(load(text)) == text` for every text that `dump` made. A text of an older schema is read as a
+record of today's.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -38,6 +39,8 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     instead: ClassVar[Mapping[str, str]] = {}  # keys that people expect in such a file: what says it here
+    # From each older schema to the next: changes the plain values of a text, before they are validated.
+    migrations: ClassVar[Mapping[int, Callable[[dict[str, Any]], None]]] = {}
 
 
 def _shape(value: Any) -> Any:
@@ -136,22 +139,34 @@ def _spelt(text: str) -> tuple[str, None, None, str | None]:
 def dump(record: Record, header: str = "") -> str:
     """Canonical text of a record; `header` lines are written first as comments."""
     comments = "".join(quoting.comment("#", line) if line else "#\n" for line in header.splitlines())
-    data = record.model_dump(mode="json", by_alias=True, exclude_none=True)
-    body: str = yaml.serialize(_node(data), Dumper=_Dumper, width=2**31 - 1, allow_unicode=True)
-    return comments + quoting.yaml_escapes(body)
+    return comments + text_of(values_of(record))
+
+
+def values_of(record: Record) -> dict[str, Any]:
+    """The plain values of a record as its text has them, keys in order; what is None is left out."""
+    return record.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def text_of(values: Mapping[str, Any]) -> str:
+    """Canonical YAML of plain values."""
+    body: str = yaml.serialize(_node(values), Dumper=_Dumper, width=2**31 - 1, allow_unicode=True)
+    return quoting.yaml_escapes(body)
 
 
 def load(text: str, kind: type[R], path: str) -> R:
     """Read a record from YAML text.
 
     Raises FieldProblem with the line for a syntax error, an unknown or missing key, a wrong type
-    or value, a repeated key. `path` is only used in messages.
+    or value, a repeated key. Older schemas are brought to today's. `path` is only used in messages.
     """
     if not text.strip():
         raise FieldProblem(path, 0, "", "empty file")
     if why := mistaken(text, kind.__name__.lower()):
         raise FieldProblem(path, 1, "", why)
     data = yaml_reader.read(text, path)
+    while (schema := schema_of(data)) in kind.migrations:
+        kind.migrations[schema](data)
+        data["schema"] = schema + 1
     try:
         # Strict validation from JSON accepts lists for tuples and strings for enums, and nothing else.
         return kind.model_validate_json(json.dumps(data, allow_nan=False), strict=True)
@@ -161,12 +176,21 @@ def load(text: str, kind: type[R], path: str) -> R:
         raise FieldProblem(path, 0, "", str(problem)) from None
 
 
+def schema_of(values: Mapping[str, Any]) -> int:
+    """The number of the schema that plain values say they follow; 0 where they say none."""
+    schema = values.get("schema")
+    return schema if type(schema) is int else 0
+
+
 def _not_of_kind(problem: ValidationError, text: str, kind: type[Record], path: str) -> FieldProblem:
     first = problem.errors(include_url=False)[0]
     where = tuple(first["loc"])
     line = yaml_reader.line_of(text, where)
     if where == ("schema",) and first["type"] == "less_than_equal":
         why = f"{first['input']} was written by a newer atsplan; this one reads up to {first['ctx']['le']}"
+        return FieldProblem(path, line, "schema", why)
+    if where == ("schema",) and first["type"] == "greater_than_equal":
+        why = f"{first['input']} is none; the oldest is {min(kind.migrations, default=first['ctx']['ge'])}"
         return FieldProblem(path, line, "schema", why)
     # A validator's own words are a sentence already, and may quote names.
     said = first["msg"].removeprefix("Value error, ")

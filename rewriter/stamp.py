@@ -13,7 +13,7 @@ from planner.constants import EXPERTS_KEY, OWN_PREFIX
 from planner.errors import FileProblem, InputError
 from planner.model.gguf.header import MAX_ALIGNMENT
 from planner.model.gguf.reader import ModelFile
-from planner.plan.plan import Plan, to_text
+from planner.plan.plan import Plan, to_text, to_text_of_schema_1
 from planner.records import digest
 
 PREFIX = OWN_PREFIX
@@ -66,6 +66,11 @@ class PlanMismatch(InputError):
 def plan_digest(plan: Plan) -> str:
     """Digest of the canonical text of a plan."""
     return digest(to_text(plan))
+
+
+def plan_digests(plan: Plan) -> tuple[str, ...]:
+    """The digests under which files that were rewritten by this plan name it: one for each schema so far."""
+    return plan_digest(plan), digest(to_text_of_schema_1(plan))
 
 
 def read_stamp(model: ModelFile) -> Stamp | None:

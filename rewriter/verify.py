@@ -30,7 +30,7 @@ from rewriter.stamp import (
     SOURCE_HEADER,
     SOURCE_ORDER,
     SOURCE_TRAILING,
-    plan_digest,
+    plan_digests,
     read_stamp,
 )
 from rewriter.stamps import source_of, trailing_of
@@ -193,7 +193,7 @@ def _offsets(theirs: list[Seen]) -> Iterator[str]:
 
 def _stamp(source: ModelFile, theirs: list[Seen], plan: Plan) -> Iterator[str]:
     first = theirs[0]
-    if first.text(PLAN_DIGEST) != plan_digest(plan):
+    if first.text(PLAN_DIGEST) not in plan_digests(plan):
         yield "it was made by another plan"
     recorded = read_header(source.paths[0]).text(SOURCE_HEADER) or source.inventory.header_digest
     if first.text(SOURCE_HEADER) != recorded:

@@ -294,7 +294,7 @@ def test_the_command_writes_a_faster_plan_and_its_profile(made: Plan, tmp_path: 
     assert checked.exit_code == 0, checked.output
     assert better.predicted.tpot_ns < made.predicted.tpot_ns
     told = json.loads(run(*words, "--json").stdout)
-    assert told["verdict"] == "better" and told["moves"] and told["proposed"]["schema"] == 1
+    assert told["verdict"] == "better" and told["moves"] and told["proposed"]["schema"] == 2
     (tmp_path / "bench.json").write_text(bench_report(made, machine()))
     calm = run(*words)
     assert calm.exit_code == 0 and "as predicted" in calm.stdout

@@ -51,7 +51,7 @@ def test_a_plan_is_written_shown_and_explained(model: Path, tmp_path: Path) -> N
 
 def test_json_is_the_plan(model: Path) -> None:
     data = json.loads(solve(model, "--budget", "8000", "--json").stdout)
-    assert data["schema"] == 1 and data["predicted"]["gap_ppm"] == 0
+    assert data["schema"] == 2 and data["predicted"]["gap_ppm"] == 0
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,11 @@ from planner.plan.difference import Change, difference
 from planner.plan.known import Known
 from planner.plan.override_match import disagreements
 from planner.plan.overrides import wanted_buffers
-from planner.plan.plan import Plan, from_text, to_text
+from planner.plan.plan import Plan, from_text, to_text, to_text_of_schema_1
+from planner.records import schema_of
 from planner.solver.clock import Clock
 from planner.solver.deadline import Deadline
-from planner.yaml_reader import Lines
+from planner.yaml_reader import Lines, read
 
 _NOT_SEARCHED = "the time limit ended the search: that nothing better exists was not shown again"
 _RULE_OF = {
@@ -81,10 +82,7 @@ def read_plan(text: str, path: str) -> tuple[Plan | None, list[Finding]]:
 def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckOptions) -> list[Finding]:
     """All findings about one plan, in the order of the file."""
     report = _Report(path, Lines(text))
-    if to_text(plan) != text:
-        report.add(
-            "canonical", "not in canonical form; atsplan fmt rewrites it", line=_first_change(plan, text)
-        )
+    _canonical(plan, text, report)
     _budgets(plan, report)
     _search(plan, report)
     if problem := kv_problem(plan.workload):
@@ -137,9 +135,24 @@ class _Report:
         self.findings.append(Finding(self.path, at, rule, severity, message))
 
 
-def _first_change(plan: Plan, text: str) -> int:
+def _canonical(plan: Plan, text: str, report: _Report) -> None:
+    """Whether the text is the canonical one of its schema, and the schema today's."""
+    canonical = to_text(plan)
+    if text == canonical:
+        return
+    schema = schema_of(read(text, report.path)) or plan.schema_
+    if schema < plan.schema_:
+        message = f"schema {schema}: atsplan fmt writes it in today's, {plan.schema_}"
+        report.add("schema", message, "schema", severity=Severity.NOTE)
+        canonical = to_text_of_schema_1(plan)
+    if text != canonical:
+        line = _first_change(canonical, text)
+        report.add("canonical", "not in canonical form; atsplan fmt rewrites it", line=line)
+
+
+def _first_change(canonical: str, text: str) -> int:
     """The first line that differs from the canonical text."""
-    pairs = zip(to_text(plan).splitlines(), text.splitlines(), strict=False)
+    pairs = zip(canonical.splitlines(), text.splitlines(), strict=False)
     return next((n for n, (a, b) in enumerate(pairs, 1) if a != b), 1)
 
 

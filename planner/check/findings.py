@@ -19,7 +19,7 @@ class Severity(StrEnum):
 
 
 RULES = {
-    "schema": "The file is not a plan of a known schema",
+    "schema": "The file is not a plan of a known schema, or of an older one",
     "canonical": "The file is not in canonical form",
     "inputs": "The plan's inventory or profile is missing or another one",
     "units": "The plan does not place exactly the model's units",

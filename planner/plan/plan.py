@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,7 @@ from planner.machine.engine_builds import EngineRange
 from planner.machine.host_memory import HostMemory
 from planner.memory.memory import Memory, Reserve
 from planner.plan.adaptation import Adaptation, Policy
-from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Record, dump, load
+from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Record, dump, load, text_of, values_of
 from planner.site import BufferField, SiteField
 from planner.workload import Workload
 
@@ -59,7 +59,6 @@ class DeviceUse(Record):
     compute_bytes: Bytes
     cache_bytes: Bytes = 0
     reserve_bytes: Bytes = 0  # driver context, projector, draft, other users
-    memory_from: str = "formula"  # or "engine": the dry load of llama.cpp
 
     @staticmethod
     def of(name: str, kind: str, budget_bytes: int, held: Memory) -> DeviceUse:
@@ -289,15 +288,25 @@ INSTEAD: Mapping[str, str] = {
     "engine": "engines says which builds can load the plan",
     "host": "host_memory says how host weights are held",
     "margin": "constraints.reserves holds what is left to others",
+    "memory_from": "a key of schema 1; memory is always counted by formula",
 }
+
+
+def _without_memory_from(values: dict[str, Any]) -> None:
+    """Schema 1 to 2: no device says any more where its bytes are from, as it was always the formula."""
+    devices = values.get("devices")
+    for use in devices if isinstance(devices, list) else ():
+        if isinstance(use, dict) and isinstance(use.get("memory_from"), str):
+            del use["memory_from"]
 
 
 class Plan(Record):
     """A decision that can be reviewed, checked without model or GPU, compiled and loaded."""
 
     instead: ClassVar[Mapping[str, str]] = INSTEAD
+    migrations: ClassVar[Mapping[int, Callable[[dict[str, Any]], None]]] = {1: _without_memory_from}
 
-    schema_: int = Field(1, alias="schema", ge=1, le=1)
+    schema_: int = Field(2, alias="schema", ge=2, le=2)
     command: str
     version: str
     model: ModelRef
@@ -328,6 +337,15 @@ def to_text(plan: Plan) -> str:
     return dump(plan)
 
 
+def to_text_of_schema_1(plan: Plan) -> str:
+    """Canonical YAML of a plan as it was written in schema 1: what digests of that time are of."""
+    values = values_of(plan)
+    values["schema"] = 1
+    for use in values["devices"]:
+        use["memory_from"] = "formula"
+    return text_of(values)
+
+
 def from_text(text: str, path: str) -> Plan:
-    """Plan from YAML text; FieldProblem names the line of what is wrong."""
+    """Plan from YAML text of any schema; FieldProblem names the line of what is wrong."""
     return load(text, Plan, path)
