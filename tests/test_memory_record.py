@@ -42,8 +42,9 @@ CASES: dict[str, tuple[Inventory, Profile, str, dict[str, Any]]] = {
 
 
 def test_records_add_up_part_by_part() -> None:
-    one, two = Memory(1, 2, 3, 4, 5, 6), Memory(10, 20, 30, 40, 50, 60)
-    assert astuple(one + two) == (11, 22, 33, 44, 55, 66) and (one + two).total == 231
+    one, two = Memory(1, 2, 3, 4, 5, 6, 7), Memory(10, 20, 30, 40, 50, 60, 70)
+    assert astuple(one + two) == (11, 22, 33, 44, 55, 66, 77)
+    assert (one + two).total == 231  # all but mapped tables
     assert together([]) == NOTHING and together([one, two, one]) == one + two + one
 
 

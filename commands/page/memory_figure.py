@@ -40,6 +40,8 @@ def _stack(use: DeviceUse) -> Node:
             drawing.append(element("rect", element("title", f"{label}: {mib(size)}"), class_=name, **part))
             marks.append(element("li", swatch(name), f"{label} {mib(size)}"))
         start += size
+    if use.tables_bytes:
+        marks.append(element("li", f"beside it lookup tables {mib(use.tables_bytes)}, mapped, read by rows"))
     at = percent(use.budget_bytes / whole)
     drawing.append(element("line", x1=at, x2=at, y1=0, y2=_HEIGHT, class_="limit"))
     left = max(use.budget_bytes - use.used_bytes, 0)

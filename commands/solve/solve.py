@@ -115,7 +115,9 @@ def _certainty(plan: Plan) -> str:
 
 
 def _show_devices(plan: Plan) -> None:
-    filled = table("device", "budget", "used", "weights", "KV", "state", "compute", "cache", "reserve")
+    tables = any(use.tables_bytes for use in plan.devices)
+    heads = ("device", "budget", "used", "weights", "KV", "state", "compute", "cache", "reserve")
+    filled = table(*heads, *(["mapped tables"] if tables else []))
     for use in plan.devices:
         parts = (use.weights_bytes, use.kv_bytes, use.state_bytes, use.compute_bytes)
         filled.add_row(
@@ -123,6 +125,7 @@ def _show_devices(plan: Plan) -> None:
             mib(use.budget_bytes),
             mib(use.used_bytes),
             *(mib(size) if size else "-" for size in (*parts, use.cache_bytes, use.reserve_bytes)),
+            *([mib(use.tables_bytes) if use.tables_bytes else "-"] if tables else []),
         )
     out_table(filled)
 

@@ -14,6 +14,8 @@ from planner.block_names import block_of
 from planner.check.recorded_rules import objective_ns
 from planner.constants import CPU, PPM
 from planner.machine.engine_builds import mixing_fault
+from planner.machine.host_memory import HostMemory
+from planner.model.units import is_table
 from planner.plan.load_spec import HYBRID_GUESTS, LayerGap, plan_layer_devices
 from planner.plan.patterns import listed
 from planner.plan.plan import DeviceUse, Placement, Plan
@@ -89,14 +91,19 @@ def _weights(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
     # The head's norm stays with its layer where the matrix leaves; its size is the model's to tell.
     head = next((p for p in plan.units if p.unit == "output"), None)
     slack = _NORM if head is not None and head.site.buffer != layers[-1] else 0
+    mapped = plan.host_memory is HostMemory.MAPPED
+    tables = sum(p.size_bytes for p in plan.units if is_table(p.unit)) if mapped else 0
     for i, use in enumerate(plan.devices):
+        if (have := use.tables_bytes or 0) != (wanted := tables if use.name == CPU else 0):
+            what = f"{use.name}: mapped tables of {have} bytes, its units hold {wanted}"
+            yield Fault("memory", what, ("devices", i))
         loaded = [p for p in plan.units if p.why != _NOT_LOADED]
         whole = sum(p.size_bytes for p in loaded if _on(p, use))
         parts = sum(_divided_at_most(p) for p in loaded if p.site.divided and not p.site.on_host)
         # A head without a tensor of its own is a copy of the embedding.
         tied = next((p.size_bytes for p in loaded if p.unit == "token_embd"), 0)
         most = whole + parts + (tied if use.name == layers[-1] else 0)
-        have = use.weights_bytes
+        have = use.weights_bytes + (use.tables_bytes or 0)
         near = any(abs(have - exact) <= slack for exact in (whole, most))
         if have < whole - slack or have > most + slack or (not parts and not near):
             span = f"{whole}" if whole == most else f"{whole} to {most}"

@@ -63,6 +63,11 @@ class Model:
     def units(self) -> tuple[Unit, ...]:
         return self.structure.units
 
+    @property
+    def tables_bytes(self) -> int:
+        """Per-layer and n-gram tables, of which single rows are read."""
+        return sum(u.size_bytes for _, units in self.groups for u in units if u.kind is Kind.LOOKUP)
+
 
 def analyse(structure: Structure, workload: Workload) -> Model:
     """Group the units of a model into decisions: the input tables, each layer, the output head."""

@@ -90,7 +90,9 @@ class Chooser:
             return [Placed(Option(0, 0, sites, 0, 0, totals(nothing)), nothing)]
         name = self.devices[self.cpu].name
         times = sum((self.prices.on(u, name) for u in units), Times(0, 0))
-        weights = Memory(weights=sum(u.size_bytes for u in units))
+        tables = sum(u.size_bytes for u in units if u.kind is Kind.LOOKUP)
+        mapped = tables if self.prices.host_memory is HostMemory.MAPPED else 0
+        weights = Memory(weights=sum(u.size_bytes for u in units) - mapped, tables=mapped)
         held = spread({self.cpu: weights + inputs}, len(self.devices))
         option = Option(self.cpu, self.cpu, sites, times.decode_ns, times.prefill_ns, totals(held))
         return [Placed(option, held)]

@@ -18,6 +18,9 @@ class Memory:
     compute: int = 0  # buffers of the graph, what is copied or staged for it included
     cache: int = 0  # the engine's MoE cache
     reserve: int = 0  # driver context, projector, draft, other users
+    # Looked-up tables that stay mapped from the file. Single rows of them are read, through the page cache,
+    # which gives its pages back to whoever needs them: no part of the total.
+    tables: int = 0
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(
@@ -27,10 +30,12 @@ class Memory:
             self.compute + other.compute,
             self.cache + other.cache,
             self.reserve + other.reserve,
+            self.tables + other.tables,
         )
 
     @property
     def total(self) -> int:
+        """What must be there for it: everything but mapped tables."""
         return self.weights + self.kv + self.state + self.compute + self.cache + self.reserve
 
 

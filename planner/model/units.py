@@ -111,6 +111,16 @@ _BY_EXPERT = re.compile(r"\.(ffn_gate_inp\.(weight|bias)|exp_probs_b(\.(weight|b
 _IN_ROUTER = frozenset({Role.ROUTER, Role.SHARED, Role.EXPERT_SMALL})
 
 
+def is_table(unit: str) -> bool:
+    """Whether a unit of this name is a per-layer or n-gram table."""
+    return unit.rpartition(".")[2] == Kind.LOOKUP.value
+
+
+def looked_up(unit: str) -> bool:
+    """Whether single rows of a unit of this name are read, and nothing is computed with it."""
+    return is_table(unit) or unit == _NAMES[Kind.EMBEDDING]
+
+
 @remembered
 def units_of(inventory: Inventory) -> UnitTable:
     """Group the tensors of a model into units, in the order the graph runs them.

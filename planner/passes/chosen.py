@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from planner.block_names import block_name
 from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Priced
+from planner.machine.host_memory import HostMemory
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Decision, Option, Solution
 
@@ -30,11 +31,12 @@ class Chosen:
 
     @property
     def rank(self) -> tuple[bool, ...]:
-        """What it asks of the engine beyond a stock rule; less is simpler."""
+        """What it asks of the engine beyond a stock rule, and of the host for tables; less is simpler."""
         settings = self.priced.settings
         drafts = settings.speculation is not None and settings.speculation.tokens > 0
         follows = settings.following is not None and not self.rule
-        return drafts, follows, not settings.repack, not settings.op_offload, not self.rule
+        pins_tables = self.priced.model.tables_bytes > 0 and settings.host_memory is HostMemory.PINNED
+        return drafts, follows, not settings.repack, not settings.op_offload, not self.rule, pins_tables
 
     @property
     def opens_gpus(self) -> bool:

@@ -10,6 +10,7 @@ from planner.cost.build_problem import UNFUSED, Model, Priced, unfused_ns
 from planner.cost.expert_cache import cache_notes
 from planner.machine.attention_kernels import kv_note
 from planner.machine.budgets import tight
+from planner.machine.host_memory import HostMemory
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
 from planner.memory.buffer_parts import buffer_parts
@@ -71,6 +72,7 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
     found += _piped(subject)
     found += _routing(subject, request, known)
     found += _paged(subject, request)
+    found += _tables(subject)
     found += _assumed(subject.priced)
     found += [f"profile: {warning}" for warning in profile.warnings]
     found += filter(None, map(_overfull, subject.stock))
@@ -209,6 +211,22 @@ def _paged(subject: Subject, request: Request) -> Iterator[str]:
         over = used - request.budgets[device.device]
         if request.page and device.host and over > 0:
             yield f"will page from disk: {over >> 20} MiB more than host memory; slower than predicted"
+
+
+def _tables(subject: Subject) -> Iterator[str]:
+    """Where per-layer and n-gram tables are, of which a token reads one row each."""
+    tables = [u for u in subject.priced.model.units if u.kind is Kind.LOOKUP]
+    size, row = sum(u.size_bytes for u in tables), sum(u.active_bytes for u in tables)
+    if size and subject.priced.settings.host_memory is HostMemory.MAPPED:
+        yield (
+            f"lookup tables of {size >> 20} MiB stay mapped from the file, in no memory of their own: "
+            f"a token reads {row} bytes of them; rows that the page cache does not hold come from disk"
+        )
+    elif size:
+        yield (
+            f"lookup tables of {size >> 20} MiB are read into host memory whole, though a token reads {row} "
+            "bytes of them: --host-memory mapped leaves them in the file"
+        )
 
 
 def reason(problem: Problem, decision: Decision, option: Option, index: int, unit: Unit) -> str:

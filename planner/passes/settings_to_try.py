@@ -101,7 +101,9 @@ def _sized(
     """
     case = asked
     if asked.request.lowest_ctx:
-        largest, keep = largest_context(replace(asked, clock=asked.clock.part(0.5)), settings, guess)
+        lazily = HostMemory.MAPPED if asked.analysed(settings).tables_bytes else settings.host_memory
+        held = replace(settings, host_memory=asked.request.host_memory or lazily)
+        largest, keep = largest_context(replace(asked, clock=asked.clock.part(0.5)), held, guess)
         workload = asked.request.workload.model_copy(update={"n_ctx": largest})
         case = replace(case, request=replace(case.request, workload=workload), keeps=keep.value)
     settings = settings.with_extra_models(case.inventory, case.request.extra_models, case.request.workload)
@@ -217,10 +219,14 @@ def _loadings(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Load
 
 
 def _held(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]:
-    """Host weights pinned where memory may hold those that GPUs cannot, else mapped; or as was asked."""
+    """Host weights pinned where memory may hold those that GPUs cannot, else mapped; or as was asked.
+
+    Both where there are tables: mapped they take no memory, pinned they are there whole.
+    """
     model, asked = case.analysed(drafts), case.request.host_memory
     kinds = [asked] if asked else [HostMemory.PINNED, HostMemory.MAPPED]
     limit = pinned_limit(case)
+    before = len(tried.refusals)
     hosts = {d.name for d in case.profile.devices if d.kind == "cpu"}
     on_gpus = sum(size for name, size in case.request.budgets.items() if name not in hosts)
     if asked is None and case.inventory.size_bytes - on_gpus >= limit:
@@ -234,10 +240,12 @@ def _held(case: Case, drafts: EngineSettings, tried: Tried) -> Iterator[Loading]
         best = loading.best
         # Slots have a copy of all their experts on the host: that is never pinned beyond the limit.
         kept = asked is not None and not (drafts.slots and kind is HostMemory.PINNED)
-        if kept or best is None or host_weights_bytes(best, case.request) <= limit:
+        within = best is not None and host_weights_bytes(best, case.request) <= limit
+        if kept or not (model.tables_bytes or (best is not None and not within)):
             return
-        if kind is HostMemory.PINNED:
+        if kind is HostMemory.PINNED and not within:
             tried.loadings.remove(loading)
+            del tried.refusals[before:]  # mapped needs no more
 
 
 def pinned_limit(case: Case) -> int:

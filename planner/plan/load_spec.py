@@ -14,6 +14,7 @@ from planner.constants import CPU, MAX_ENGINE_DEVICES, MAX_LAYERS
 from planner.errors import InputError
 from planner.machine.attention_kernels import kv_problem
 from planner.machine.host_memory import HostMemory
+from planner.model.units import looked_up
 from planner.plan.adaptation import STAYS, Adaptation
 from planner.plan.plan import LayerRange, Plan
 from planner.site import NoSite, Site, SiteKind
@@ -132,8 +133,11 @@ def pins_host_weights(plan: Plan) -> bool:
 
 
 def works_from_host(plan: Plan) -> bool:
-    """Whether weights in host memory are computed with, beside a GPU."""
-    computed = any(p.time_ns and (p.site.on_host or p.site.kind is SiteKind.HYBRID) for p in plan.units)
+    """Whether weights in host memory are computed with, beside a GPU; to look rows up is no work."""
+    computed = any(
+        p.time_ns and not looked_up(p.unit) and (p.site.on_host or p.site.kind is SiteKind.HYBRID)
+        for p in plan.units
+    )
     return computed and any(use.kind == "gpu" for use in plan.devices)
 
 

@@ -59,12 +59,15 @@ class DeviceUse(Record):
     compute_bytes: Bytes
     cache_bytes: Bytes = 0
     reserve_bytes: Bytes = 0  # driver context, projector, draft, other users
+    # Looked-up tables that stay mapped: read by rows through the page cache, no part of what is used.
+    tables_bytes: Bytes | None = None
 
     @staticmethod
     def of(name: str, kind: str, budget_bytes: int, held: Memory) -> DeviceUse:
         """A device and what fills it."""
         sizes = {f"{part}_bytes": size for part, size in asdict(held).items()}
-        return DeviceUse(name=name, kind=kind, budget_bytes=budget_bytes, **sizes)
+        tables = {"tables_bytes": sizes.pop("tables_bytes") or None}
+        return DeviceUse(name=name, kind=kind, budget_bytes=budget_bytes, **sizes, **tables)
 
     @property
     def memory(self) -> Memory:
@@ -76,6 +79,7 @@ class DeviceUse(Record):
             self.compute_bytes,
             self.cache_bytes,
             self.reserve_bytes,
+            self.tables_bytes or 0,
         )
 
     @property

@@ -36,6 +36,7 @@ def _parts(use: DeviceUse) -> Iterable[tuple[str, int]]:
         ("compute", use.compute_bytes),
         ("MoE cache", use.cache_bytes),
         ("reserved", use.reserve_bytes),
+        ("mapped tables, not counted,", use.tables_bytes or 0),
     )
 
 

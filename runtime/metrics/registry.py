@@ -117,7 +117,7 @@ class Metrics:
             "atsplan_device_bytes", "Memory of a device.", ("device", "part", "counted_by"), registry=own
         )
         for use in plan.devices:
-            parts = ("weights", "kv", "state", "compute", "cache", "reserve")
+            parts = ("weights", "kv", "state", "compute", "cache", "reserve", "tables")
             for part in parts:
                 size = getattr(use.memory, part)
                 self._bytes.labels(utf8(use.name), part, "plan").set(size)
