@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,14 +60,16 @@ def _repriced(plan: Plan, path: Path, library: InputLibrary) -> Plan:
 def plan_files(paths: tuple[Path, ...]) -> list[Path]:
     """The files named, and every *.yaml directly inside the folders named, in sorted order.
 
-    FileProblem when there is none.
+    FileProblem when there is none, or not one that was named.
     """
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += sorted(p for p in path.glob("*.yaml") if p.is_file())
-        else:
+            found += sorted(p for p in path.glob("*.yaml") if not p.is_dir())
+        elif os.path.lexists(path):
             found.append(path)
+        else:
+            raise FileProblem(str(path), "no such file")
     if not found:
         raise FileProblem(", ".join(map(str, paths)), "no plan files (*.yaml) here")
     return found

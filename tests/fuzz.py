@@ -1,11 +1,13 @@
 """The fuzzer: damages every format this program reads and gives the files to the commands that read them.
 
-`python tests/fuzz.py --mutants 1000000` runs for an hour or two; tests/test_fuzz.py runs a fixed few
-thousand. A mutant is one seed file of tests/data/fuzz/seeds changed a few times: blindly, or with knowledge
-of what it holds (words, numbers and lines of a text; entries of a GGUF header). A command may answer, or
-refuse in one line with exit code 1, 2 or 3. It must not end in a traceback, take more than two seconds of
-CPU time or 500 MB, print what moves a cursor, change what it read, or leave a file behind that it was not
-asked for. What once failed is a line of tests/data/fuzz/findings.txt, tried again at every run.
+`python tests/fuzz.py --mutants 1000000` runs for some hours; tests/test_fuzz.py runs a fixed few thousand.
+Mutants have numbers and each is the same in every run: ranges (`--first`) can be tried by several processes,
+and a run that was ended goes on where it was (`--progress`). A mutant is one seed file of
+tests/data/fuzz/seeds changed a few times: blindly, or with knowledge of what it holds (words, numbers and
+lines of a text; entries of a GGUF header). A command may answer, in a text that a parser of its format reads
+as ours, or refuse in one line with exit code 1, 2 or 3. It must not end in a traceback, take more than two
+seconds of CPU time or 500 MB, print what moves a cursor, change what it read, or leave a file behind that it
+was not asked for. What once failed is a line of tests/data/fuzz/findings.txt, tried again at every run.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import base64
 import contextlib
 import gc
+import json
 import os
 import random
 import re
@@ -26,20 +29,23 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
 import click
 from click.testing import CliRunner, Result
 from fuzz_damage import Dice, damaged
+from fuzz_outputs import output_fault
 from fuzz_targets import DATA, JOURNAL_OF, OUT, READ_DIGESTS, READ_JOURNAL, TARGETS, Target
 
 CPU_SECONDS = 2.0
 GROWTH_BYTES = 500 << 20
 START_SECONDS = 2.0  # of CPU time at most, that a process of its own takes to import everything
 FREEZE = 1000  # mutants between two looks at what has been imported
+SAVE = 500  # mutants between two notes of how far a long run is
 MEMORY_FOLDER = Path("/dev/shm")  # where it is there: mutants need no disk
 
 # ---------------------------------------------------------------- trial
@@ -137,7 +143,7 @@ class Ground:
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             return "traceback: " + "".join(traceback.format_exception(result.exception)[-3:])
         grown = _peak_bytes() - before
-        return self._judged(result.exit_code, result.stderr, result.stdout) or (
+        return self._judged(command, result.exit_code, result.stderr, result.stdout) or (
             f"took {grown >> 20} MiB" if grown > GROWTH_BYTES else ""
         )
 
@@ -164,9 +170,9 @@ class Ground:
             return f"took {int(found[1]) >> 10} MiB"
         if float(found[2]) > CPU_SECONDS + START_SECONDS:
             return f"took {found[2]} s of CPU time"
-        return self._judged(done.returncode, "\n".join(told), done.stdout.decode(errors="replace"))
+        return self._judged(command, done.returncode, "\n".join(told), done.stdout.decode(errors="replace"))
 
-    def _judged(self, code: int, said: str, answered: str) -> str:
+    def _judged(self, command: Sequence[str], code: int, said: str, answered: str) -> str:
         if code not in (0, 1, 2, 3):
             return f"exit code {code}"
         if "Traceback" in said or "no memory is left" in said:
@@ -181,8 +187,11 @@ class Ground:
                 "" if _put_aside(changed, now) else f"exit code {code} changed {', '.join(sorted(changed))}"
             )
         made = {name for name in now.keys() - self._state.keys() if not name.endswith(".bad")}
-        new = {name for name in made if code or not name.startswith(f"{OUT}/")}
-        return f"exit code {code} left {', '.join(sorted(new))}" if new else ""
+        answers = code == 0 or command[0] == "check"  # whose reports are of what is refused, too
+        new = {name for name in made if not (answers and name.startswith(f"{OUT}/"))}
+        if new:
+            return f"exit code {code} left {', '.join(sorted(new))}"
+        return output_fault(command, answered, self.folder) if answers else ""
 
 
 CHILD = """
@@ -236,10 +245,10 @@ def _peak_bytes() -> int:
 # ---------------------------------------------------------------- campaign
 
 
-def mutants(run: int, count: int) -> Iterator[tuple[int, bytes, Dice]]:
-    """Targets in turn with a damaged seed each; the same for the same run."""
+def mutants(run: int, numbers: Iterable[int]) -> Iterator[tuple[int, bytes, Dice]]:
+    """Targets in turn with a damaged seed each; the same for the same run and number."""
     seeds = [seed(target.seed) for target in TARGETS]
-    for number in range(count):
+    for number in numbers:
         dice = random.Random(f"{run}:{number}")
         index = number % len(TARGETS)
         yield index, damaged(seeds[index], dice, seeds), dice
@@ -268,53 +277,107 @@ def ground() -> Iterator[Ground]:
     assert os.environ.get("XDG_CACHE_HOME") == cache
 
 
-def findings(run: int, count: int, processes: int = 0, tell: int = 0) -> Iterator[Finding]:
-    """Mutants that are taken wrongly, of each one command. The first `processes` really run.
+def findings(run: int, numbers: Sequence[int], processes: int = 0) -> Iterator[Finding | None]:
+    """What each mutant did wrong, None for nothing; of each one command. The first `processes` really run.
 
-    A hang is one only when it comes twice. `tell`: after so many mutants each, say how far it is.
+    A hang is one only when it comes twice.
     """
     with ground() as place:
-        for number, (index, data, dice) in enumerate(mutants(run, count)):
-            if number % FREEZE == FREEZE - 1:
+        for done, (index, data, dice) in enumerate(mutants(run, numbers)):
+            if done % FREEZE == FREEZE - 1:
                 gc.collect()
                 gc.freeze()  # what is imported by now stays: no collection looks at it again
-            if tell and number % tell == tell - 1:
-                print(
-                    f"{number + 1} mutants, {time.process_time():.0f} s of CPU time",
-                    file=sys.stderr,
-                    flush=True,
-                )
             command = dice.choice(TARGETS[index].commands)
             for again in (False, True):
                 place.lay(TARGETS[index], data)
-                why = (place.wrong_process if number < processes else place.wrong)(command)
+                why = (place.wrong_process if done < processes else place.wrong)(command)
                 if again or "CPU time" not in why:
                     break
-            if why:
-                yield Finding(index, command, why, data)
+            yield Finding(index, command, why, data) if why else None
+
+
+# ---------------------------------------------------------------- long mode
+
+
+@dataclass
+class Progress:
+    """How far a range of mutants has been tried, in a file so that another run goes on from there."""
+
+    seed: int
+    first: int
+    mutants: int
+    done: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+
+    def resumed(self, path: Path | None) -> Progress:
+        """As the file says; the file of another range is refused."""
+        if path is None or not path.exists():
+            return self
+        found = Progress(**json.loads(path.read_text()))
+        if (found.seed, found.first, found.mutants) != (self.seed, self.first, self.mutants):
+            sys.exit(f"{path}: of seed {found.seed}, {found.mutants} mutants from {found.first}")
+        return found
+
+    def save(self, path: Path | None) -> None:
+        """Replace the file as a whole."""
+        if path is not None:
+            new = path.with_name(f"{path.name}.new")
+            new.write_text(json.dumps(asdict(self)) + "\n")
+            new.replace(path)
+
+    def text(self) -> str:
+        """Mutants by format, and what was found."""
+        tried = Counter(TARGETS[n % len(TARGETS)].seed for n in range(self.first, self.first + self.done))
+        counts = "".join(f"  {count:8} {name}\n" for name, count in sorted(tried.items()))
+        kinds = "".join(f"  {count:8} {kind}\n" for kind, count in sorted(self.kinds.items()))
+        return (
+            f"{counts}{kinds}{self.done} mutants of {self.mutants}, {self.cpu_seconds:.0f} s of CPU time, "
+            + (f"{sum(self.kinds.values())} findings of {len(self.kinds)} kinds")
+        )
+
+
+def campaign(state: Progress, processes: int, keep: Path | None, progress: Path | None) -> None:
+    """Try what is left of a range; SIGTERM and SIGINT end it after the mutant at hand."""
+    ended: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: ended.append(number))
+    earlier = state.cpu_seconds - time.process_time()
+    left = range(state.first + state.done, state.first + state.mutants)
+    for found in findings(state.seed, left, max(0, processes - state.done)):
+        state.done += 1
+        if found is not None:
+            state.kinds[found.kind] = state.kinds.get(found.kind, 0) + 1
+            if state.kinds[found.kind] == 1:
+                print(f"{' '.join(found.command)}\n{found.why}\n", flush=True)
+                if keep:
+                    with keep.open("a") as file:
+                        file.write(found.line() + "\n")
+        state.cpu_seconds = earlier + time.process_time()
+        if ended or found is not None or state.done % SAVE == 0:
+            state.save(progress)
+        if ended:
+            break
+    state.save(progress)
 
 
 def main() -> None:
     """The long mode."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mutants", type=int, default=100_000)
+    parser.add_argument("--first", type=int, default=0, help="The number of the first of them.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--processes", type=int, default=0, help="How many of them run as processes of their own."
     )
     parser.add_argument("--keep", type=Path, help="Append what is found to this file.")
+    parser.add_argument("--progress", type=Path, help="Where to note how far it is, and to go on from.")
     asked = parser.parse_args()
-    kinds: dict[str, int] = {}
-    for found in findings(asked.seed, asked.mutants, asked.processes, 20_000):
-        kinds[found.kind] = kinds.get(found.kind, 0) + 1
-        if kinds[found.kind] > 1:
-            continue
-        print(f"{' '.join(found.command)}\n{found.why}\n", flush=True)
-        if asked.keep:
-            with asked.keep.open("a") as file:
-                file.write(found.line() + "\n")
-    print(f"{asked.mutants} mutants, {sum(kinds.values())} findings of {len(kinds)} kinds")
-    sys.exit(bool(kinds))
+    keep, progress = (path and path.absolute() for path in (asked.keep, asked.progress))
+    state = Progress(asked.seed, asked.first, asked.mutants).resumed(progress)
+    campaign(state, asked.processes, keep, progress)
+    print(state.text())
+    sys.exit(bool(state.kinds))
 
 
 if __name__ == "__main__":

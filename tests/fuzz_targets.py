@@ -37,7 +37,11 @@ READ_DIGESTS = "(digests)"
 DIGESTS = "atsplan/libraries/engine/SHA256SUMS"
 _SMALL = ("--budget", "1000", "--ctx", "512")
 _MACHINE = ("--machine", "rtx4060-8gb-ddr5")
-_FORMS = ("llama-server", "llama-bench", "preset", "env", "json", "llama-cpp-python", "docker-compose")
+_FORMS = (
+    *("llama-server", "llama-cli", "llama-bench", "preset", "env", "json"),
+    *("llama-cpp-python", "docker-compose", "llama-swap"),
+)
+_PAGE = ("--html", f"{OUT}/page.html")
 _CHECK = ("check", "--no-resolve", "plan.yaml")
 
 
@@ -102,8 +106,12 @@ TARGETS = (
             ("check", "--no-resolve", "--json", "--list", "plan.yaml"),
             ("fmt", "--check", "plan.yaml"),
             ("diff", "first.yaml", "plan.yaml"),
+            ("check", "--no-resolve", "plan.yaml", "--sarif", f"{OUT}/c.sarif", "--junit", f"{OUT}/c.xml"),
             ("explain", "plan.yaml"),
+            ("explain", "plan.yaml", "--json"),
             ("explain", "plan.yaml", "--model", "model.gguf"),
+            ("explain", "plan.yaml", *_PAGE),
+            ("explain", "plan.yaml", "--model", "model.gguf", *_PAGE),
             *(("export", "plan.yaml", "--model", "model.gguf", "--format", form) for form in _FORMS),
             ("rewrite", "model.gguf", "--plan", "plan.yaml", "-o", f"{OUT}/m.gguf"),
         ),

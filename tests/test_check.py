@@ -204,6 +204,34 @@ def test_without_its_inputs_a_plan_cannot_pass_unless_that_is_allowed(folder: Pa
     assert "none with findings" not in text
 
 
+def test_a_file_that_cannot_be_read_is_a_finding_and_the_others_are_judged(
+    folder: Path, plan: Plan, inventory: Inventory
+) -> None:
+    """One spoilt file of many must not keep a gate from its report."""
+    inputs = folder / "inputs"
+    other = plan.model_copy(update={"model": plan.model.model_copy(update={"name": "other"})})
+    for name in ("c", "d"):
+        (folder / f"{name}.yaml").write_text(to_text(other))
+    (inputs / "other.inventory.yaml").write_text("schema: 1\nname: [\n")
+    (folder / "b.yaml").write_bytes(b"schema: 1\0")
+    (folder / "e.yaml").symlink_to(folder / "nowhere")
+    report = folder / "j.xml"
+    code, text = run("check", "--no-resolve", "--json", "--list", "--junit", str(report), str(folder))
+    assert code == 2
+    files = json.loads(text)["files"]
+    assert [(Path(f["path"]).name, [found["rule"] for found in f["findings"]]) for f in files] == [
+        ("a.yaml", []),
+        ("b.yaml", ["schema"]),
+        ("c.yaml", ["inputs"]),
+        ("d.yaml", ["inputs"]),
+        ("e.yaml", ["schema"]),
+    ]
+    said = [f["findings"][0]["message"] for f in files if f["findings"]]
+    assert said[0] == "is not a text file" and said[3] == "no such file"
+    assert said[1] == said[2] and said[1].startswith(f"{inputs / 'other.inventory.yaml'}:3: ")
+    assert report.read_text().count("<error ") == 4
+
+
 def test_none_with_findings_is_said_where_there_are_none(folder: Path) -> None:
     code, text = run("check", str(folder / "a.yaml"))
     assert (code, text) == (0, "1 plan checked, none with findings\n")

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from atsplan import main
-from planner.errors import OptionProblem
+from planner.errors import FieldProblem, OptionProblem
 from planner.machine import presets
 from planner.machine.cards import UnknownCard, find, table
 from planner.machine.described import Parts, described
-from planner.machine.profile import from_text
+from planner.machine.profile import from_text, to_text
 
 GIB = 2**30
 # card, VRAM, RAM, memory, slot, cores of shipped descriptions with one GPU
@@ -112,3 +112,16 @@ def test_machines_and_cards_are_listed() -> None:
     told = run("machines").stdout
     assert all(name in told for name in presets.names())
     assert all(card.name in told for card in table().cards)
+
+
+def test_a_machine_has_one_cpu_and_each_name_once() -> None:
+    text = to_text(presets.load("rtx4060-8gb-ddr5"))
+    for old, new, why in (
+        ("name: CPU, kind: cpu", "name: host, kind: cpu", "one device of kind cpu, named CPU"),
+        ("kind: gpu", "kind: cpu", "one device of kind cpu, named CPU"),
+        ("kind: cpu", "kind: gpu", "one device of kind cpu, named CPU"),
+        ("name: CUDA0", "name: CPU", "each name once"),
+    ):
+        with pytest.raises(FieldProblem, match=why) as caught:
+            from_text(text.replace(old, new, 1), "p.yaml")
+        assert caught.value.field == "devices"

@@ -18,6 +18,7 @@ from commands.shared.console import out, out_text, progress, read_text, say, wri
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import device_map_option, engine_options
+from planner.errors import FileProblem, InputError
 
 if TYPE_CHECKING:
     from planner.check.check import CheckOptions
@@ -98,10 +99,13 @@ def _list(path: Path, library: InputLibrary) -> None:
     from planner.check.check import read_plan
     from planner.plan.plan_lines import device_lines, override_lines
 
-    plan, _ = read_plan(read_text(path), str(path))
-    if plan is None:
+    try:
+        plan, _ = read_plan(read_text(path), str(path))
+        inventory = library.of(plan, path).inventory if plan else None
+    except InputError:
         return  # its finding says why
-    inventory = library.of(plan, path).inventory
+    if plan is None:
+        return
     for line in (*device_lines(plan), *(override_lines(plan, inventory) if inventory else ())):
         out(f"{path}: {line}")
 
@@ -157,17 +161,33 @@ def _check_group(
 def _check_one(
     path: Path, library: InputLibrary, options: CheckOptions, allow_missing: bool
 ) -> list[Finding]:
+    """What is wrong with one file is a finding, so that the others are judged and every report is written."""
     from planner.check.check import check_plan, missing_inputs, read_plan
 
-    text = read_text(path)
+    try:
+        text = read_text(path)
+    except InputError as problem:
+        return [_unread(path, "schema", problem)]
     plan, found = read_plan(text, str(path))
     if plan is None:
         return found
-    inputs = library.of(plan, path)
+    try:
+        inputs = library.of(plan, path)
+    except InputError as problem:
+        return [_unread(path, "inputs", problem)]
     return [
         *check_plan(plan, text, str(path), inputs, options),
         *missing_inputs(plan, str(path), text, inputs, allowed=allow_missing),
     ]
+
+
+def _unread(path: Path, rule: str, problem: InputError) -> Finding:
+    """A plan that cannot be judged because a file cannot be read: it, or one that it names."""
+    from planner.check.findings import Finding, Severity
+
+    if isinstance(problem, FileProblem) and problem.path == str(path):
+        return Finding(str(path), 1, rule, Severity.INPUT, problem.why)
+    return Finding(str(path), 1, rule, Severity.INPUT, str(problem))
 
 
 def _print(names: list[str], found: list[Finding]) -> None:

@@ -99,14 +99,14 @@ class InputLibrary:
         profile = folder / file_name(machine, ".profile.yaml")
         if not self._models and self._is_new(inventory):
             self._add_model(inventory)
+            self._seen.add(inventory)
         if not self._given_profiles and self._is_new(profile):
             self._add_profile(profile)
+            self._seen.add(profile)
 
     def _is_new(self, path: Path) -> bool:
-        if path in self._seen or not path.is_file():
-            return False
-        self._seen.add(path)
-        return True
+        """Also where it could not be read before: each plan that needs it is told so."""
+        return path not in self._seen and path.is_file()
 
     def _profile(self, plan: Plan) -> Profile | None:
         wanted = plan.machine.profile_digest

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from planner.constants import CPU
 from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Rate, Record, Shape, digest, dump, load
 from planner.remember import remembered
 
@@ -114,6 +115,16 @@ class Profile(Record):
     calibrations: Many[Calibration] = Field((), max_length=1024)
     doubts: Annotated[Many[Doubt], Field(max_length=256)] | None = None  # absent: nothing was fitted
     warnings: Many[str] = Field((), max_length=1024)
+
+    @field_validator("devices")
+    @classmethod
+    def _one_host(cls, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        names = [device.name for device in devices]
+        if len(set(names)) != len(names):
+            raise ValueError("expected each name once")
+        if [device.name for device in devices if device.kind == "cpu"] != [CPU]:
+            raise ValueError(f"expected one device of kind cpu, named {CPU}")
+        return devices
 
     @model_validator(mode="after")
     def _triangular(self) -> Profile:
