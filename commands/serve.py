@@ -16,6 +16,8 @@ from planner.errors import EngineProblem, FileProblem, OptionProblem
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
+    from runtime.tools.hybrid_script import SlottedServer
+
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("model", type=click.Path(path_type=Path))
@@ -53,9 +55,11 @@ def command(
 ) -> None:
     """Serve MODEL by its plan until interrupted; EXTRA options go to llama-server as they are.
 
-    Striped experts are served by the engine's own server library, loaded beside the stripes.
+    Striped experts are served by the engine's own server library, loaded beside the stripes; experts in
+    slots by the unpatched program, through this program's device.
     """
     from contextlib import ExitStack
+    from dataclasses import replace
 
     from runtime.child.environment import python_program
     from runtime.tools.llama_server import free_port, serving
@@ -63,22 +67,46 @@ def command(
     _refuse_open(host, extra, no_key)
     free_port(host, port)  # before anything is asked of the engine
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
-    program, words = _command(job, engine, _beside(job, mmproj, draft))
-    if not no_check:
-        build = None if program == python_program() else str(program.parent)
-        review(job, engine or build, llama_h)
     with ExitStack() as stack:
+        slots = _slots(job, stack)
+        served = replace(job, spec=slots.spec) if slots else job
+        program, words = _command(served, engine, _beside(served, mmproj, draft))
+        if not no_check:
+            build = None if program == python_program() else str(program.parent)
+            review(job, engine or build, llama_h)
         hear = (lambda line: None) if quiet else say
         if metrics_port is not None:
-            hear, more = _metrics(job, stack, metrics_port, metrics_host, hear)
+            hear, more = _metrics(job, stack, metrics_port, metrics_host, hear, slots)
             words = [*words, *more]
-        server = stack.enter_context(serving(program, [*words, *extra], host, port, hear))
+        variables = slots.variables if slots else {}
+        server = stack.enter_context(serving(program, [*words, *extra], host, port, hear, more=variables))
         out(f"{server.url} (OpenAI-compatible under /v1)")
         raise EngineProblem("llama-server", server.outlive())
 
 
+def _slots(job: Job, stack: ExitStack) -> SlottedServer | None:
+    """Experts in slots for a stock server, their settings kept as long as the stack; None without any."""
+    from tempfile import TemporaryDirectory
+
+    from planner.quoting import Unquotable
+    from runtime.tools.hybrid_script import has_slots, slotted_server
+
+    if not has_slots(job.spec):
+        return None
+    folder = stack.enter_context(TemporaryDirectory(prefix="atsplan-slots-"))
+    try:
+        return slotted_server(job.spec, job.path, Path(folder))
+    except Unquotable as problem:
+        raise FileProblem(folder, str(problem)) from None
+
+
 def _metrics(
-    job: Job, stack: ExitStack, port: int, host: str, hear: Callable[[str], None]
+    job: Job,
+    stack: ExitStack,
+    port: int,
+    host: str,
+    hear: Callable[[str], None],
+    slots: SlottedServer | None = None,
 ) -> tuple[Callable[[str], None], list[str]]:
     """A page of figures as long as the stack; who is to hear the log, and options of the server for it."""
     from planner.plan.plan import to_text
@@ -88,6 +116,8 @@ def _metrics(
     from runtime.metrics.server_log import listening
 
     metrics = Metrics(job.plan, digest(to_text(job.plan)))
+    if slots is not None:
+        metrics.lanes_now(slots.reports.blocks)
     say(f"figures for Prometheus: {stack.enter_context(metrics_page(metrics, port, host))}")
     count = listening(metrics)
 

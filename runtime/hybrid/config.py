@@ -47,6 +47,7 @@ class Config:
     lockstep: bool = False  # steps wait for what was sent: counts can be told
     moves: tuple[tuple[int, int, int, int], ...] = ()  # schedule: step, block, expert, slot
     report: str = ""  # file for statistics, written when a model is freed
+    report_ms: int = 0  # and as often while it is loaded; 0: not then
     quiet: bool = True
     regions: bool = True  # False: every product by itself
     fault: str = ""  # seeded by tests
@@ -58,6 +59,7 @@ class Config:
         texts = ("device", "name", "report", "fault")
         lines = [f"{key} {word(getattr(self, key))}" for key in texts if getattr(self, key)]
         lines += [f"{key} {getattr(self, key)}" for key in numbers]
+        lines += [f"report_ms {self.report_ms}"] if self.report_ms else []
         lines += [f"memory {self.memory}", f"quiet {self.quiet:d}", f"regions {self.regions:d}"]
         if self.policy != "static":
             lines += self._adaptation()

@@ -6,7 +6,7 @@ and serves them over HTTP; labels are texts out of files and stay data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -98,7 +98,12 @@ class Metrics:
 
     def lanes(self, reports: Iterable[Report]) -> None:
         """Work of the devices that hold experts in slots, since the model was loaded."""
-        self._lanes.reports = tuple(reports)
+        found = tuple((r.wraps, block) for r in reports for block in r.blocks)
+        self._lanes.source = lambda: found
+
+    def lanes_now(self, source: Callable[[], Iterable[tuple[str, Block]]]) -> None:
+        """The same, asked of `source` whenever somebody reads: device and block."""
+        self._lanes.source = source
 
     def text(self) -> str:
         """All of it in the exposition format."""
@@ -165,11 +170,11 @@ class _Lanes:
     """Experts in slots, layer by layer."""
 
     def __init__(self) -> None:
-        self.reports: tuple[Report, ...] = ()
+        self.source: Callable[[], Iterable[tuple[str, Block]]] = tuple
 
     def collect(self) -> Iterator[Metric]:
         """The families; none without such a device."""
-        found = [(r.wraps, block) for r in self.reports for block in r.blocks]
+        found = list(self.source())
         if not found:
             return
         served = CounterMetricFamily(

@@ -6,13 +6,17 @@ text file (ATSPLAN_HYBRID), and the placement from its usual options.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from planner import quoting
 from planner.plan.load_spec import LoadSpec, Residents
 from planner.site import Site, SiteKind
+from runtime.hybrid import build
 from runtime.hybrid.config import ENVIRONMENT, LIBRARY
-from runtime.session.hybrid import settings, slotted
+from runtime.hybrid.lane_files import EVERY_MS, LaneFiles
+from runtime.session.hybrid import positions, settings, slotted
 from runtime.tools.export import NotHeld
 
 FORMS = ("llama-server", "llama-cli", "llama-bench")
@@ -40,13 +44,42 @@ def named(spec: LoadSpec) -> LoadSpec:
     )
 
 
-def slots_text(spec: LoadSpec, residents: Residents) -> str:
-    """The file that ATSPLAN_HYBRID names: what each wrapper holds; `residents` by position in the file."""
-    parts = [
-        settings(spec, device, residents, f"HYBRID{n}").text().decode()
-        for n, device in enumerate(slotted(spec))
-    ]
+def slots_text(
+    spec: LoadSpec, residents: Residents, reports: Mapping[str, str] | None = None, every_ms: int = 0
+) -> str:
+    """The file that ATSPLAN_HYBRID names: what each wrapper holds; `residents` by position in the file.
+
+    `reports` has files by device in which a wrapper says every so many milliseconds what it has done.
+    """
+    parts = []
+    for n, device in enumerate(slotted(spec)):
+        config = settings(spec, device, residents, f"HYBRID{n}")
+        if reports is not None:
+            config = replace(config, report=reports[device], report_ms=every_ms)
+        parts.append(config.text().decode())
     return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedServer:
+    """A stock program with experts in slots: placement, environment, and where it says what it does."""
+
+    spec: LoadSpec
+    variables: Mapping[str, str]
+    reports: LaneFiles
+
+
+def slotted_server(spec: LoadSpec, model: Path, folder: Path) -> SlottedServer:
+    """Settings of a spec with slots written into `folder`, which no other user may write to.
+
+    Raises HybridRefused with what to install, quoting.Unquotable for a folder that settings cannot name.
+    """
+    reports = {device: folder / f"HYBRID{n}.json" for n, device in enumerate(slotted(spec))}
+    names = {device: str(path) for device, path in reports.items()}
+    path = folder / "slots"
+    path.write_text(slots_text(spec, positions(model, spec.residents), names, EVERY_MS))
+    variables = {ENVIRONMENT: str(path), LIBRARY: str(build.library())}
+    return SlottedServer(named(spec), variables, LaneFiles(reports))
 
 
 def script(spec: LoadSpec, residents: Residents, command: str, name: str) -> str:

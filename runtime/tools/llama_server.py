@@ -113,11 +113,12 @@ def serving(
     port: int = 0,
     on_line: Callable[[str], None] = lambda line: None,
     timeout_s: float = 600,
+    more: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Start llama-server and wait until /health says ok; end its process group afterwards.
 
-    `port` 0 takes a free one. Raises NoPort when another program listens there, EngineProblem with the
-    server's last message when it ends first or does not answer in time.
+    `port` 0 takes a free one, `more` are variables for the program. Raises NoPort when another program
+    listens there, EngineProblem with the server's last message when it ends first or does not answer in time.
     """
     chosen = free_port(host, port)
     words = [*spelt(program, arguments), "--host", host, "--port", str(chosen)]
@@ -125,7 +126,7 @@ def serving(
     if folder is not None:
         words = _from(Path.cwd(), words)
     command = [str(program.absolute()), *words]
-    child = process.start(command, one_log=True, cwd=folder, variables=_variables(program))
+    child = process.start(command, one_log=True, cwd=folder, variables=_variables(program) | dict(more or {}))
     server = Server(child, host, chosen)
     server.reader = reader = threading.Thread(target=_read, args=(server, on_line), daemon=True)
     reader.start()

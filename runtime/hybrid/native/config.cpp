@@ -125,6 +125,7 @@ bool setting(const std::vector<std::string> & words, Config & config) {
         return true;
     }
     return key == "memory"         ? memory(value, config.memory)
+           : key == "report_ms"    ? small(value, 0, config.report_ms)
            : key == "threads"      ? small(value, 0, config.threads) && config.threads <= 512
            : key == "slots"        ? small(value, 0, config.slots)
            : key == "guests"       ? small(value, 0, config.guests)

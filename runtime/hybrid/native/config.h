@@ -26,6 +26,7 @@ struct Config {
     std::string device;        // to wrap; "": the first that is a GPU
     std::string name;          // of the wrapper; "": HYBRID0, HYBRID1 …
     std::string report;        // file that statistics are written to when a model is freed
+    int report_ms = 0;         // and as often while it is loaded; 0: not then
     Memory memory = Memory::kPinned;
     int threads = 0;           // of the CPU lane; 0: as many as the engine is told to use
     int slots = 0;             // of blocks without a line of their own: their first experts

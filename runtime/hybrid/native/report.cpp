@@ -82,6 +82,7 @@ void Store::write_report() {
     if (config.report.empty()) {
         return;
     }
+    std::lock_guard<std::mutex> lock(report_mutex_);
     // Whole or not at all: a reader never sees half of it.
     const std::string made = config.report + ".part";
     std::ofstream file(made);

@@ -54,6 +54,7 @@ Store::Store(const Host & h, Device * device, const Config & c)
     voice.set_quiet(c.quiet);
     cpu_bytes_us = c.cpu_bytes_us;
     bus_bytes_us = c.bus_bytes_us;
+    reporter_.start(c.report.empty() ? 0 : c.report_ms, [this] { write_report(); });
 }
 
 Store::~Store() = default;

@@ -16,6 +16,7 @@
 #include "residency.h"
 #include "route.h"
 #include "say.h"
+#include "ticker.h"
 
 namespace hybrid {
 
@@ -155,6 +156,8 @@ class Store {
     std::vector<Stream *> streams_;
     std::vector<std::string> retired_;  // reports of blocks that were freed
     size_t host_bytes_ = 0;
+    std::mutex report_mutex_;  // of the file
+    Ticker reporter_;          // the last member: it ends before what it reports goes
 };
 
 // The block, kind and role that the name of an expert weight tells; false for any other tensor.
