@@ -10,13 +10,16 @@ import click
 from commands.shared import console
 from commands.shared.machine_options import Described, machine_parts, profile_of
 from commands.shared.option_types import Number, Target
-from planner.errors import OptionProblem
+from planner.errors import FileProblem, OptionProblem
 from planner.quoting import shell
 
 if TYPE_CHECKING:
+    from planner.learn.calibrate import Observed, Together
+    from planner.learn.samples import Cleaned
     from planner.machine.op_time import Case
     from planner.machine.profile import Profile
     from planner.model.inventory import Inventory
+    from planner.plan.plan import Plan
     from profiler.session import Measured, Request
     from profiler.whole_model.llama_bench import Row
     from profiler.whole_model.published import Predicted
@@ -51,7 +54,18 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_n
     type=click.Path(path_type=Path),
     help="Results of stock llama-bench (-o json, or its table): fit a machine to them.",
 )
-@click.option("--machine", metavar="NAME", help="With --from: the machine that comes nearest, or its parts:")
+@click.option(
+    "--refine",
+    "results",
+    multiple=True,
+    metavar="PLAN=RESULT",
+    help="What bench or run measured of a plan: correct the profile it was made on; repeatable.",
+)
+@click.option(
+    "--machine",
+    metavar="NAME",
+    help="With --from: the machine that comes nearest, or its parts; with --refine: the profile:",
+)
 @machine_parts
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
@@ -68,6 +82,7 @@ def command(
     name: str,
     no_calibration: bool,
     source: Path | None,
+    results: tuple[str, ...],
     machine: str | None,
     parts: Described,
     as_json: bool,
@@ -81,6 +96,9 @@ def command(
     if source is not None:
         made = _fitted(source, _inventory(model), profile_of(None, machine, parts), name)
         _hand_over(made, out, as_json)
+        return
+    if results:
+        _hand_over(_refined(results, model, machine, name), out, as_json)
         return
     if machine is not None or parts:
         raise OptionProblem("--machine", machine or "", "is for --from; without it this machine is measured")
@@ -311,3 +329,107 @@ def _show_rows(rows: tuple[Row, ...], told: list[Predicted]) -> None:
         if abs(error) > _FAR:
             console.say(f"{row.words} is not explained together with the others: {error:+.0%}")
     console.out_table(table)
+
+
+def _refined(results: tuple[str, ...], model: Path | None, machine: str | None, name: str) -> Profile:
+    """The profile of some plans, corrected by what was measured of them; what contradicts the rest is named.
+
+    Raises OptionProblem without plans or with plans of several profiles, FileProblem for what is no result.
+    """
+    from commands.shared.inputs import InputLibrary
+    from commands.shared.models import load_plan
+    from planner.learn.calibrate import Observed, calibrated_together
+    from planner.machine.profile import profile_digest
+
+    library = InputLibrary((model,) if model else (), (Path(machine),) if machine else ())
+    pairs = list(map(_pair, results))
+    names: list[str] = []
+    observed: list[Observed] = []
+    used: dict[str, tuple[Inventory, Profile]] = {}
+    for plan_path in dict.fromkeys(path for path, _ in pairs):
+        plan, inputs = load_plan(plan_path), library.of(load_plan(plan_path), plan_path)
+        if inputs.inventory is None or inputs.profile is None:
+            lacks = "its MODEL" if inputs.inventory is None else "its profile with --machine"
+            raise FileProblem(str(plan_path), f"what it was made from is not here: give {lacks}")
+        used[inputs.inventory.table_digest() + profile_digest(inputs.profile)] = (
+            inputs.inventory,
+            inputs.profile,
+        )
+        for text, seen in _seen(plan, [result for path, result in pairs if path == plan_path]):
+            names.append(text)
+            observed.append(Observed(plan, inputs.known, seen))
+    if len(used) > 1:
+        raise OptionProblem(
+            "--refine", results[-1], "the plans are of several models or profiles: one at a time"
+        )
+    ((inventory, profile),) = used.values()
+    made = calibrated_together(observed, inventory, profile)
+    notes = _show_results(names, observed, made)
+    factors = ", ".join(f"{device} {ppm / 1e6:.2f}" for device, ppm in made.factors.items())
+    console.say(f"times of the devices, of those that the profile gave: {factors}")
+    return made.profile.model_copy(
+        update={
+            "name": name or profile.name,
+            "source": f"{profile.source}; corrected by {len(names)} results of {inventory.name}",
+            "warnings": (*made.profile.warnings, *notes),
+        }
+    )
+
+
+def _pair(text: str) -> tuple[Path, Path]:
+    plan, equals, result = text.rpartition("=")
+    if not equals or not plan or not result:
+        raise OptionProblem("--refine", text, "expected PLAN=RESULT, for example 'plan.yaml=bench.json'")
+    return Path(plan), Path(result)
+
+
+def _seen(plan: Plan, results: list[Path]) -> list[tuple[str, Cleaned]]:
+    """What each result says of a plan; those that say too little alone are taken together."""
+    from planner.learn.readers import samples_in
+    from planner.learn.samples import cleaned
+
+    found: list[tuple[str, Cleaned]] = []
+    few: list[Path] = []
+    samples = {path: samples_in(console.read_text(path), str(path)) for path in results}
+    for path in samples:
+        seen = cleaned(samples[path], plan.workload.n_seq)
+        if seen.token or seen.prompt:
+            found.append((str(path), seen))
+        else:
+            few.append(path)
+    if few:
+        seen = cleaned((s for path in few for s in samples[path]), plan.workload.n_seq)
+        if not seen.token and not seen.prompt:
+            why = ", ".join(f"{number} {dropped.value}" for dropped, number in seen.dropped.items())
+            raise FileProblem(str(few[0]), f"holds too few clean measurements{f': {why}' if why else ''}")
+        found.append((", ".join(map(str, few)), seen))
+    return found
+
+
+def _show_results(names: list[str], observed: list[Observed], made: Together) -> list[str]:
+    """Each measurement beside what the profile and the corrected one say of it; what is contradicted."""
+    from planner.learn.watch import DEVIATION_PPM
+
+    notes = []
+    table = console.table("result", "of", "measured", "profile", "corrected", "error")
+    for path, each, before, after in zip(names, observed, made.before, made.after, strict=True):
+        seen = each.seen
+        for what, measured, old, new in (
+            ("token", seen.token, before.token_ns, after.token_ns),
+            ("prompt", seen.prompt, before.prompt_ns, after.prompt_ns),
+        ):
+            if measured is None or old is None or new is None:
+                continue
+            error = new / measured.ns - 1
+            at = f"depth {measured.depth}" if what == "token" else f"{measured.tokens} tokens"
+            told = (console.ms(measured.ns), console.ms(old), console.ms(new), f"{error:+.1%}")
+            table.add_row(path, f"{what}, {at}", *told)
+            if abs(error) * 1e6 > DEVIATION_PPM:
+                notes.append(
+                    f"{path}: {console.ms(measured.ns)} for a {what} contradicts the other measurements, "
+                    f"with which it would be {console.ms(new)}"
+                )
+    console.out_table(table)
+    for note in notes:
+        console.say(note)
+    return notes

@@ -305,3 +305,61 @@ def test_without_what_a_plan_was_made_from_there_is_nothing_to_refine(made: Plan
     (tmp_path / "bench.json").write_text(bench_report(made, machine()))
     found = run("refine", tmp_path / "plan.yaml", "--measured", tmp_path / "bench.json")
     assert found.exit_code == 2 and "give --model" in found.stderr
+
+
+def corrected(folder: Path, made: Plan, *factors: float) -> tuple[Result, Path]:
+    """`profile --refine` with a result of bench for each factor of the CPU's times."""
+    (folder / "plan.yaml").write_text(plan_text(made))
+    (folder / "m.inventory.yaml").write_text(inventory_text(MODEL))
+    (folder / "m.profile.yaml").write_text(to_text(machine()))
+    words: list[str | Path] = ["profile", folder / "m.inventory.yaml", "--machine", folder / "m.profile.yaml"]
+    for n, factor in enumerate(factors):
+        (folder / f"{n}.json").write_text(bench_report(made, scaled(CPU=factor)))
+        words += ["--refine", f"{folder / 'plan.yaml'}={folder / f'{n}.json'}"]
+    return run(*words, "-o", folder / "new.yaml"), folder / "new.yaml"
+
+
+def test_a_profile_is_corrected_by_results_however_near(made: Plan, tmp_path: Path) -> None:
+    found, path = corrected(tmp_path, made, 1.1, 1.1)
+    assert found.exit_code == 0, found.output
+    learnt = from_text(path.read_text(), "p")
+    assert calibration_for(learnt, MODEL.table_digest()).scale_ppm["CPU"] > 1.05 * PPM
+    told = reprice(made, MODEL, learnt, Known()).plan.predicted.tpot_ns
+    real = reprice(made, MODEL, scaled(CPU=1.1), Known()).plan.predicted.tpot_ns
+    assert told == pytest.approx(real, rel=0.01)
+    assert "contradicts" not in found.output and learnt.warnings == machine().warnings
+    assert "corrected by 2 results" in learnt.source
+
+
+def test_results_that_contradict_each_other_are_named(made: Plan, tmp_path: Path) -> None:
+    found, path = corrected(tmp_path, made, 1.0, 3.0)
+    assert found.exit_code == 0, found.output
+    named = [w for w in from_text(path.read_text(), "p").warnings if "contradicts the other" in w]
+    assert len(named) == 2 and "0.json" in named[0] and "1.json" in named[1]
+
+
+def test_few_runs_of_a_plan_count_together(made: Plan, tmp_path: Path) -> None:
+    for n in range(3):
+        tokens = {
+            "prompt_tokens": 512,
+            "tokens": [1] * 64,
+            "prefill_ns": 9,
+            "tpot_ns": made.predicted.tpot_ns,
+        }
+        (tmp_path / f"run{n}.json").write_text(json.dumps(tokens))
+    (tmp_path / "plan.yaml").write_text(plan_text(made))
+    (tmp_path / "m.inventory.yaml").write_text(inventory_text(MODEL))
+    (tmp_path / "m.profile.yaml").write_text(to_text(machine()))
+    words: list[str | Path] = [
+        "profile",
+        tmp_path / "m.inventory.yaml",
+        "--machine",
+        tmp_path / "m.profile.yaml",
+    ]
+    few = [*words, "--refine", f"{tmp_path / 'plan.yaml'}={tmp_path / 'run0.json'}"]
+    alone = run(*few)
+    assert alone.exit_code == 2 and "run0.json: holds too few clean measurements" in alone.stderr
+    for n in (1, 2):
+        few += ["--refine", f"{tmp_path / 'plan.yaml'}={tmp_path / f'run{n}.json'}"]
+    assert run(*few).exit_code == 0
+    assert "expected PLAN=RESULT" in run(*words, "--refine", "plan.yaml").stderr

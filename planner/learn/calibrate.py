@@ -61,22 +61,51 @@ def predicted(plan: Plan, inventory: Inventory, profile: Profile, known: Known, 
     return Times(priced(seen.token, "depth"), priced(seen.prompt, "prompt"))
 
 
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What was measured of one plan, and the routing that it was made with."""
+
+    plan: Plan
+    known: Known
+    seen: Cleaned
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A profile that explains several plans' measurements as well as one can, and what it says of each."""
+
+    profile: Profile
+    before: tuple[Times, ...]
+    after: tuple[Times, ...]
+    factors: Mapping[str, int]  # by device, of its former times, in ppm
+
+
 def calibrated(plan: Plan, inventory: Inventory, profile: Profile, known: Known, seen: Cleaned) -> Calibrated:
     """The profile with the calibration for this model that explains what was seen."""
+    found = calibrated_together([Observed(plan, known, seen)], inventory, profile)
+    return Calibrated(found.profile, found.before[0], found.after[0], found.factors)
 
-    def times(factors: Mapping[str, Fraction]) -> Times:
-        return predicted(plan, inventory, _with(profile, plan, factors), known, seen)
 
-    names = [*(use.name for use in plan.devices), _SPLIT, _TOKEN]
+def calibrated_together(observed: Sequence[Observed], inventory: Inventory, profile: Profile) -> Together:
+    """The profile with the calibration for a model that best explains what was seen of several plans."""
+    devices = tuple(dict.fromkeys(use.name for each in observed for use in each.plan.devices))
+    digest = inventory.table_digest()
+
+    def times(factors: Mapping[str, Fraction]) -> tuple[Times, ...]:
+        made = _with(profile, digest, devices, factors)
+        return tuple(predicted(each.plan, inventory, made, each.known, each.seen) for each in observed)
+
+    names = [*devices, _SPLIT, _TOKEN]
     factors = dict.fromkeys(names, Fraction(1))
     before = after = times(factors)
     slopes = {
-        name: [(b - a) / _STEP for a, b in _pairs(before, times({**factors, name: 1 + _STEP}))]
+        name: [(b - a) / _STEP for a, b in _all_pairs(before, times({**factors, name: 1 + _STEP}))]
         for name in names
     }
-    goals = [Fraction(m.ns) for m in (seen.token, seen.prompt) if m is not None]
+    measured = [m for each in observed for m in (each.seen.token, each.seen.prompt) if m is not None]
+    goals = [Fraction(m.ns) for m in measured]
     for _ in range(_PASSES):
-        now = [a for a, _ in _pairs(after, after)]
+        now = [a for a, _ in _all_pairs(after, after)]
         rows = [
             ([slopes[name][i] / goal for name in names], (goal - now[i]) / goal)
             for i, goal in enumerate(goals)
@@ -88,9 +117,13 @@ def calibrated(plan: Plan, inventory: Inventory, profile: Profile, known: Known,
             for name, each in zip(names, change, strict=True)
         }
         after = times(factors)
-    told = {use.name: int(factors[use.name] * PPM) for use in plan.devices}
-    counted = (seen.token.samples if seen.token else 0) + (seen.prompt.samples if seen.prompt else 0)
-    return Calibrated(_with(profile, plan, factors, counted), before, after, told)
+    told = {name: int(factors[name] * PPM) for name in devices}
+    counted = sum(m.samples for m in measured)
+    return Together(_with(profile, digest, devices, factors, counted), before, after, told)
+
+
+def _all_pairs(one: Sequence[Times], other: Sequence[Times]) -> list[tuple[Fraction, Fraction]]:
+    return [pair for a, b in zip(one, other, strict=True) for pair in _pairs(a, b)]
 
 
 def _pairs(one: Times, other: Times) -> list[tuple[Fraction, Fraction]]:
@@ -98,11 +131,12 @@ def _pairs(one: Times, other: Times) -> list[tuple[Fraction, Fraction]]:
     return [(Fraction(a), Fraction(b)) for a, b in both if a is not None and b is not None]
 
 
-def _with(profile: Profile, plan: Plan, factors: Mapping[str, Fraction], runs: int = 0) -> Profile:
-    """The profile with this model's calibration times some factors."""
-    digest = plan.model.table_digest
+def _with(
+    profile: Profile, digest: str, devices: Sequence[str], factors: Mapping[str, Fraction], runs: int = 0
+) -> Profile:
+    """The profile with a model's calibration times some factors."""
     old = calibration_for(profile, digest)
-    scales = {use.name: round(old.scale_ppm.get(use.name, PPM) * factors[use.name]) for use in plan.devices}
+    scales = {name: round(old.scale_ppm.get(name, PPM) * factors[name]) for name in devices}
     made = Calibration(
         model=digest,
         split_ns=round(old.split_ns * factors[_SPLIT]),
