@@ -36,6 +36,7 @@ void Courier::wait(const Arrived & arrived) {
 }
 
 void Courier::join(Stream * stream) {
+    n_streams_++;
     std::lock_guard<std::mutex> lock(streams_mutex_);
     streams_.push_back(stream);
 }
@@ -43,6 +44,7 @@ void Courier::join(Stream * stream) {
 void Courier::part(Stream * stream) {
     std::lock_guard<std::mutex> lock(streams_mutex_);
     streams_.erase(std::find(streams_.begin(), streams_.end(), stream));
+    n_streams_--;
 }
 
 void Courier::work() {

@@ -58,15 +58,17 @@ class Courier {
 
     void send(Delivery delivery);
     void wait(const Arrived & arrived);
+    void await(const std::vector<Reader> & readers);
 
     // Contexts that may be idle without having said that they are done.
     void join(Stream * stream);
     void part(Stream * stream);
+    // Whether a single context is there, whose queue has the order of all that reads slots.
+    bool alone() const { return n_streams_.load() == 1; }
 
   private:
     void work();
     void deliver(const Delivery & delivery);
-    void await(const std::vector<Reader> & readers);
 
     const Host & host_;
     Device * const inner_;
@@ -78,6 +80,7 @@ class Courier {
     bool ended_ = false;
     std::mutex streams_mutex_;  // held while an idle stream is waited for; no step ever takes it
     std::vector<Stream *> streams_;
+    std::atomic<int> n_streams_{0};
 };
 
 }  // namespace hybrid

@@ -58,7 +58,11 @@ void Prefetch::begin(const Plan & plan) {
     for (const auto & region : plan.regions) {
         Residency * residency = region->group->residency.get();
         const bool again = std::find(held_.begin(), held_.end(), residency) != held_.end();
-        if (!pays(*region) || (residency && !again && !residency->hold())) {
+        if (!pays(*region)) {
+            continue;
+        }
+        stream_.finish_slots();
+        if (residency && !again && !residency->hold()) {
             continue;
         }
         if (residency && !again) {

@@ -97,9 +97,12 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
     if (region.n_tokens() > store_.config.cpu_tokens) {
         cost.cpu_pair = std::max(cost.cpu_pair, INT64_MAX / (choices.n_places * choices.n_tokens) / 2);
     }
+    // Only a step that brings all of an expert can give it its slot.
+    const bool whole = region.products.size() == group.matrices.size();
     std::vector<Tensor *> banks;
     for (;;) {
         table.n_empty = turn.n_empty();
+        table.coming = whole && table.n_guests ? turn.coming() : nullptr;
         fault = router_.route(choices, table, cost, routing_);
         if (!fault.empty()) {
             return kFailed;
@@ -108,6 +111,7 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
             break;
         }
         in_slots_ = group.expert_in;
+        turn.keep({});
         turn.divided();
         turn.settle();  // no copy of a slot while it is written
         stage.lock();
@@ -121,7 +125,10 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         table.n_stage = 0;
         turn.again();
     }
-    turn.divided();
+    const bool comes = turn.keep(routing_.bank == Bank::kSlots ? routing_.uploads : std::vector<Upload>());
+    if (!comes) {
+        turn.divided();
+    }
     remember_cold(region, table);
     count(region, choices);
     // The CPU's threads begin before anything else is queued: what the host queues meanwhile costs no time.
@@ -147,6 +154,11 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         status = on_slots(graph, region);
     }
     group.counters.launch_ns += nanoseconds() - started;
+    if (comes && status == kSuccess) {
+        turn.brought();
+        turn.divided();
+        slots_written_ = true;
+    }
     if (stage.owns_lock()) {
         stage.unlock();
     }

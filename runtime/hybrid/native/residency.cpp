@@ -43,31 +43,38 @@ void Residency::decide(const Choices & choices, int32_t n_needed) {
     }
     scores_.step(choices, expert_bytes);
     Admission admission{};
-    while (!holders_ && group_.n_slots - static_cast<int32_t>(sent_.size()) > n_needed && scores_.next(group_.slot_of, group_.expert_in, on_its_way_, admission)) {
-        send(admission);
+    readers_.erase(std::remove_if(readers_.begin(), readers_.end(), [](const Reader & reader) { return reader.done(); }),
+                   readers_.end());
+    leaving_ = readers_;
+    while (!holders_ && group_.n_slots - static_cast<int32_t>(sent_.size() + coming_.size()) > n_needed &&
+           scores_.next(group_.slot_of, group_.expert_in, on_its_way_, admission)) {
+        admit(admission);
     }
 }
 
-// The slot is free for its new expert from now on, and written when nobody reads it any more.
-void Residency::send(const Admission & admission) {
+// The slot is free for its new expert from now on.
+void Residency::admit(const Admission & admission) {
     const auto slot = static_cast<size_t>(admission.slot);
     group_.slot_of[static_cast<size_t>(group_.expert_in[slot])] = -1;
     group_.expert_in[slot] = -1;
     on_its_way_[static_cast<size_t>(admission.expert)] = 1;
+    coming_.push_back(Coming{admission.expert, admission.slot});
+    admitted++;
+}
+
+// Written when nobody reads it any more who might before.
+void Residency::send(const Coming & coming) {
     Delivery delivery;
     delivery.arrived = std::make_shared<std::atomic<bool>>(false);
-    sent_.push_back(Sent{admission.expert, admission.slot, delivery.arrived});
+    sent_.push_back(Sent{coming.expert, coming.slot, delivery.arrived});
     for (Matrix * matrix : group_.matrices) {
         const size_t each = matrix->tensor->nb[2];
-        const char * data = static_cast<const char *>(matrix->tensor->data) + static_cast<size_t>(admission.expert) * each;
-        delivery.pieces.push_back(Piece{matrix->slots, data, slot * each, each});
+        const char * data = static_cast<const char *>(matrix->tensor->data) + static_cast<size_t>(coming.expert) * each;
+        delivery.pieces.push_back(Piece{matrix->slots, data, static_cast<size_t>(coming.slot) * each, each});
         bytes += static_cast<int64_t>(each);
     }
-    readers_.erase(std::remove_if(readers_.begin(), readers_.end(), [](const Reader & reader) { return reader.done(); }),
-                   readers_.end());
-    delivery.readers = readers_;
+    delivery.readers = leaving_;
     courier_.send(std::move(delivery));
-    admitted++;
 }
 
 bool Residency::hold() {
@@ -77,13 +84,14 @@ bool Residency::hold() {
         return false;
     }
     receive(false);
-    holders_ += sent_.empty() ? 1 : 0;
-    return sent_.empty();
+    const bool free = sent_.empty() && (!wrote_.progress || wrote_.done());
+    holders_ += free ? 1 : 0;
+    return free;
 }
 
 void Residency::note(const Choices & choices) {
     std::lock_guard<std::mutex> lock(mutex_);
-    decide(choices, group_.n_slots);
+    decide(choices, group_.n_slots);  // scores alone: all slots are needed
 }
 
 // All reads of the slots have been queued.
@@ -119,6 +127,10 @@ Residency::Turn::Turn(Residency * residency, const Choices & choices, bool count
         return;
     }
     lock_ = std::unique_lock<std::mutex>(residency->mutex_);
+    // A context that came later reads what has arrived. Who wrote is done at its next block, or idle.
+    if (residency->wrote_.progress && residency->wrote_.progress != progress && !residency->wrote_.done()) {
+        residency->courier_.await({residency->wrote_});
+    }
     residency->receive(residency->how_.lockstep);
     if (counts) {
         residency->decide(choices, n_needed);
@@ -129,7 +141,50 @@ Residency::Turn::Turn(Residency * residency, const Choices & choices, bool count
     residency->reads(progress);
 }
 
-int32_t Residency::Turn::n_empty() const { return residency_ ? static_cast<int32_t>(residency_->sent_.size()) : 0; }
+int32_t Residency::Turn::n_empty() const { return residency_ ? static_cast<int32_t>(residency_->sent_.size() + residency_->coming_.size()) : 0; }
+
+const std::vector<Coming> * Residency::Turn::coming() const {
+    if (!residency_ || residency_->coming_.empty() || !residency_->courier_.alone()) {
+        return nullptr;
+    }
+    // A context that is gone may have left something behind.
+    for (const Reader & reader : residency_->leaving_) {
+        if (reader.progress != progress_ && !reader.done()) {
+            return nullptr;
+        }
+    }
+    return &residency_->coming_;
+}
+
+bool Residency::Turn::keep(const std::vector<Upload> & uploads) {
+    if (!residency_) {
+        return false;
+    }
+    std::vector<Coming> & coming = residency_->coming_;
+    const auto sent = [&](const Coming & one) {
+        const bool here = std::any_of(uploads.begin(), uploads.end(), [&](const Upload & upload) {
+            return upload.expert == one.expert && upload.position == one.slot;
+        });
+        if (!here) {
+            residency_->send(one);
+            before_.push_back(residency_->sent_.back().arrived);
+        }
+        return !here;
+    };
+    coming.erase(std::remove_if(coming.begin(), coming.end(), sent), coming.end());
+    return !coming.empty();
+}
+
+void Residency::Turn::brought() {
+    Group & group = residency_->group_;
+    for (const Coming & one : residency_->coming_) {
+        group.slot_of[static_cast<size_t>(one.expert)] = one.slot;
+        group.expert_in[static_cast<size_t>(one.slot)] = one.expert;
+        residency_->on_its_way_[static_cast<size_t>(one.expert)] = 0;
+    }
+    residency_->coming_.clear();
+    residency_->wrote_ = Reader{progress_, progress_->issued};
+}
 
 void Residency::Turn::divided() {
     if (lock_.owns_lock()) {
@@ -152,6 +207,10 @@ void Residency::Turn::settle() {
 // All of the step's work has been queued.
 Residency::Turn::~Turn() {
     if (residency_) {
+        if (lock_.owns_lock()) {  // an error came first: by the other way, after what this step may have queued
+            residency_->leaving_.push_back(Reader{progress_, progress_->issued});
+            keep({});
+        }
         progress_->queued = progress_->issued;
     }
 }

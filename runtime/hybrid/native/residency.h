@@ -41,13 +41,17 @@ class Residency {
     void receive(bool wait);
     void reads(const std::shared_ptr<Progress> & progress);
     void decide(const Choices & choices, int32_t n_needed);
-    void send(const Admission & admission);
+    void admit(const Admission & admission);
+    void send(const Coming & coming);
 
     Courier & courier_;
     const Adaptation & how_;
     Group & group_;
     std::mutex mutex_;  // of the group's tables and of what follows
     Scores scores_;
+    std::vector<Coming> coming_;      // of the step in hand, and nobody brings their bytes yet
+    std::vector<Reader> leaving_;     // who may still read the slots that they get
+    Reader wrote_{nullptr, 0};        // a step that brought experts to slots by itself
     std::deque<Sent> sent_;  // not yet in the tables
     std::vector<char> on_its_way_;  // by expert
     int holders_ = 0;               // prompts on their way
@@ -64,6 +68,12 @@ class Residency::Turn {
     Turn & operator=(const Turn &) = delete;
 
     int32_t n_empty() const;  // slots that hold nothing now
+    // Experts that get slots in this step, if the step itself may write there: nobody else reads them.
+    const std::vector<Coming> * coming() const;
+    // Those that the step's uploads bring to their slots stay with the step, the others are sent. Returns whether any
+    // stay: then the turn lasts until they are queued.
+    bool keep(const std::vector<Upload> & uploads);
+    void brought();  // those that stayed are queued, ahead of all that this context reads from now on
     void divided();           // the choices are: others may change the tables
     void again();             // divide them once more
     // Nothing is written into the slots that this step may read. What was sent later waits for this step, so that

@@ -42,13 +42,26 @@ std::string Router::count(const Choices & choices, const Table & table) {
     for (int32_t expert = 0; expert < table.n_experts; expert++) {
         const auto e = static_cast<size_t>(expert);
         if (n_pairs_[e] && (*table.slot_of)[e] < 0) {
-            cold_.push_back(Cold{expert, n_pairs_[e]});
+            cold_.push_back(Cold{expert, n_pairs_[e], slot_for(table, expert)});
         }
     }
+    // Who gets a slot comes first: what the bus brings there need not be brought again.
     std::sort(cold_.begin(), cold_.end(), [](const Cold & a, const Cold & b) {
+        if ((a.slot < 0) != (b.slot < 0)) {
+            return b.slot < 0;
+        }
         return a.n_pairs != b.n_pairs ? a.n_pairs > b.n_pairs : a.expert < b.expert;
     });
     return "";
+}
+
+int32_t Router::slot_for(const Table & table, int32_t expert) {
+    for (size_t i = 0; table.coming && i < table.coming->size(); i++) {
+        if ((*table.coming)[i].expert == expert) {
+            return (*table.coming)[i].slot;
+        }
+    }
+    return -1;
 }
 
 std::string Router::rename(const Choices & choices, const Table & table, Routing & result, bool & repeated) {
@@ -92,15 +105,16 @@ void Router::choose(const Choices & choices, const Table & table, const Costs & 
     const auto n_bank = static_cast<int64_t>(table.n_slots) - table.n_empty + table.n_guests;
     const bool slots_work = table.may_repeat ? n_bank > 0 : n_bank >= choices.n_places;
     const int64_t never = INT64_MAX;
-    int64_t best = never, n_guests = 0;
+    int64_t best = never, n_brought = 0;
     int64_t left = rest;
-    for (int64_t n = 0; n <= std::min<int64_t>(n_cold, slots_work ? table.n_guests : 0); n++) {
+    const auto n_coming = std::count_if(cold_.begin(), cold_.end(), [](const Cold & cold) { return cold.slot >= 0; });
+    for (int64_t n = 0; n <= std::min<int64_t>(n_cold, slots_work ? table.n_guests + n_coming : 0); n++) {
         const int64_t cpu = left ? costs.cpu_start + left * costs.cpu_pair : 0;
         const int64_t bus = n ? costs.bus_start + n * costs.bus_expert : 0;
         const int64_t ends = std::max(cpu, bus + costs.device);
         if ((table.cpu || left == 0) && ends < best) {
             best = ends;
-            n_guests = n;
+            n_brought = n;
         }
         left -= n < n_cold ? cold_[static_cast<size_t>(n)].n_pairs : 0;
     }
@@ -113,7 +127,7 @@ void Router::choose(const Choices & choices, const Table & table, const Costs & 
     const bool stage_works = n_staged <= table.n_stage && (table.may_repeat || table.n_stage - table.n_empty >= choices.n_places);
     if (stage_works && n_cold * costs.bus_expert + costs.stage < best) {
         result.bank = Bank::kStage;
-        n_guests = n_cold;
+        n_brought = n_cold;
         // Neighbours in the file are neighbours there, and come in one copy.
         std::sort(cold_.begin(), cold_.end(), [](const Cold & a, const Cold & b) { return a.expert < b.expert; });
     }
@@ -125,10 +139,12 @@ void Router::choose(const Choices & choices, const Table & table, const Costs & 
     for (int32_t expert = 0; expert < table.n_experts; expert++) {
         position_[static_cast<size_t>(expert)] = (*table.slot_of)[static_cast<size_t>(expert)];
     }
-    for (int64_t n = 0; n < n_guests; n++) {
-        const auto position = static_cast<int32_t>(table.n_slots + n);
-        result.uploads.push_back(Upload{cold_[static_cast<size_t>(n)].expert, position});
-        position_[static_cast<size_t>(result.uploads.back().expert)] = position;
+    int32_t next = table.n_slots;
+    for (int64_t n = 0; n < n_brought; n++) {
+        const Cold & cold = cold_[static_cast<size_t>(n)];
+        const int32_t position = cold.slot >= 0 && result.bank == Bank::kSlots ? cold.slot : next++;
+        result.uploads.push_back(Upload{cold.expert, position});
+        position_[static_cast<size_t>(cold.expert)] = position;
     }
 }
 

@@ -21,6 +21,11 @@ struct Choices {
     }
 };
 
+// An expert that gets a slot, which holds nothing any more.
+struct Coming {
+    int32_t expert, slot;
+};
+
 // Nanoseconds.
 struct Costs {
     int64_t cpu_pair = 1;    // one choice by the CPU
@@ -38,6 +43,7 @@ struct Table {
     bool may_repeat = false;  // whether two places of a token may name one slot
     const std::vector<int32_t> * expert_in = nullptr;  // by slot; -1: not to be read. nullptr: all may be
     int32_t n_empty = 0;      // how many may not
+    const std::vector<Coming> * coming = nullptr;  // who gets which empty slot, if the bus may bring it there
 };
 
 struct Upload {
@@ -75,9 +81,11 @@ class Router {
     struct Cold {
         int32_t expert;
         int64_t n_pairs;
+        int32_t slot;  // that it gets in this step; -1: none
     };
 
     std::string count(const Choices & choices, const Table & table);
+    static int32_t slot_for(const Table & table, int32_t expert);
     void choose(const Choices & choices, const Table & table, const Costs & costs, Routing & result);
     void place(const Choices & choices, const Table & table, Routing & result);
     int32_t spare(const Table & table, int64_t token);

@@ -62,6 +62,7 @@ void Stream::synchronize() {
     if (inner_->iface.synchronize) {
         inner_->iface.synchronize(inner_);
     }
+    slots_written_ = false;
     progress_->finished.store(progress_->queued, std::memory_order_release);
 }
 

@@ -32,6 +32,12 @@ class Stream {
     void get_async(const Tensor * tensor, void * data, size_t offset, size_t size);
 
     Backend * inner() const { return inner_; }
+    // Before another queue reads slots.
+    void finish_slots() {
+        if (slots_written_) {
+            synchronize();
+        }
+    }
     const std::shared_ptr<Progress> & progress() const { return progress_; }
     // One call at a time reaches the inner backend: another thread may wait for it to be idle.
     std::recursive_mutex & api() { return api_; }
@@ -81,6 +87,7 @@ class Stream {
     Backend * const inner_;
     std::recursive_mutex api_;
     const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
+    bool slots_written_ = false;     // by what this queue has not finished
     std::vector<int32_t> in_slots_;  // of the block in hand, while others may change its table
     std::vector<std::unique_ptr<Plan>> plans_;
     uint64_t clock_ = 0;
