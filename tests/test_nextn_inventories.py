@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from planning_models import machine, plan, real
 
@@ -18,6 +20,7 @@ from planner.solver.clock import Clock
 from planner.workload import Workload
 
 DENSE, MOE = "Qwen3.6-27B-q4_K", "Qwen3.6-35B-A3B-q4_K"
+LATENT = "DeepSeek-V3.1-Terminus-q4_K"
 
 
 def drafted(name: str, accept: float, workload: Workload | None = None) -> Plan:
@@ -29,13 +32,22 @@ def drafted(name: str, accept: float, workload: Workload | None = None) -> Plan:
     return make_plan(real(name), profile, request, clock=Clock(10))
 
 
-@pytest.mark.parametrize("name", [DENSE, MOE])
+@pytest.mark.parametrize("name", [DENSE, MOE, LATENT])
 def test_the_block_is_whole_and_counted_inside_the_layers(name: str) -> None:
     model, plain = real(f"{name}+nextn"), real(name)
     assert nextn_fault(model) == "" and nextn_fault(plain) == "holds no NextN/MTP block"
     with_block, without = layers_of(model), layers_of(plain)
     assert (with_block.n_main, with_block.n_all) == (without.n_main, without.n_all + 1)
     assert model.tensors[: len(plain.tensors)] == plain.tensors
+
+
+def test_a_latent_block_has_the_published_parameters_and_cache() -> None:
+    """11.5e9 parameters without embedding and head (README_WEIGHTS of DeepSeek-V3), 576 values a cell."""
+    model = real(f"{LATENT}+nextn")
+    block = [t for t in model.tensors if t.name.startswith("blk.61.")]
+    assert sum(math.prod(t.shape) for t in block) == pytest.approx(11.5e9, rel=0.01)
+    assert nextn_kv_bytes(model, Workload(n_ctx=4096)) == (4096 * 576 * 2,)
+    assert not any("embed_tokens" in t.name or "shared_head_head" in t.name for t in block)
 
 
 def test_its_cache_is_the_published_one() -> None:

@@ -232,6 +232,10 @@ NO_MTP = "Text model alone: the MTP block and the vision projector are files of 
 DUMP = "Tensor table of a real GGUF file."
 DERIVED = "Derived from the model's configuration and llama.cpp's quantisation rules; no file was read."
 
+WITHOUT_NEXTN = (
+    "The table lacks the MTP block; here it is made as the model's README_WEIGHTS describes it: one more "
+    "layer with the shapes and types of the last, and a projection of token and hidden state."
+)
 WITH_NEXTN = (
     "The MTP block is a file of its own upstream; here it is made from the configuration: one more layer of "
     "full attention with the shapes and types of the last, and a projection of token and hidden state."
@@ -281,6 +285,9 @@ SOURCES = (
     Source("DeepSeek-V3.1-Terminus-q4_K", "deepseek2", f"{MAPS}/DeepSeek-V3.1-Terminus.q4_K.csv",
            "deepseek-ai--DeepSeek-V3_config.json", deepseek,
            f"{DUMP} Same shape as DeepSeek-V3 and R1. Without the MTP block."),
+    Source("DeepSeek-V3.1-Terminus-q4_K+nextn", "deepseek2", f"{MAPS}/DeepSeek-V3.1-Terminus.q4_K.csv",
+           "deepseek-ai--DeepSeek-V3_config.json", deepseek,
+           f"{DUMP} Same shape as DeepSeek-V3 and R1. {WITHOUT_NEXTN}", nextn=True),
     Source(FLASH_NEXT, "qwen4exp", "gguf_dumps/Qwen3.8-Flash-Next.qwen4exp.expert_bytes.json", "", common,
            "Routed experts and the n-gram table alone, from published bytes per layer; attention, mixers, "
            "shared experts, embedding and head are not known and take memory on top."),
@@ -325,17 +332,20 @@ def make(source: Source, data: Path) -> Inventory:
 
 
 def with_nextn(config: Config, hparams: Hparams, rows: tuple[Row, ...]) -> tuple[Hparams, tuple[Row, ...]]:
-    """The table with the NextN block that a configuration of Qwen3.5 and later counts.
+    """The table with the NextN block that a configuration of Qwen3.5 and later, or DeepSeek-V3, counts.
 
     Published weights name them mtp.fc (2 widths to one), two norms before it, one layer of full attention
-    and a norm; embedding and head are those of the model (mtp_use_dedicated_embeddings: false).
+    and a norm; embedding and head are those of the model (mtp_use_dedicated_embeddings: false). By the
+    README_WEIGHTS of DeepSeek-V3 its block is the same: eh_proj, enorm, hnorm, a layer built as the others,
+    embedding and head shared with the model.
     """
-    assert config["mtp_num_hidden_layers"] == 1 and not config["mtp_use_dedicated_embeddings"]
+    assert config.get("mtp_num_hidden_layers", config.get("num_nextn_predict_layers")) == 1
+    assert not config.get("mtp_use_dedicated_embeddings")
     last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
-    assert (last + 1) % config["full_attention_interval"] == 0
+    assert (last + 1) % config.get("full_attention_interval", 1) == 0
     block = [replace(row, name=row.name.replace(f"blk.{last}.", f"blk.{last + 1}."))
              for row in rows if row.name.startswith(f"blk.{last}.")]  # fmt: skip
-    kind = next(row.type for row in block if row.name.endswith("attn_q.weight"))
+    kind = next(row.type for row in block if row.name.endswith(("attn_q.weight", "attn_q_a.weight")))
     own = f"blk.{last + 1}.nextn"
     norms = [Row(f"{own}.{name}.weight", "f32", (width,), 4 * width)
              for name in ("enorm", "hnorm", "shared_head_norm")]  # fmt: skip
@@ -354,6 +364,11 @@ def _config(name: str, data: Path) -> Config:
 
 
 BESIDE = """\
+NextN/MTP blocks: those of DeepSeek-V3, GLM-4.5 and Qwen3.6 are here. The published configuration of Kimi-K2
+counts none (0), and those of gpt-oss, Gemma 4, Llama 3.1, Mixtral, Qwen3 and Nemotron-3-Nano name none.
+Qwen3-Next and GLM-4.7-Flash are said to have one; the configurations and tables used here give no shape of
+it, so that there is no inventory with it.
+
 Also here: `library.yaml` says which models are planned on which machines (`make plans`), `*.profile.yaml`
 are those machines as the plans saw them (all assumed, but for h200, which was measured), and
 `Qwen3-30B-A3B.heat.csv` is real routing of 75 773 decoded tokens (github.com/doramirdor/mbolt, MIT).
