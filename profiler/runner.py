@@ -53,6 +53,7 @@ class Stop:
 
 
 SILENCE_S = 180.0  # no case takes as long; a child that says nothing hangs
+REMOTE_SILENCE_S = 900.0  # all figures of a device behind a slow network
 _PATIENT = Limits(math.inf, SILENCE_S)
 _MEASURE, _DECODE = "profiler.operators.measure", "profiler.whole_model.decode"
 
@@ -61,7 +62,9 @@ def figures(engine: str | None, devices: Sequence[str], threads: int, limit_s: f
     """Lines about devices, places and links. Raises EngineProblem when the engine fails."""
     request: Line = {"ask": "figures", "engine": engine, "devices": list(devices), "threads": threads}
     request["limit_s"] = limit_s
-    with closing(stream(_MEASURE, request, engine or "libllama", _PATIENT)) as lines:
+    remote = any(name.startswith("RPC") for name in devices)
+    limits = replace(_PATIENT, silence_s=REMOTE_SILENCE_S) if remote else _PATIENT
+    with closing(stream(_MEASURE, request, engine or "libllama", limits)) as lines:
         yield from lines
 
 

@@ -16,6 +16,7 @@ from profiler.operators.timings import MIN_PASSES, WARM_PASSES, Sample, reduce, 
 from runtime.engine.ggml import Device, Ggml, Handle
 
 MAX_NODES = 1024
+REMOTE_NODES = 64  # of a device behind a network: every node of a graph is sent, and asked about
 PASS_S = 0.08  # longest aim of one pass: long against the clock and the launch, short enough for several
 SLOW_PASSES = 3  # a case that takes this many times its time limit is measured once: a software GPU
 CONVERTED_BYTES = 64 * MiB  # repacked weights are made for every case, so there are few of them
@@ -67,6 +68,11 @@ class Bench:
             times = repeat(lambda: self._run(graph), limit_s, before)
         return reduce(times, nodes, self.launch_ns)
 
+    @property
+    def most_nodes(self) -> int:
+        """Of one graph."""
+        return REMOTE_NODES if self.device.name.startswith("RPC") else MAX_NODES
+
     def _run(self, graph: Handle) -> None:
         self.ggml.compute(self.backend, graph)
 
@@ -101,7 +107,7 @@ class Bench:
     def _most_nodes(self, case: Case) -> int:
         size = _weight_bytes(self.ggml, case) * graphs.weights_per_node(case)
         room = CONVERTED_BYTES if self.convert else self.arena.size_bytes * 15 // 16
-        return min(max(room // max(size, 1), 1) * graphs.windows(case), MAX_NODES)
+        return min(max(room // max(size, 1), 1) * graphs.windows(case), self.most_nodes)
 
     @contextmanager
     def _sweep(self) -> Iterator[Handle]:
@@ -154,7 +160,9 @@ class Bench:
             return 0
         lib = self.ggml.lib
         own = lib.ggml_backend_dev_buffer_type(self.device.handle)
-        largest = max(int(lib.ggml_backend_buft_get_alloc_size(own, node)) for node in nodes)
+        # Nodes of one graph are alike, and a device behind a network is asked for each size.
+        alike = {int(lib.ggml_nbytes(node)): node for node in nodes}
+        largest = max(int(lib.ggml_backend_buft_get_alloc_size(own, node)) for node in alike.values())
         stride = -(-largest // 4096) * 4096
         buffer = lib.ggml_backend_buft_alloc_buffer(own, 2 * stride)
         if not buffer:

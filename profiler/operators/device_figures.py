@@ -122,6 +122,6 @@ def rate(at: Bench, case: Case, limit_s: float, best: bool = False) -> int:
 def _launch_ns(at: Bench) -> int:
     """What every graph costs beside its operators: one small operator, less the slope of many."""
     one = at.measure_nodes(SMALL, 1, 0.05)
-    many = at.measure_nodes(SMALL, 256, 0.05)
+    many = at.measure_nodes(SMALL, min(256, at.most_nodes), 0.05)
     # Of the fastest passes: on a busy machine the others wait for a processor, which no launch does.
     return max(one.best_ns - many.best_ns, 0)
