@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -70,17 +71,48 @@ ONLY_IN = {"ortools": "planner/solver/solve.py", "networkx": "planner/model/unit
 HEAVY = {"ortools", "networkx", "gguf", "matplotlib", "rich", "xllamacpp", "pandas"}
 
 
-def imported(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def tree(path: Path) -> ast.Module:
+    """A file, read once for all tests that ask of it."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file."""
+    return tuple(ast.walk(tree(path)))
+
+
+@cache
+def imported(path: Path) -> tuple[tuple[str, bool], ...]:
     """Top-level name of every import in a file, and whether it runs when the module is imported."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inner = {id(node) for function in ast.walk(tree) if _is_late(function) for node in ast.walk(function)}
-    for node in ast.walk(tree):
+    found: list[tuple[str, bool]] = []
+    for node, late in _imports(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             names = [node.module or ""]
-        for name in names:
-            yield name.split(".")[0], id(node) not in inner
+        found += ((name.split(".")[0], not late) for name in names)
+    return tuple(found)
+
+
+@cache
+def _imports(path: Path) -> tuple[tuple[ast.Import | ast.ImportFrom, bool], ...]:
+    """The import statements of a file, and whether each runs late."""
+    inner = {id(node) for function in nodes(path) if _is_late(function) for node in _imports_in(function)}
+    return tuple((node, id(node) in inner) for node in nodes(path) if isinstance(node, _IMPORT))
+
+
+def _imports_in(node: ast.AST) -> Iterator[ast.AST]:
+    """Import statements below a node; functions inside it answer for their own."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _IMPORT):
+            yield child
+        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case) and not _is_late(child):
+            yield from _imports_in(child)
+
+
+_IMPORT = (ast.Import, ast.ImportFrom)
 
 
 def _is_late(node: ast.AST) -> bool:
@@ -113,8 +145,8 @@ def test_the_solver_core_does_no_io(name: str) -> None:
 
 
 def test_evaluation_shares_nothing_with_the_solver() -> None:
-    tree = ast.parse((ROOT / "planner/solver/evaluate.py").read_text(encoding="utf-8"))
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    found = nodes(ROOT / "planner/solver/evaluate.py")
+    modules = {node.module for node in found if isinstance(node, ast.ImportFrom)}
     assert not modules & {"planner.solver.solve", "planner.cost.build_problem", "planner.passes.stock_rules"}
 
 
@@ -131,7 +163,7 @@ def test_one_file_reads_and_writes_sites() -> None:
     for path in (path for package in MAY_IMPORT for path in files(package)):
         if path == ROOT / "planner/site.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             here = isinstance(node, ast.Constant) and isinstance(node.value, str) and text.match(node.value)
             assert not here, f"{path}:{getattr(node, 'lineno', 0)}"
 
@@ -151,21 +183,19 @@ def modules() -> dict[str, Path]:
 
 def early_modules(path: Path) -> Iterator[str]:
     """Full names of what a file imports when it is imported, `from package import module` resolved."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    late = {id(inner) for node in ast.walk(tree) if _is_late(node) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) in late:
+    for node, late in _imports(path):
+        if late:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def planner_rooms(path: Path) -> Iterator[str]:
     """The rooms of the planner that a file imports from, when it is imported or later."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node, _ in _imports(path):
         if isinstance(node, ast.ImportFrom) and node.module == "planner":
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("planner."):
@@ -202,7 +232,7 @@ def test_folders_and_files_are_small_enough_to_look_over() -> None:
 
 def test_no_file_only_passes_on_what_others_hold() -> None:
     for path in (path for package in MAY_IMPORT for path in files(package)):
-        body = ast.parse(path.read_text(encoding="utf-8")).body
+        body = tree(path).body
         own = [n for n in body if not isinstance(n, ast.Import | ast.ImportFrom | ast.Expr)]
         listed = [n for n in own if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
         assert path.stem == "__init__" or len(own) > len(listed), path
@@ -293,15 +323,14 @@ def _changed(node: ast.AST) -> Iterator[str]:
 def test_modules_hold_no_state(package: str) -> None:
     """Plans, engines and sessions of one process share nothing: no function changes what a module holds."""
     for path in files(package):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         own = {
             name.id
-            for node in tree.body
+            for node in tree(path).body
             if isinstance(node, ast.Assign | ast.AnnAssign)
             for name in ast.walk(node)
             if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
         }
-        found = {name for node in ast.walk(tree) for name in _changed(node)} & own
+        found = {name for node in nodes(path) for name in _changed(node)} & own
         assert not found, f"{path} changes {', '.join(sorted(found))}"
 
 
@@ -399,9 +428,9 @@ QUOTERS: dict[str, dict[str, str]] = {
 }
 
 
-def _spellings(tree: ast.AST) -> Iterator[str]:
+def _spellings(path: Path) -> Iterator[str]:
     """The ways to spell texts by hand that a file uses."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -426,7 +455,7 @@ def test_one_file_spells_texts_for_other_languages() -> None:
     users: dict[str, set[str]] = {name: set() for name in QUOTERS}
     for path in (ROOT / "atsplan.py", *(path for package in MAY_IMPORT for path in files(package))):
         place = path.relative_to(ROOT).as_posix()
-        for found in _spellings(ast.parse(path.read_text(encoding="utf-8"))):
+        for found in _spellings(path):
             for name, places in users.items():
                 if found == name or found.startswith(f"{name}."):
                     places.add(place)
