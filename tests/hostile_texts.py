@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
+from typing import Any
 
+from hypothesis import HealthCheck, example, settings
 from hypothesis import strategies as st
+from sample_plan import sample_plan
+
+from planner.plan.plan import Plan
 
 # Each tries to end a value of some language, to begin another one, or to speak to the terminal.
 CRAFTED = (
@@ -62,3 +68,31 @@ ANY = st.one_of(
 def unseemly(text: str) -> set[str]:
     """The letters of an output that move a cursor, turn its direction, or are no letters at all."""
     return {c for c in text if c not in "\n " and unicodedata.category(c)[0] in "CZ"}
+
+
+often = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+seldom = settings(often, max_examples=40)
+
+
+def crafted(*names: str) -> Callable[[Any], Any]:
+    """Every crafted text as an explicit example for each of these arguments."""
+
+    def wrapped(test: Any) -> Any:
+        for text in CRAFTED:
+            test = example(**{name: text or ("m" if name == "model" else "") for name in names})(test)
+        return test
+
+    return wrapped
+
+
+def is_argument(text: str) -> bool:
+    """Whether the system can give it to a program."""
+    return "\0" not in text and not any("\ud800" <= c < "\udc80" or "\udcff" < c < "\ue000" for c in text)
+
+
+def plan_of(name: str) -> Plan:
+    """The sample plan of a model of this name."""
+    plan = sample_plan()
+    return plan.model_copy(
+        update={"command": f"solve {name}", "model": plan.model.model_copy(update={"name": name})}
+    )

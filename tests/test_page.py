@@ -6,14 +6,16 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner, Result
-from hostile_texts import CRAFTED
+from fuzz_outputs import PageReader, page_fault
+from hostile_texts import ANY, CRAFTED, crafted, often
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from planning_models import moe
 from sample_plan import sample_plan
 
@@ -24,6 +26,7 @@ from commands.page.words import WORDS
 from planner.file_kinds import kind_of
 from planner.model.inventory import to_text as inventory_text
 from planner.plan.plan import Plan, from_text, to_text
+from planner.quoting import message, xml
 from planner.site import ON_CPU, Site
 
 if TYPE_CHECKING:
@@ -34,49 +37,12 @@ INPUTS = ROOT / "plans" / "inputs"
 QWEN = INPUTS / "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"
 PLAN = ROOT / "plans" / "Qwen3.6-35B-A3B-q4_K--rtx4060-8gb-ddr5.yaml"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_TAGS = {
-    *(
-        "html",
-        "head",
-        "meta",
-        "title",
-        "style",
-        "body",
-        "script",
-        "header",
-        "main",
-        "section",
-        "footer",
-        "div",
-    ),
-    *("p", "h1", "h2", "ul", "li", "span", "strong", "b", "code", "pre", "button", "details", "summary"),
-    *("label", "input", "output", "figure", "figcaption", "svg", "defs", "pattern", "rect", "line", "circle"),
-    *("path", "g", "text"),
-}
 
 
 def run(*words: str | Path) -> Result:
     found = CliRunner().invoke(main, [str(word) for word in words], env={"COLUMNS": "80"})
     assert found.exit_code == 0, found.output
     return found
-
-
-class Tags(HTMLParser):
-    """The tags of a page, and the attributes that lead anywhere or run anything."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.leading: set[str] = set()
-        self.scripts = 0
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.scripts += tag == "script"
-        self.leading |= {
-            name for name, _ in attrs if name in ("href", "src", "style") or name.startswith("on")
-        }
 
 
 def with_name(name: str) -> Plan:
@@ -110,8 +76,7 @@ def test_the_same_plan_gives_the_same_page_which_asks_for_nothing(tmp_path: Path
     text = (tmp_path / "a.html").read_text()
     assert text == (tmp_path / "b.html").read_text()
     assert text.startswith(FIRST_LINES) and kind_of(text) == "page"
-    found = Tags(text)
-    assert not found.leading and found.scripts == 1 and found.tags <= _TAGS
+    assert page_fault(text) == ""
     assert "default-src 'none'" in text and not re.search(
         r"@import|url\((?!#)|https?://|fetch\(|import\(", text
     )
@@ -121,10 +86,46 @@ def test_the_same_plan_gives_the_same_page_which_asks_for_nothing(tmp_path: Path
 @pytest.mark.parametrize("name", CRAFTED, ids=range(len(CRAFTED)))
 def test_texts_of_files_are_data(name: str) -> None:
     text = plan_page(View(with_name(name), 8, name, facts=(name,)))
-    found = Tags(text)
-    assert found.tags <= _TAGS and found.scripts == 1 and not found.leading
+    assert page_fault(text) == ""
     text.encode()
     assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def bearing(name: str) -> str:
+    """The page of a plan in which every text that is shown as it is bears this name."""
+    plan = sample_plan()
+    changed = {
+        "command": name,
+        "notes": (name,),
+        "model": plan.model.model_copy(update={"name": name, "architecture": name}),
+        "machine": plan.machine.model_copy(update={"name": name}),
+        "units": tuple(unit.model_copy(update={"why": name}) for unit in plan.units),
+    }
+    return plan_page(View(plan.model_copy(update=changed), 8, name or " ", facts=(name,)))
+
+
+@given(name=ANY)
+@crafted("name")
+@often
+def test_a_name_is_one_value_of_a_page_and_changes_no_element(name: str) -> None:
+    found, plain = PageReader(bearing(name)), PageReader(bearing("m" if name else ""))
+    shown = xml(message(name))
+    assert found.elements == plain.elements and found.raw == plain.raw and found.comments == 1
+    assert found.texts["h1"] == [shown] and found.texts["title"][0] == xml(message(f"{name} on {name}"))
+    assert found.texts["code"][-2:] == ([shown, shown] if name else plain.texts["code"][-2:])
+
+
+def test_a_page_that_runs_or_asks_for_something_is_found() -> None:
+    good = bearing("m")
+    for old, new in (
+        ("<h1>m", "<h1><script>1</script>"),
+        ("<h1>m", "<h1><img>"),
+        ("<h1>m", "<h1 onclick='x()'>"),
+        ("<h1>m", "<h1><!-- -->"),
+        ("</style>", "b{}</style>"),
+        ("</script>", ";1</script>"),
+    ):
+        assert old in good and page_fault(good.replace(old, new, 1))
 
 
 def test_only_a_page_replaces_a_page(tmp_path: Path) -> None:
@@ -212,6 +213,34 @@ class Watched:
         self.page.on("dialog", lambda dialog: self.heard.append(dialog.message))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(path.as_uri())
+
+
+# A page as the browser's own parser takes it: elements, names, what stands in scripts and styles.
+_PARSED = """texts => texts.map(text => {
+  const page = new DOMParser().parseFromString(text, "text/html");
+  const all = selector => [...page.querySelectorAll(selector)];
+  return [
+    all("*").map(one => [one.localName, ...one.getAttributeNames().sort()].join(" ")).join(),
+    page.title, all("h1").map(one => one.textContent), all("code").slice(-2).map(one => one.textContent),
+    all("script, style").map(one => one.textContent)];
+})"""
+
+
+def test_the_parser_of_a_browser_finds_the_same_elements_whatever_the_name(browser: Browser) -> None:
+    page = browser.new_page()
+    page.goto("about:blank")
+    ((elements, _, _, codes, raw),) = page.evaluate(_PARSED, [bearing("m")])
+    assert elements.count("script") == 1 and len(raw) == 2 and codes == ["m", "m"]
+
+    def one_value_each(names: list[str]) -> None:
+        shown = [(xml(message(name)), xml(message(f"{name} on {name}"))) for name in names]
+        wanted = [[elements, " ".join(title.split()), [n], [n, n], raw] for n, title in shown]
+        assert page.evaluate(_PARSED, list(map(bearing, names))) == wanted
+
+    one_value_each([name for name in CRAFTED if name])
+    lists = st.lists(ANY.filter(bool), min_size=1, max_size=30)
+    settings(often, max_examples=8)(given(lists)(one_value_each))()
+    page.close()
 
 
 @pytest.mark.parametrize("name", ["plan", "sweep", "hostile"])
