@@ -14,6 +14,20 @@ from commands.shared.option_types import Number
 from commands.shared.spellings import SOLVE, Size, Tokens, answers, expert_pins, kv_type, use_with_sequences
 
 _FILE = click.Path(path_type=Path)
+UBATCH_AUTO = 0
+
+
+class Ubatch(click.IntRange):
+    """Tokens, or auto, which is UBATCH_AUTO."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 65536)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number: int = UBATCH_AUTO if value == "auto" else super().convert(value, param, ctx)
+        return number
+
+
 _OPTIONS = (
     click.argument("model", type=_FILE),
     click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine."),
@@ -44,10 +58,11 @@ _OPTIONS = (
         "--ubatch",
         "--ubatch-size",
         "ubatch",
-        type=click.IntRange(1, 65536),
-        default=512,
+        type=Ubatch(),
+        metavar="TOKENS",
+        default="512",
         show_default=True,
-        help="Tokens of a prompt computed at once.",
+        help="Tokens of a prompt computed at once; auto: chosen.",
     ),
     click.option("-np", "--parallel", "sequences", type=click.IntRange(1), help="Sequences at once."),
     click.option(
@@ -138,7 +153,7 @@ class SolveOptions:
     ctx: str
     ctx_min: int | None
     kv_type: str
-    ubatch: int
+    ubatch: int  # or UBATCH_AUTO
     use: str | None
     mtp: bool
     pins: tuple[str, ...]

@@ -12,7 +12,7 @@ from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
 from commands.shared.option_types import began, whole
 from commands.solve.extras import acceptance, extras_of, first_gpu
-from commands.solve.options import SolveOptions
+from commands.solve.options import UBATCH_AUTO, SolveOptions
 from planner.constants import CPU
 from planner.errors import OptionProblem
 from planner.quoting import shell
@@ -143,6 +143,8 @@ def workload_of(asked: SolveOptions, inventory: Inventory) -> Workload:
 
     from planner.machine.attention_kernels import kv_problem
 
+    if asked.ubatch == UBATCH_AUTO:
+        raise OptionProblem("--ubatch", "auto", "give a number: only solve chooses it")
     type_k, slash, type_v = asked.kv_type.partition("/")
     use = _use(asked.use) if asked.use is not None else {}
     trained = inventory.number("context_length", 4096) * max(use.get("n_seq", 1), 1)

@@ -12,7 +12,7 @@ from commands.shared.console import mib, ms, out, out_json, out_table, say, tabl
 from commands.shared.option_types import Target, html_option
 from commands.shared.refusals import refusal_data
 from commands.solve.options import SolveOptions, solve_options
-from commands.solve.request import inputs_of
+from commands.solve.ubatch import solved
 from planner.errors import AnswerIsNo, OptionProblem
 
 if TYPE_CHECKING:
@@ -42,9 +42,8 @@ def command(
 
     if tensor_types is not None and not quants:
         raise OptionProblem("--tensor-types", str(tensor_types), "needs --quant")
-    inputs = inputs_of(asked)
     try:
-        plan = (inputs.within(0.5) if quants else inputs).plan()
+        inputs, plan = solved(asked, 0.5 if quants else 1)
         if quants:
             plan = _what_if(inputs, plan, quants, tensor_types)
     except AnswerIsNo as refusal:
