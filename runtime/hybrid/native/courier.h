@@ -51,7 +51,8 @@ struct Delivery {
 
 class Courier {
   public:
-    Courier(const Host & host, Device * inner) : host_(host), inner_(inner) {}
+    // `bytes_us`: what the bus carries in a microsecond; 0: not known.
+    Courier(const Host & host, Device * inner, const std::atomic<int64_t> & bytes_us) : host_(host), inner_(inner), bytes_us_(bytes_us) {}
     ~Courier();
     Courier(const Courier &) = delete;
     Courier & operator=(const Courier &) = delete;
@@ -72,6 +73,7 @@ class Courier {
 
     const Host & host_;
     Device * const inner_;
+    const std::atomic<int64_t> & bytes_us_;
     Backend * queue_ = nullptr;  // the device's own queue for this thread; nullptr: it has none
     std::thread thread_;
     std::mutex mutex_;

@@ -130,10 +130,10 @@ class Store {
     BufferType * type = nullptr;  // of the engine's expert buffers
     Gate gate;
     Voice voice;
-    Courier courier;
     // Costs of the lanes, measured once: bytes of weights in a microsecond, what a step's use costs besides (ns),
     // and the time of the device for what is resident.
     std::atomic<int64_t> cpu_bytes_us{0}, bus_bytes_us{0}, cpu_start_ns{0}, bus_start_ns{0}, device_ns{0};
+    Courier courier;
     std::atomic<bool> bus_measured{false};
     std::atomic<int> device_samples{64};
 
