@@ -77,6 +77,7 @@ def command(
     from planner.check.divided_sites import check_sites
     from planner.errors import AnswerIsNo
     from planner.memory.kv_cache import checkpoint_bytes
+    from planner.model.structure import structure_of
     from planner.plan.load_spec import plan_layer_devices
     from runtime.tools.expert_rule import expert_rule
     from runtime.tools.export import export
@@ -100,7 +101,8 @@ def command(
         placed = replace(placed, rule=rule)
     placed = replace(placed, **_beside(plan, placed.spec, device_maps, mmproj, draft))
     if inputs.inventory is not None:
-        placed = replace(placed, checkpoint_bytes=checkpoint_bytes(inputs.inventory, plan.workload))
+        held = checkpoint_bytes(structure_of(inputs.inventory), plan.workload)
+        placed = replace(placed, checkpoint_bytes=held)
     _write(export(plan, placed, path, form, published), output)
 
 

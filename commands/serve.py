@@ -165,6 +165,7 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
     from dataclasses import replace
 
     from planner.memory.kv_cache import checkpoint_bytes
+    from planner.model.structure import structure_of
     from planner.plan.load_spec import plan_layer_devices
     from planner.quoting import Unquotable
     from planner.site import Site
@@ -184,7 +185,8 @@ def _command(job: Job, engine: str | None, beside: Mapping[str, Any]) -> tuple[P
         kept = tuple((p, b) for p, b in spec.overrides if not Site.of_buffer(b).divided)
         spec = replace(spec, overrides=kept, use_mmap=True)
     placed = replace(stock(spec, len(plan_layer_devices(job.plan)) - 1), **beside)
-    placed = replace(placed, checkpoint_bytes=checkpoint_bytes(job.file.inventory, spec.workload))
+    held = checkpoint_bytes(structure_of(job.file.inventory), spec.workload)
+    placed = replace(placed, checkpoint_bytes=held)
     for note in placed.notes:
         say(f"not expressible: {note}")
     try:

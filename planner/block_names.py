@@ -29,3 +29,17 @@ def block_of(name: str) -> int | None:
     """The layer of a tensor, unit or decision; None for names of no layer, and of one that cannot be."""
     digits = block_digits(name)
     return int(digits) if digits and len(digits) < 10 else None
+
+
+def layer_of(name: str) -> int:
+    """The layer of a name that is known to have one; ValueError for all others."""
+    layer = block_of(name)
+    if layer is None:
+        raise ValueError(f"{name} is of no layer")
+    return layer
+
+
+def stem_of(name: str) -> str:
+    """What a unit, weight or bias is, without its layer: `experts` of `blk.3.experts`, else the name."""
+    block = within_block(name)
+    return (block[1] if block else name).removesuffix(".weight").removesuffix(".bias")

@@ -1,4 +1,4 @@
-"""Answers about a record that never changes, remembered for as long as the record lives."""
+"""Answers about an object that never changes, remembered for as long as the object lives."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from planner.records import Record
-
 P = ParamSpec("P")
-R = TypeVar("R", bound=Record)
+R = TypeVar("R")
 T = TypeVar("T")
 
 
 def remembered(function: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
-    """Compute once for each record and further arguments, which must be hashable.
+    """Compute once for each object, such as an inventory, and further arguments, which must be hashable.
 
-    Records are told apart by identity, since comparing a table of a thousand tensors would cost more than it
+    Objects are told apart by identity, since comparing a table of a thousand tensors would cost more than it
     saves. An exception is not remembered. The answer is shared: it must be immutable.
     """
     known: dict[int, dict[Any, T]] = {}

@@ -8,18 +8,16 @@ expert axis is always the last one, so that a move is a gather of equal slices.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from planner.block_names import block_name
 from planner.errors import AnswerIsNo
 from planner.model.ggml_types import is_known, tensor_bytes
 from planner.model.inventory import Inventory, Tensor
-from planner.model.tensor_roles import Role, part_of
+from planner.model.tensor_roles import Role, counts_experts, is_chunked, is_single_expert, part_of
 
 Order = tuple[int, ...]
-_ALONE = re.compile(r"blk\.[0-9]{1,9}\.ffn_(gate|up|down)\.[0-9]+\.weight")  # experts before they were merged
-_ROUTER = re.compile(r"blk\.[0-9]{1,9}\.(ffn_gate_inp\.(weight|bias)|exp_probs_b\w*(\.\w+)?)")
 
 
 @dataclass(eq=False)
@@ -97,13 +95,11 @@ def _by_layer(inventory: Inventory) -> Mapping[int, tuple[Tensor, ...]]:
 
 
 def _expert_count(layer: int, tensors: tuple[Tensor, ...]) -> int:
-    if any(_ALONE.fullmatch(t.name) for t in tensors):
+    if any(is_single_expert(t.name) for t in tensors):
         raise OrderRefused(
             layer, "its experts are separate tensors: convert the model to merged experts first"
         )
-    counts = {
-        p.experts for t in tensors if (p := part_of(t)).role is Role.EXPERTS and "_chexps" not in t.name
-    }
+    counts = {p.experts for t in tensors if (p := part_of(t)).role is Role.EXPERTS and not is_chunked(t.name)}
     if not counts:
         raise OrderRefused(layer, "it has no routed experts")
     if len(counts) > 1:
@@ -114,7 +110,7 @@ def _expert_count(layer: int, tensors: tuple[Tensor, ...]) -> int:
 def _refuse_meaning(inventory: Inventory, layer: int, tensors: tuple[Tensor, ...]) -> None:
     """Layers in which an expert's number means something else than its place."""
     names = {t.name for t in tensors}
-    if f"blk.{layer}.ffn_gate_inp.weight" not in names:
+    if f"{block_name(layer)}.ffn_gate_inp.weight" not in names:
         raise OrderRefused(layer, "no router was found in it")
     table = next((n for n in sorted(names) if "tid2eid" in n), None)
     if table or layer < inventory.number("hash_layer_count"):
@@ -141,11 +137,11 @@ def _move(inventory: Inventory, layer: int, tensor: Tensor, positions: Order) ->
     axis, count = tensor.shape[-1], len(positions)
     if role not in (Role.EXPERTS, Role.EXPERT_SMALL, Role.ROUTER):
         return None
-    if "_chexps" in tensor.name:
+    if is_chunked(tensor.name):
         return _chunks(layer, tensor, positions)
     if axis == count and not _is_hidden_scale(inventory, tensor):
         return positions
-    per_expert = role is Role.EXPERTS or _ROUTER.fullmatch(tensor.name)
+    per_expert = role is Role.EXPERTS or counts_experts(tensor.name)
     if not per_expert and (axis == 1 or _is_hidden_scale(inventory, tensor)):
         return None  # one scale for the whole tensor, or one per hidden value
     raise OrderRefused(layer, f"{tensor.name} has {axis} slices for {count} experts")

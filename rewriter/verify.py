@@ -15,7 +15,7 @@ from pathlib import Path
 from planner.errors import AnswerIsNo, FileProblem, InputError
 from planner.model.gguf.reader import ModelFile, read_model
 from planner.model.inventory import Tensor
-from planner.model.tensor_roles import Role, part_of
+from planner.model.tensor_roles import Role, is_chunked, part_of
 from planner.model.units import units_of
 from planner.plan.patterns import hits, searcher
 from planner.plan.plan import Plan
@@ -288,7 +288,7 @@ def slices(tensor: Tensor, orders: Orders) -> tuple[int, ...]:
     axis = tensor.shape[-1]
     if axis == len(order):
         return order
-    if "_chexps" in tensor.name and len(order) % axis == 0:
+    if is_chunked(tensor.name) and len(order) % axis == 0:
         size = len(order) // axis
         return tuple(order[n] // size for n in range(0, len(order), size))
     return ()

@@ -58,8 +58,11 @@ def hand_plan(
 def with_uses(plan: Plan, inventory: Inventory) -> Plan:
     """The plan with the devices that its layers, overrides and workload give; budgets that always suffice."""
     layers, work = plan_layer_devices(plan), plan.workload
-    kv = (*kv_bytes(inventory, work), *(nextn_kv_bytes(inventory, work) if work.mtp else ()))
-    state = state_bytes(inventory, work)
+    kv = (
+        *kv_bytes(structure_of(inventory), work),
+        *(nextn_kv_bytes(structure_of(inventory), work) if work.mtp else ()),
+    )
+    state = state_bytes(structure_of(inventory), work)
     placed = tensor_devices(structure_of(inventory), load_spec(plan.model_copy(update={"devices": ()})))
 
     def use(name: str) -> DeviceUse:
@@ -70,7 +73,7 @@ def with_uses(plan: Plan, inventory: Inventory) -> Plan:
             weights_bytes=sum(t.size_bytes for t in inventory.tensors if placed.get(t.name) == name),
             kv_bytes=sum(size for home, size in zip(layers, kv, strict=False) if home == name),
             state_bytes=sum(size for home, size in zip(layers, state, strict=False) if home == name),
-            compute_bytes=compute_bytes(inventory, work, staged_bytes=inventory.size_bytes),
+            compute_bytes=compute_bytes(structure_of(inventory), work, staged_bytes=inventory.size_bytes),
         )
 
     names = sorted({*layers, *placed.values()} - {"CPU"})

@@ -17,6 +17,7 @@ from planner.memory.weights import context_bytes
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.model.layers import KNOWN, layers_of
+from planner.model.structure import structure_of
 from planner.model.units import units_of
 
 MIB = 2**20
@@ -45,8 +46,8 @@ def test_everything_is_recognised_and_counted(
     layers = layers_of(model)
     assert all(a or r for a, r in zip(layers.attention, layers.recurrent, strict=True)) or "nemotron" in arch
     for (workload, swa_full), (_, context, compute) in zip(CONTEXTS, made[1][arch], strict=True):
-        kv = kv_bytes(model, workload, swa_full=swa_full)
-        assert context_bytes(kv, state_bytes(model, workload)) == context
-        estimate = compute_bytes(model, workload, swa_full=swa_full)
+        kv = kv_bytes(structure_of(model), workload, swa_full=swa_full)
+        assert context_bytes(kv, state_bytes(structure_of(model), workload)) == context
+        estimate = compute_bytes(structure_of(model), workload, swa_full=swa_full)
         # Tiny models, rare mixers: the order of magnitude; real sizes are held to a tenth elsewhere.
         assert compute / 2 - MIB <= estimate <= 2 * compute + 2 * MIB

@@ -70,7 +70,7 @@ def test_places_of_a_draft() -> None:
 
 
 def lines(extras: Extras) -> dict[tuple[str, str], int]:
-    found: tuple[Reserve, ...] = reserves(LARGE, Workload(), extras, gpu="CUDA0")
+    found: tuple[Reserve, ...] = reserves(structure_of(LARGE), Workload(), extras, gpu="CUDA0")
     return {(r.name, r.device): r.size_bytes for r in found}
 
 

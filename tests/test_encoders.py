@@ -17,6 +17,7 @@ from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.ggml_types import tensor_bytes
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Hparam, Inventory
+from planner.model.structure import structure_of
 from planner.workload import Workload
 
 WIDTH, INNER, LAYERS, HEADS, WORDS, LONGEST = 1024, 4096, 24, 16, 250_002, 8192
@@ -73,11 +74,11 @@ def test_an_encoder_keeps_no_cache_and_makes_no_logits(tmp_path: Path) -> None:
     ]
     for work, said in zip(works, attempt([Load(path, work) for work in works]), strict=True):
         assert isinstance(said, Bytes), said
-        assert said.model == weight_bytes(loaded_tensors(model))
-        assert sum(kv_bytes(model, work)) == said.context == 0
-        assert said.compute <= compute_bytes(model, work) <= 1.15 * said.compute
+        assert said.model == weight_bytes(loaded_tensors(structure_of(model)))
+        assert sum(kv_bytes(structure_of(model), work)) == said.context == 0
+        assert said.compute <= compute_bytes(structure_of(model), work) <= 1.15 * said.compute
     assert tied_copy_bytes(model, head_on_host=False) == 0
-    assert output_bytes(model, works[0]) == 4 * WIDTH
+    assert output_bytes(structure_of(model), works[0]) == 4 * WIDTH
 
 
 @pytest.mark.parametrize("arch", ["dream", "eurobert", "gemma-embedding", "llada", "modern-bert", "neo-bert"])
@@ -86,8 +87,8 @@ def test_others_without_a_cache(arch: str, tmp_path: Path) -> None:
     read = read_model(tmp_path / f"{arch}.gguf").inventory
     model = read.model_copy(update={"hparams": hparams(arch)})
     for (work, _), (_, context, compute) in zip(CONTEXTS, said, strict=True):
-        assert sum(kv_bytes(model, work)) == context == 0
-        assert compute <= 1.03 * compute_bytes(model, work) <= 1.15 * compute
+        assert sum(kv_bytes(structure_of(model), work)) == context == 0
+        assert compute <= 1.03 * compute_bytes(structure_of(model), work) <= 1.15 * compute
 
 
 def test_it_fits_whole_where_weights_and_a_batch_fit() -> None:

@@ -35,7 +35,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_the_printed_terms_add_up_to_the_prediction(name: str) -> None:
     inventory, profile, made = PLANS[name]()
-    parts = reprice(made, inventory, profile, Known()).parts
+    parts = reprice(made, inventory, profile, Known()).breakdown()
     assert parts.tpot_ns == made.predicted.tpot_ns
     whole = sum(parts.units_ns.values()) + parts.inside_ns + parts.edges_ns + parts.mixed_ns + parts.token_ns
     assert whole == parts.tpot_ns
@@ -51,7 +51,7 @@ def test_the_printed_terms_add_up_to_the_prediction(name: str) -> None:
 
 def test_changes_of_device_are_counted_and_apart_from_the_rest() -> None:
     inventory, profile, made = PLANS["experts on the CPU"]()
-    parts = reprice(made, inventory, profile, Known()).parts
+    parts = reprice(made, inventory, profile, Known()).breakdown()
     named = {s.what: s.time_ns for s in slices(made, parts)}
     changes = named[f"{made.predicted.splits - 1} changes of device"]
     assert changes == parts.inside_ns + parts.edges_ns > 0

@@ -19,6 +19,7 @@ from planner.machine.profile import from_text as profile_from
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.model.inventory import Inventory
 from planner.model.inventory import from_text as inventory_from
+from planner.model.structure import structure_of
 from planner.plan.known import Known
 from planner.plan.load_spec import plan_layer_devices
 from planner.plan.plan import Plan, from_text, to_text
@@ -48,7 +49,7 @@ def held_by_gpus(plan: Plan, model: Inventory, words: list[str]) -> dict[str, in
     """Weights, KV caches and states on each GPU by the words of a command line: the engine's rules anew."""
     given = {w: words[i + 1] for i, w in enumerate(words[:-1]) if w.startswith("--")}
     devices = [] if given["--device"] == "none" else given["--device"].split(",")
-    ngl, blocks = int(given["--n-gpu-layers"]), len(kv_bytes(model, plan.workload))
+    ngl, blocks = int(given["--n-gpu-layers"]), len(kv_bytes(structure_of(model), plan.workload))
     split = [int(n) for n in given.get("--tensor-split", str(ngl)).split(",")]
     homes = ["CPU"] * (blocks + 1 - ngl)
     for device, count in zip(devices, split, strict=False):
@@ -69,7 +70,10 @@ def held_by_gpus(plan: Plan, model: Inventory, words: list[str]) -> dict[str, in
             home = homes[-1] if tied and tensor.name == "token_embd.weight" else "CPU"
         held[told or home] = held.get(told or home, 0) + tensor.size_bytes
     for home, kv, state in zip(
-        homes, kv_bytes(model, plan.workload), state_bytes(model, plan.workload), strict=False
+        homes,
+        kv_bytes(structure_of(model), plan.workload),
+        state_bytes(structure_of(model), plan.workload),
+        strict=False,
     ):
         held[home] = held.get(home, 0) + kv + state
     return {device: size for device, size in held.items() if device != "CPU"}

@@ -15,6 +15,7 @@ from planner.memory.compute_buffer import compute_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.model.inventory import Inventory, from_text, to_text
 from planner.model.layers import KNOWN, layers_of
+from planner.model.structure import structure_of
 from planner.model.units import Kind, units_of
 from planner.workload import Workload
 
@@ -50,10 +51,10 @@ def check_caches(model: Inventory) -> None:
     """KV only where there are keys and values, state only where there is a recurrent mixer."""
     layers, work = layers_of(model), Workload()
     tensors = {t.name for t in model.tensors}
-    for n, size in enumerate(kv_bytes(model, work)):
+    for n, size in enumerate(kv_bytes(structure_of(model), work)):
         keys = {f"blk.{n}.attn_k.weight", f"blk.{n}.attn_kv_a_mqa.weight"} & tensors
         assert (size > 0) == bool(keys)
-    for n, size in enumerate(state_bytes(model, work)):
+    for n, size in enumerate(state_bytes(structure_of(model), work)):
         assert (size > 0) == (f"blk.{n}.ssm_out.weight" in tensors)
         assert layers.attention[n] + layers.recurrent[n] <= 1
 
@@ -128,7 +129,11 @@ def test_more_of_anything_never_takes_less_memory(name: str) -> None:
 
     def total(**changed: int) -> int:
         work = Workload(**{"n_ctx": 8192, "n_seq": 2, "n_ubatch": 256, **changed})
-        return sum(kv_bytes(model, work)) + sum(state_bytes(model, work)) + compute_bytes(model, work)
+        return (
+            sum(kv_bytes(structure_of(model), work))
+            + sum(state_bytes(structure_of(model), work))
+            + compute_bytes(structure_of(model), work)
+        )
 
     for key, values in (
         ("n_ctx", range(256, 8192, 256)),

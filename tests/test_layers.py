@@ -168,6 +168,49 @@ def test_one_file_reads_and_writes_sites() -> None:
             assert not here, f"{path}:{getattr(node, 'lineno', 0)}"
 
 
+# Patterns that an engine reads, and names as an engine's log cuts them.
+SPELL_PATTERNS = {
+    "planner/plan/override_match.py",
+    "planner/plan/overrides.py",
+    "planner/plan/stock.py",
+    "runtime/engine/scheduler_log.py",
+    "runtime/tools/expert_rule.py",
+}
+
+
+def test_names_of_tensors_are_read_in_one_room() -> None:
+    """Elsewhere no regular expression has a layer's name in it, and no name of a tensor or unit is cut."""
+    cut = re.compile(r"\b(u|name|unit|tensor)\.r?(split|partition)\(['\"]\.['\"]")
+    found = set()
+    for path in (path for package in MAY_IMPORT for path in files(package)):
+        place = path.relative_to(ROOT).as_posix()
+        if place.startswith("planner/model/") or place == "planner/block_names.py":
+            continue
+        text = path.read_text(encoding="utf-8")
+        constants = (n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant))
+        if any(isinstance(value, str) and re.search(r"blk\W*\\", value) for value in constants):
+            found.add(place)
+        assert not cut.search(text), place
+    assert found == SPELL_PATTERNS
+
+
+def test_memory_takes_the_model_as_it_was_analysed() -> None:
+    """No formula counts layers or units again: what follows from a file is in `Structure`."""
+    again = {
+        "layers_of",
+        "units_of",
+        "sliding_layers",
+        "all_sliding",
+        "stems_by_layer",
+        "by_name",
+        "shared_kv",
+    }
+    for path in files("planner/memory"):
+        tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        names = {a.name for n in tree if isinstance(n, ast.ImportFrom) for a in n.names}
+        assert not names & again, path
+
+
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_heavy_libraries_are_imported_late(package: str) -> None:
     for path in files(package):

@@ -24,6 +24,7 @@ from small_plans import server_plan
 from planner.constants import MIB
 from planner.memory.kv_cache import state_bytes
 from planner.model.gguf.reader import read_model
+from planner.model.structure import structure_of
 from planner.plan.load_spec import LoadSpec, load_spec, map_devices
 from planner.workload import Workload
 from runtime.bench.conversations import Conversation, Turn, ask, together
@@ -149,5 +150,5 @@ def test_checkpoints_save_a_conversation_from_being_computed_anew(
     assert again < 40 if kept else again == 320
     made = re.compile(r"created context checkpoint .* size = ([0-9.]+) MiB")
     sizes = {m[1] for line in log if (m := made.search(line))}
-    state = sum(state_bytes(read_model(gdn_model).inventory, Workload(n_ctx=512)))
+    state = sum(state_bytes(structure_of(read_model(gdn_model).inventory), Workload(n_ctx=512)))
     assert sizes == ({f"{state / MIB:.3f}"} if kept else set())

@@ -17,6 +17,7 @@ from planner.memory.compute_buffer import compute_bytes, converts_caches, host_b
 from planner.memory.kv_cache import is_latent, kv_bytes, state_bytes
 from planner.model.inventory import Inventory, from_text
 from planner.model.layers import layers_of
+from planner.model.structure import structure_of
 from planner.model.tensor_roles import Role, part_of
 from planner.workload import Workload
 
@@ -76,7 +77,7 @@ def read(name: str) -> Inventory:
 @pytest.mark.parametrize("load", list(measured()), ids=str)
 def test_a_real_gpu(load: Measured) -> None:
     model, work = read(load.model), load.workload
-    context = sum(kv_bytes(model, work)) + sum(state_bytes(model, work))
+    context = sum(kv_bytes(structure_of(model), work)) + sum(state_bytes(structure_of(model), work))
     # CUDA pads quantised rows that are no multiple of 512 values: once a tensor, 512 bytes.
     padded = 512 * layers_of(model).n_main if work.type_k == "q8_0" else 0
     assert 0 <= load.context - context <= padded * (is_latent(model) or any(layers_of(model).recurrent))
@@ -86,21 +87,23 @@ def test_a_real_gpu(load: Measured) -> None:
         else []
     )
     staged = staging_bytes(host, work, hybrid=any(layers_of(model).recurrent))
-    estimate = compute_bytes(model, work, staged_bytes=staged)
+    estimate = compute_bytes(structure_of(model), work, staged_bytes=staged)
     assert load.compute <= 1.03 * estimate + 4 * MIB
     assert estimate <= 2 * load.compute + 4 * MIB
     if not load.experts_on_host:
         assert estimate <= 1.11 * load.compute
-        assert load.host_compute <= 1.5 * host_bytes(model, work)
+        assert load.host_compute <= 1.5 * host_bytes(structure_of(model), work)
 
 
 @pytest.mark.parametrize("load", list(long_ones()), ids=str)
 def test_long_contexts_of_a_real_gpu(load: Measured) -> None:
     """Attention's kernels convert a quantised cache of one layer to f16; masks lie before the logits."""
     model, work = read(load.model), load.workload
-    estimate = compute_bytes(model, work, converts=converts_caches("CUDA0"))
+    estimate = compute_bytes(structure_of(model), work, converts=converts_caches("CUDA0"))
     assert load.compute <= 1.01 * estimate + MIB
     assert estimate <= 1.17 * load.compute
-    assert 0.97 * load.host_compute <= host_bytes(model, work) <= 1.03 * load.host_compute + MIB
+    assert 0.97 * load.host_compute <= host_bytes(structure_of(model), work) <= 1.03 * load.host_compute + MIB
     plain = work.model_copy(update={"type_k": "f16", "type_v": "f16"})
-    assert compute_bytes(model, plain, converts=True) == compute_bytes(model, plain)
+    assert compute_bytes(structure_of(model), plain, converts=True) == compute_bytes(
+        structure_of(model), plain
+    )

@@ -11,6 +11,7 @@ from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.weights import weight_bytes
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import Kind, units_of
 from planner.plan.load_spec import LoadSpec
@@ -41,9 +42,11 @@ def test_everything_on_the_device(name: str, engine: Engine, tmp_path: Path) -> 
     model, work = read_model(path).inventory, Workload(n_ctx=2048)
     found = load(engine, path, work, ())
     device, host = found.devices["Vulkan0"], found.devices["CPU"]
-    assert device.context == sum(kv_bytes(model, work)) + sum(state_bytes(model, work))
-    assert close(compute_bytes(model, work), device.compute)
-    assert close(host_bytes(model, work), host.compute)
+    assert device.context == sum(kv_bytes(structure_of(model), work)) + sum(
+        state_bytes(structure_of(model), work)
+    )
+    assert close(compute_bytes(structure_of(model), work), device.compute)
+    assert close(host_bytes(structure_of(model), work), host.compute)
     assert device_weights(model, step=1) <= device.model <= device_weights(model, step=256)
 
 
@@ -55,7 +58,7 @@ def test_host_experts_are_staged_from_32_tokens_on(n_ubatch: int, engine: Engine
     found = load(engine, path, work, EXPERTS).devices["Vulkan0"]
     staged = staging_bytes(host, work)
     assert (staged > 0) == (n_ubatch >= 32)
-    assert close(compute_bytes(model, work, staged_bytes=staged), found.compute)
+    assert close(compute_bytes(structure_of(model), work, staged_bytes=staged), found.compute)
     assert (found.compute > max(host)) == (staged > 0)
 
 

@@ -15,6 +15,7 @@ from planner.memory.weights import context_bytes, loaded_tensors, tied_copy_byte
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory, from_text
 from planner.model.layers import layers_of
+from planner.model.structure import structure_of
 from planner.workload import Workload
 from profiler.synth.synth import ARCHITECTURES, SynthSpec, write
 
@@ -88,13 +89,13 @@ def test_real_models_at_full_size(name: str, tmp_path: Path) -> None:
         Workload(n_ctx=longest, n_seq=2, n_ubatch=2048, type_k="q8_0", type_v="q8_0"),
     ]
     for workload, bytes_ in zip(workloads, measure([Load(sparse, w) for w in workloads]), strict=True):
-        items = compute_items(inventory, workload)
+        items = compute_items(structure_of(inventory), workload)
         if 0.9 < items.masks / items.logits < 1.2:  # whether logits fit where masks lay is not foretold
             assert bytes_.compute <= items.total
             continue
         check(inventory, workload, bytes_)
         # At real sizes the estimate of the compute buffer is close to the engine's number.
-        assert 0.99 < compute_bytes(inventory, workload) / bytes_.compute < 1.11
+        assert 0.99 < compute_bytes(structure_of(inventory), workload) / bytes_.compute < 1.11
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b-MXFP4", "Qwen3.6-35B-A3B-q4_K", "Llama-3.1-70B-Q4_K_M"])
@@ -106,9 +107,12 @@ def test_older_builds_need_no_more(name: str, vulkan_engine: Path, tmp_path: Pat
     workloads = [Workload(n_ctx=n_ctx, n_ubatch=1024) for n_ctx in (4096, 32768, longest)]
     said = measure([Load(sparse, w) for w in workloads], str(vulkan_engine))
     for workload, engine in zip(workloads, said, strict=True):
-        items = compute_items(inventory, workload)
+        items = compute_items(structure_of(inventory), workload)
         assert (
-            context_bytes(kv_bytes(inventory, workload), state_bytes(inventory, workload)) == engine.context
+            context_bytes(
+                kv_bytes(structure_of(inventory), workload), state_bytes(structure_of(inventory), workload)
+            )
+            == engine.context
         )
         inner, head = items.residual + items.stage_bytes + items.masks, items.logits + items.head
         assert engine.compute <= items.total
@@ -122,19 +126,23 @@ def test_other_builds_agree(build: str, generated: Path, request: pytest.Fixture
     for load, said in zip(loads, measure(loads, engine), strict=True):
         inventory = read_model(load.path).inventory
         assert (
-            weight_bytes(loaded_tensors(inventory)) + tied_copy_bytes(inventory, head_on_host=True)
+            weight_bytes(loaded_tensors(structure_of(inventory)))
+            + tied_copy_bytes(inventory, head_on_host=True)
             == said.model
         )
-        assert context_bytes(kv_bytes(inventory, work), state_bytes(inventory, work)) == said.context
+        assert (
+            context_bytes(kv_bytes(structure_of(inventory), work), state_bytes(structure_of(inventory), work))
+            == said.context
+        )
 
 
 @pytest.mark.parametrize("model", ["qwen35", "nemotron_h", "lfm2", "qwen3next", "granitehybrid"])
 def test_state_that_speculation_may_take_back(model: str, generated: Path) -> None:
     inventory = read_model(generated / f"{model}.gguf").inventory
     work = Workload(n_seq=2)
-    kv = kv_bytes(inventory, work)
+    kv = kv_bytes(structure_of(inventory), work)
     for depth, said in zip((0, 4), _rolled(generated / f"{model}.gguf", work), strict=True):
-        assert context_bytes(kv, state_bytes(inventory, work, rollback=depth)) == said.context
+        assert context_bytes(kv, state_bytes(structure_of(inventory), work, rollback=depth)) == said.context
 
 
 def _rolled(path: Path, work: Workload) -> list[Bytes]:
@@ -147,7 +155,7 @@ def test_a_latent_attention_without_flash_copies_its_values(model: str, generate
     small = {"n_ctx": 20000, "n_ubatch": 8, "flash_attn": False}
     works = [Workload(**small), Workload(**small, n_seq=4, type_k="f32", type_v="f32")]
     for work, said in zip(works, measure([Load(path, work) for work in works]), strict=True):
-        assert said.compute <= compute_bytes(read_model(path).inventory, work) * 1.01 + MIB
+        assert said.compute <= compute_bytes(structure_of(read_model(path).inventory), work) * 1.01 + MIB
         assert said.compute > 5 * MIB
 
 
@@ -158,11 +166,17 @@ def test_the_context_of_a_nextn_head(model: str, generated: Path) -> None:
     with_head, own = measure(
         [Load(generated / f"{model}.gguf", work), Load(generated / f"{model}.gguf", work, nextn=True)]
     )
-    assert with_head.model == own.model == weight_bytes(loaded_tensors(inventory, mtp=True))
-    assert with_head.context == context_bytes(kv_bytes(inventory, work), state_bytes(inventory, work))
-    assert own.context == sum(nextn_kv_bytes(inventory, work))
+    assert with_head.model == own.model == weight_bytes(loaded_tensors(structure_of(inventory), mtp=True))
+    assert with_head.context == context_bytes(
+        kv_bytes(structure_of(inventory), work), state_bytes(structure_of(inventory), work)
+    )
+    assert own.context == sum(nextn_kv_bytes(structure_of(inventory), work))
     blocks = range(layers_of(inventory).n_main, layers_of(inventory).n_all)
-    assert 0 <= compute_bytes(inventory, work, layers=blocks) * 1.01 + MIB - own.compute <= 16 * MIB
+    assert (
+        0
+        <= compute_bytes(structure_of(inventory), work, layers=blocks) * 1.01 + MIB - own.compute
+        <= 16 * MIB
+    )
 
 
 def test_reads_the_file_as_it_was_planned_from_the_table(tmp_path: Path) -> None:
@@ -173,8 +187,8 @@ def test_reads_the_file_as_it_was_planned_from_the_table(tmp_path: Path) -> None
         (t.name, t.type, t.shape, t.size_bytes) for t in inventory.tensors
     ]
     work = Workload()
-    assert kv_bytes(again, work) == kv_bytes(inventory, work)
-    assert state_bytes(again, work) == state_bytes(inventory, work)
+    assert kv_bytes(structure_of(again), work) == kv_bytes(structure_of(inventory), work)
+    assert state_bytes(structure_of(again), work) == state_bytes(structure_of(inventory), work)
 
 
 def test_the_logits_term_follows_the_vocabulary_and_the_batch() -> None:
@@ -182,8 +196,8 @@ def test_the_logits_term_follows_the_vocabulary_and_the_batch() -> None:
     inventory = from_text(path.read_text(), str(path))
     for n_ubatch in (512, 2048, 8192):
         work = Workload(n_ctx=8192, n_batch=8192, n_ubatch=n_ubatch)
-        with_head = compute_bytes(inventory, work)
-        assert with_head > 248320 * n_ubatch * 4 > compute_bytes(inventory, work, head=False)
+        with_head = compute_bytes(structure_of(inventory), work)
+        assert with_head > 248320 * n_ubatch * 4 > compute_bytes(structure_of(inventory), work, head=False)
 
 
 def workloads_of(model: str) -> Mapping[str, Workload]:
@@ -193,10 +207,12 @@ def workloads_of(model: str) -> Mapping[str, Workload]:
 
 
 def check(inventory: Inventory, workload: Workload, engine: Bytes, *, swa_full: bool = False) -> None:
-    weights = weight_bytes(loaded_tensors(inventory)) + tied_copy_bytes(inventory, head_on_host=True)
+    weights = weight_bytes(loaded_tensors(structure_of(inventory))) + tied_copy_bytes(
+        inventory, head_on_host=True
+    )
     assert weights == engine.model
-    kv = kv_bytes(inventory, workload, swa_full=swa_full)
-    assert context_bytes(kv, state_bytes(inventory, workload)) == engine.context
-    estimate = compute_bytes(inventory, workload, swa_full=swa_full)
+    kv = kv_bytes(structure_of(inventory), workload, swa_full=swa_full)
+    assert context_bytes(kv, state_bytes(structure_of(inventory), workload)) == engine.context
+    estimate = compute_bytes(structure_of(inventory), workload, swa_full=swa_full)
     assert engine.compute <= estimate * 1.01 + MIB
     assert estimate * 0.7 - 16 * MIB <= engine.compute

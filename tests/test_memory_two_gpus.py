@@ -17,6 +17,7 @@ import pytest
 from planner.memory.compute_buffer import PIPELINE_COPIES, compute_bytes, host_bytes, staging_bytes
 from planner.model.inventory import Inventory, from_text
 from planner.model.layers import layers_of
+from planner.model.structure import structure_of
 from planner.model.tensor_roles import Role, part_of
 from planner.workload import Workload
 
@@ -70,7 +71,7 @@ def test_copies_are_counted_where_the_engine_keeps_them(load: Measured) -> None:
     # An override of nothing keeps the engine from pipelining: the dense model's `experts` are none.
     copies = PIPELINE_COPIES if load.placement == "full" else 1
     staged = staging_bytes(on_host(model, load.placement), work, hybrid=any(layers_of(model).recurrent))
-    estimate = compute_bytes(model, work, staged_bytes=staged, copies=copies)
+    estimate = compute_bytes(structure_of(model), work, staged_bytes=staged, copies=copies)
     assert load.compute <= 1.03 * estimate + 4 * MIB
     if load.placement == "one":
         assert estimate <= 1.11 * load.compute
@@ -79,6 +80,6 @@ def test_copies_are_counted_where_the_engine_keeps_them(load: Measured) -> None:
 @pytest.mark.parametrize("load", HOSTS, ids=str)
 def test_so_does_the_host(load: Measured) -> None:
     copies = PIPELINE_COPIES if load.placement == "full" else 1
-    estimate = host_bytes(read(load.model), load.workload, copies=copies)
+    estimate = host_bytes(structure_of(read(load.model)), load.workload, copies=copies)
     assert load.compute <= 1.03 * estimate + 4 * MIB
     assert estimate <= 2 * load.compute + 4 * MIB

@@ -16,6 +16,7 @@ from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes, unsta
 from planner.memory.weights import context_bytes, loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from profiler.synth.synth import ARCHITECTURES, SynthSpec, write
 
 MIB = 2**20
@@ -58,10 +59,14 @@ def test_the_engine_fills_in_what_a_file_does_not_say(
     assert isinstance(said[0], Bytes), said[0]
     for key, model, engine in zip(("", *keys), lacking, said, strict=True):
         if isinstance(engine, Bytes):
-            counted = context_bytes(kv_bytes(model, WORK), state_bytes(model, WORK))
-            weights = weight_bytes(loaded_tensors(model)) + tied_copy_bytes(model, head_on_host=True)
+            counted = context_bytes(
+                kv_bytes(structure_of(model), WORK), state_bytes(structure_of(model), WORK)
+            )
+            weights = weight_bytes(loaded_tensors(structure_of(model))) + tied_copy_bytes(
+                model, head_on_host=True
+            )
             assert (weights, counted) == (engine.model, engine.context), f"without {key}"
-            assert engine.compute <= compute_bytes(model, WORK) * 1.03 + MIB, f"without {key}"
+            assert engine.compute <= compute_bytes(structure_of(model), WORK) * 1.03 + MIB, f"without {key}"
 
 
 def made(folder: Path, name: str) -> tuple[Inventory, list[list[int]]]:
@@ -74,12 +79,12 @@ def test_later_models_share_indexers_without_saying_so(tmp_path: Path) -> None:
     """GLM 5.2 and newer, told by the length of their training context, of 12 layers."""
     model, said = made(tmp_path, "glm-dsa+late")
     for (work, full), (_, context, _) in zip(CONTEXTS, said, strict=True):
-        assert sum(kv_bytes(model, work, swa_full=full)) == context
+        assert sum(kv_bytes(structure_of(model), work, swa_full=full)) == context
     early = model.model_copy(update={"hparams": {**model.hparams, "context_length": 1 << 17}})
-    assert sum(kv_bytes(early, WORK)) > sum(kv_bytes(model, WORK))
+    assert sum(kv_bytes(structure_of(early), WORK)) > sum(kv_bytes(structure_of(model), WORK))
     listed = tuple(n in (0, 1, 2, 6, 10) for n in range(12))
     stated = model.model_copy(update={"hparams": {**model.hparams, "attention.indexer.types": listed}})
-    assert kv_bytes(stated, WORK) == kv_bytes(model, WORK)
+    assert kv_bytes(structure_of(stated), WORK) == kv_bytes(structure_of(model), WORK)
 
 
 @pytest.mark.parametrize("arch", NEXTN)
@@ -87,10 +92,12 @@ def test_the_caches_of_a_speculative_block(arch: str, tmp_path: Path) -> None:
     """Sliding where the pattern lists it, without an indexer where the head is dense."""
     model, said = made(tmp_path, f"{arch}+nextn")
     for n, (work, full) in enumerate(CONTEXTS):
-        main = context_bytes(kv_bytes(model, work, swa_full=full), state_bytes(model, work))
+        main = context_bytes(
+            kv_bytes(structure_of(model), work, swa_full=full), state_bytes(structure_of(model), work)
+        )
         assert main == said[n][1]
         if not full:
-            assert sum(nextn_kv_bytes(model, work)) == said[n + len(CONTEXTS)][1]
+            assert sum(nextn_kv_bytes(structure_of(model), work)) == said[n + len(CONTEXTS)][1]
 
 
 def test_step_has_three_speculative_blocks_that_slide() -> None:
@@ -113,7 +120,7 @@ def test_step_has_three_speculative_blocks_that_slide() -> None:
     work = WORK.model_copy(
         update={"n_ctx": 35072, "n_seq": 1, "n_batch": 2048, "n_ubatch": 1024, "mtp": True}
     )
-    assert nextn_kv_bytes(model, work) == (6 * MIB,) * 3
+    assert nextn_kv_bytes(structure_of(model), work) == (6 * MIB,) * 3
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,7 @@ def test_step_has_three_speculative_blocks_that_slide() -> None:
 def test_heads_that_only_shapes_tell_are_counted_by_them_and_said(spec: SynthSpec, tmp_path: Path) -> None:
     whole = read_model(write(tmp_path / "model.gguf", spec)).inventory
     silent = without(without(whole, "attention.key_length"), "attention.value_length")
-    assert kv_bytes(silent, WORK) == kv_bytes(whole, WORK)
+    assert kv_bytes(structure_of(silent), WORK) == kv_bytes(structure_of(whole), WORK)
     (said,) = attempt([Load(write_sparse(tmp_path / "silent.gguf", silent), WORK)])
     assert isinstance(said, str)  # the engine does not load it
     assert unstated_heads(whole) == ""

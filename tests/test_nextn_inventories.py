@@ -13,6 +13,7 @@ from planner.memory.kv_cache import nextn_kv_bytes
 from planner.memory.reserves import Extras
 from planner.model.layers import layers_of
 from planner.model.nextn import nextn_fault
+from planner.model.structure import structure_of
 from planner.passes.make_plan import make_plan
 from planner.plan.plan import Plan
 from planner.plan.request import ExtraModels, Request
@@ -53,7 +54,7 @@ def test_a_latent_block_has_the_published_parameters_and_cache() -> None:
 def test_its_cache_is_the_published_one() -> None:
     """544 MiB at 262144 cells of q8_0 (llama.cpp issue 23472)."""
     work = Workload(n_ctx=262_144, type_k="q8_0", type_v="q8_0")
-    assert nextn_kv_bytes(real(f"{DENSE}+nextn"), work) == (544 * MIB,)
+    assert nextn_kv_bytes(structure_of(real(f"{DENSE}+nextn")), work) == (544 * MIB,)
 
 
 @pytest.mark.parametrize("name", [DENSE, MOE])
@@ -73,7 +74,7 @@ def test_drafting_takes_weights_cache_compute_and_copies_of_state() -> None:
     assert {"MTP compute", "MTP state"} <= set(lines)
     assert lines["MTP state"] == made.speculation.tokens * sum(d.state_bytes for d in plain.devices)
     kv = sum(d.kv_bytes for d in made.devices) - sum(d.kv_bytes for d in plain.devices)
-    assert kv == nextn_kv_bytes(real(f"{DENSE}+nextn"), made.workload)[0]
+    assert kv == nextn_kv_bytes(structure_of(real(f"{DENSE}+nextn")), made.workload)[0]
     block = sum(t.size_bytes for t in real(f"{DENSE}+nextn").tensors if t.name.startswith("blk.64."))
     weights = [sum(d.weights_bytes for d in each.devices) for each in (made, plain)]
     assert block <= weights[0] - weights[1] < block + MIB  # aligned

@@ -14,6 +14,7 @@ from planner.machine.profile import Profile
 from planner.memory.compute_buffer import compute_bytes, host_bytes
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.passes.prompt_pipeline import unpiped
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.plan import Plan
@@ -57,8 +58,11 @@ def test_copies_are_counted_on_both_devices_and_the_host(models: dict[str, Path]
         for copies, found in ((4, piped), (1, plain)):
             assert not found.problem, found.problem
             largest = max(found.memory[name].compute for name in BOTH)
-            assert close(compute_bytes(model, work, copies=copies), largest), (each.path.name, copies)
-            host = host_bytes(model, work, copies=copies)
+            assert close(compute_bytes(structure_of(model), work, copies=copies), largest), (
+                each.path.name,
+                copies,
+            )
+            host = host_bytes(structure_of(model), work, copies=copies)
             assert close(host, found.memory["CPU"].compute), (each.path.name, copies)
         # The override moves nothing: the same weights, caches and graph, less memory.
         for name in (*BOTH, "CPU"):
@@ -103,8 +107,8 @@ def test_a_whole_model_on_two_gpus_counts_its_pipeline(models: dict[str, Path]) 
     path = models["qwen3"]
     made, model, _ = planned(path, "TWIN0=2000,TWIN1=2000", *HALVES)
     assert any("are pipelined" in note for note in made.notes) and made.overrides == ()
-    assert made.devices[0].compute_bytes > 3 * compute_bytes(model, made.workload) - 4 * MIB
-    assert loaded(path, made).memory["TWIN0"].compute > 2 * compute_bytes(model, made.workload)
+    assert made.devices[0].compute_bytes > 3 * compute_bytes(structure_of(model), made.workload) - 4 * MIB
+    assert loaded(path, made).memory["TWIN0"].compute > 2 * compute_bytes(structure_of(model), made.workload)
 
 
 def test_where_its_copies_do_not_fit_the_engine_is_kept_from_it(models: dict[str, Path]) -> None:
@@ -125,7 +129,7 @@ def test_with_weights_on_the_host_there_are_no_copies(models: dict[str, Path]) -
     made, model, _ = planned(path, "TWIN0=2000,TWIN1=2000", *HALVES[:1], Pin("blk.5.experts", "cpu"))
     assert not any("pipelined" in note for note in made.notes)
     gpus = [use for use in made.devices if use.kind == "gpu"]
-    assert all(use.compute_bytes < 2 * compute_bytes(model, made.workload) for use in gpus)
+    assert all(use.compute_bytes < 2 * compute_bytes(structure_of(model), made.workload) for use in gpus)
     loaded(path, made)
 
 

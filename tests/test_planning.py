@@ -354,7 +354,7 @@ def test_one_recurrent_layer_on_the_cpu_costs_all_of_them() -> None:
 
 def test_that_cost_is_measured_where_the_profile_has_it_and_else_said_to_be_assumed() -> None:
     model, work = real("Qwen3.6-35B-A3B-q4_K"), Workload()
-    fused = state_case(model, 1)
+    fused = state_case(structure_of(model), 1)
 
     def case(op: str, ns: int) -> OpTiming:
         return timed(op, "f32", fused.shape, ns)

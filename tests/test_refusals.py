@@ -20,6 +20,7 @@ from planner.machine.presets import load as load_machine
 from planner.memory.buffer_parts import buffer_parts
 from planner.memory.memory import Reserve
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of
 from planner.passes.make_plan import make_plan
@@ -223,7 +224,7 @@ def test_hybrids_stage_two_host_tensors_at_once() -> None:
     for name, count in (("Qwen3.6-35B-A3B-q4_K", 2), ("Qwen3-30B-A3B-Q4_K_M", 1)):
         model = real(name)
         moved = sorted(t.size_bytes for t in model.tensors if part_of(t).role in (Role.EXPERTS, Role.FFN))
-        assert buffer_parts(model, workload, gpu).staging_bytes == sum(moved[-count:])
+        assert buffer_parts(structure_of(model), workload, gpu).staging_bytes == sum(moved[-count:])
 
 
 def retyped(model: Inventory, name: str) -> Inventory:

@@ -15,6 +15,7 @@ from planner.memory.reserves import (
 )
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
 
@@ -39,12 +40,12 @@ def projector(**vision: int | str) -> Inventory:
 
 
 def lines(model: Inventory, workload: Workload, extras: Extras) -> dict[str, int]:
-    return {r.name: r.size_bytes for r in reserves(model, workload, extras, gpu="CUDA0")}
+    return {r.name: r.size_bytes for r in reserves(structure_of(model), workload, extras, gpu="CUDA0")}
 
 
 def test_nothing_beside_the_model_takes_nothing(hybrid: Inventory) -> None:
-    assert reserves(hybrid, Workload(), Extras(), gpu="CUDA0") == ()
-    assert reserves(hybrid, Workload(mtp=False), Extras(rollback=4), gpu="CUDA0") == ()
+    assert reserves(structure_of(hybrid), Workload(), Extras(), gpu="CUDA0") == ()
+    assert reserves(structure_of(hybrid), Workload(mtp=False), Extras(rollback=4), gpu="CUDA0") == ()
 
 
 def test_a_projector_takes_its_weights_and_a_compute_buffer_of_its_own(hybrid: Inventory) -> None:
@@ -61,7 +62,9 @@ def test_a_projector_takes_its_weights_and_a_compute_buffer_of_its_own(hybrid: I
     # A report of such a projector: 884 MiB of weights, 1158 MiB when it runs.
     assert 274 * MIB < found["projector compute"] < 330 * MIB
     assert projector_compute_bytes(mmproj, flash_attn=False) > 10 * found["projector compute"]
-    on_cpu = reserves(hybrid, Workload(), Extras(mmproj=mmproj, mmproj_device="CPU"), gpu="CUDA0")
+    on_cpu = reserves(
+        structure_of(hybrid), Workload(), Extras(mmproj=mmproj, mmproj_device="CPU"), gpu="CUDA0"
+    )
     assert {line.device for line in on_cpu} == {"CPU"}
 
 
@@ -87,20 +90,20 @@ def test_the_nextn_head_computes_and_is_rolled_back_only_on_request(hybrid: Inve
     work = Workload(mtp=True)
     found = lines(hybrid, work, Extras(rollback=2))
     assert set(found) == {"MTP compute", "MTP state", "MTP inputs"}
-    assert found["MTP state"] == 2 * sum(state_bytes(hybrid, Workload()))
+    assert found["MTP state"] == 2 * sum(state_bytes(structure_of(hybrid), Workload()))
     # Its context asks for one row of logits a sequence, so the vocabulary times the batch is not in it.
-    assert found["MTP compute"] < compute_bytes(hybrid, work, layers=[4])
+    assert found["MTP compute"] < compute_bytes(structure_of(hybrid), work, layers=[4])
     assert set(lines(hybrid, work, Extras())) == {"MTP compute", "MTP inputs"}
     assert lines(hybrid, Workload(), Extras(rollback=2)) == {}
 
 
 def test_a_draft_model_takes_weights_cache_and_compute(hybrid: Inventory, draft: Inventory) -> None:
     work = Workload(n_ctx=8192)
-    found = reserves(hybrid, work, Extras(draft=draft, draft_device="CUDA1"), gpu="CUDA0")
+    found = reserves(structure_of(hybrid), work, Extras(draft=draft, draft_device="CUDA1"), gpu="CUDA0")
     sizes = {line.name: line.size_bytes for line in found}
     embedding = draft.tensor("token_embd.weight").size_bytes
     assert sizes["draft"] >= draft.size_bytes  # its head is a second copy of the embedding
-    assert sizes["draft KV"] == sum(kv_bytes(draft, work))
+    assert sizes["draft KV"] == sum(kv_bytes(structure_of(draft), work))
     assert sizes["draft embedding"] == embedding
     assert {line.name: line.device for line in found}["draft"] == "CUDA1"
     assert {line.name for line in found if line.device == "CPU"} == {"draft embedding", "draft inputs"}
@@ -108,7 +111,7 @@ def test_a_draft_model_takes_weights_cache_and_compute(hybrid: Inventory, draft:
 
 def test_other_users(hybrid: Inventory) -> None:
     extras = Extras(reserved={"": 512 * MIB, "CUDA1": MIB})
-    found = reserves(hybrid, Workload(n_seq=2), extras, gpu="CUDA0")
+    found = reserves(structure_of(hybrid), Workload(n_seq=2), extras, gpu="CUDA0")
     assert [(line.name, line.device, line.size_bytes) for line in found] == [
         ("other users", "CUDA0", 512 * MIB),
         ("other users", "CUDA1", MIB),
@@ -116,26 +119,31 @@ def test_other_users(hybrid: Inventory) -> None:
 
 
 def test_state_follows_sequences_and_speculation_but_not_the_context(hybrid: Inventory) -> None:
-    one = sum(state_bytes(hybrid, Workload()))
-    assert sum(state_bytes(hybrid, Workload(n_ctx=262144))) == one
-    assert sum(state_bytes(hybrid, Workload(n_seq=4))) == 4 * one
-    assert sum(state_bytes(hybrid, Workload(n_seq=4), rollback=4)) == 20 * one
+    one = sum(state_bytes(structure_of(hybrid), Workload()))
+    assert sum(state_bytes(structure_of(hybrid), Workload(n_ctx=262144))) == one
+    assert sum(state_bytes(structure_of(hybrid), Workload(n_seq=4))) == 4 * one
+    assert sum(state_bytes(structure_of(hybrid), Workload(n_seq=4), rollback=4)) == 20 * one
 
 
 def test_no_copies_of_state_where_the_engine_cannot_take_it_back() -> None:
     text = f"{ends()}\nblk.0.ssm_in.weight 64x300\nblk.0.ssm_out.weight 128x64"
     model = table("mamba2", text, block_count=1, ssm__conv_kernel=4, ssm__inner_size=128, ssm__state_size=16)
-    assert state_bytes(model, Workload(), rollback=4) == state_bytes(model, Workload())
+    assert state_bytes(structure_of(model), Workload(), rollback=4) == state_bytes(
+        structure_of(model), Workload()
+    )
 
 
 def test_caches_grow_with_context_sequences_and_type() -> None:
     model = table(
         "llama", f"{ends()}\n{attention(0)}\n{dense(0)}", embedding_length=64, attention__head_count=2
     )
-    sizes = {n: kv_bytes(model, Workload(n_ctx=n))[0] for n in (2048, 32768, 131072)}
+    sizes = {n: kv_bytes(structure_of(model), Workload(n_ctx=n))[0] for n in (2048, 32768, 131072)}
     assert sizes == {n: n * 64 * 2 * 2 for n in sizes}
-    assert kv_bytes(model, Workload(n_ctx=2048, type_k="q8_0", type_v="q8_0"))[0] * 32 == sizes[2048] * 17
-    assert kv_bytes(model, Workload(n_ctx=2049))[0] == 2304 * 64 * 2 * 2
+    assert (
+        kv_bytes(structure_of(model), Workload(n_ctx=2048, type_k="q8_0", type_v="q8_0"))[0] * 32
+        == sizes[2048] * 17
+    )
+    assert kv_bytes(structure_of(model), Workload(n_ctx=2049))[0] == 2304 * 64 * 2 * 2
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ def test_cache_types_that_the_engine_refuses(
     text = f"{ends()}\n{attention(0)}\n{dense(0)}"
     model = table(arch, text, embedding_length=64, attention__head_count=2, **keys)
     with pytest.raises(KvTypeProblem, match=why):
-        kv_bytes(model, Workload.model_validate(workload))
+        kv_bytes(structure_of(model), Workload.model_validate(workload))
 
 
 def test_host_weights_are_staged_from_32_tokens_on() -> None:

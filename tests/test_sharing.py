@@ -13,6 +13,7 @@ from planner.check.consistency import check_agreement
 from planner.memory.kv_cache import kv_bytes
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.plan.load_spec import LoadSpec, load_spec, plan_layer_devices
 from planner.plan.request import Pin, Request
 from planner.solver.evaluate import evaluate
@@ -45,7 +46,7 @@ def test_the_engine_copies_a_cache_to_readers_elsewhere(model: Path) -> None:
     together, apart = spec((4, 5)), spec((6, 3))
     asked = [Ask(model, each, tuple(range(3, 9)), (20, 21)) for each in (together, apart)]
     near, away = ask(asked, n_devices=2)
-    kv = kv_bytes(inventory(model), SHORT)
+    kv = kv_bytes(structure_of(inventory(model)), SHORT)
     assert kv[6:] == (0, 0) and kv[4] > 0
     assert near.logits == away.logits and near.splits_decode == away.splits_decode
     assert away.memory["TWIN1"].context == 0  # no cache of its own
@@ -71,7 +72,7 @@ def test_plans_count_and_price_the_copies(model: Path) -> None:
         )
         for first in (4, 6)
     }
-    kv = kv_bytes(inventory(model), WORK)
+    kv = kv_bytes(structure_of(inventory(model)), WORK)
     for each in made.values():
         assert findings(each, inventory(model), twins(2048)) == []
         check_agreement(each, inventory(model), "plan.yaml")

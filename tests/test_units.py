@@ -8,6 +8,7 @@ from small_tables import attention, dense, ends, experts, table
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
+from planner.model.structure import structure_of
 from planner.model.tensor_roles import missing_partners
 from planner.model.units import BOUND, ExpertMismatch, Kind, Unit, UnitTable, units_of
 from planner.workload import Workload
@@ -200,7 +201,7 @@ def test_nextn_blocks_are_counted_inside_block_count() -> None:
     unit = named(units_of(model))["blk.2.nextn"]
     assert len(unit.tensors) == 10
     assert unit.active_bytes == 0
-    assert len(kv_bytes(model, Workload())) == 2
+    assert len(kv_bytes(structure_of(model), Workload())) == 2
 
 
 def test_nextn_blocks_that_the_file_left_out_still_count() -> None:
@@ -211,7 +212,7 @@ def test_nextn_blocks_that_the_file_left_out_still_count() -> None:
 def test_a_convolution_of_no_width_keeps_no_state() -> None:
     mixer = "\n".join(f"blk.0.shortconv.{n}.weight 64x64" for n in ("in_proj", "conv", "out_proj"))
     model = table("lfm2", f"{ends()}\n{mixer}", block_count=1, shortconv__l_cache=0, embedding_length=64)
-    assert state_bytes(model, Workload()) == (0,)
+    assert state_bytes(structure_of(model), Workload()) == (0,)
 
 
 def test_a_layer_may_attend_and_be_recurrent() -> None:
@@ -231,8 +232,8 @@ def test_a_layer_may_attend_and_be_recurrent() -> None:
     )
     units = named(units_of(model))
     assert list(units) == ["token_embd", "blk.0.recurrent", "blk.0.attention", "blk.0.ffn", "output"]
-    assert kv_bytes(model, Workload())[0] > 0
-    assert state_bytes(model, Workload())[0] == 4 * (3 * (128 + 2 * 16) + 16 * 128)
+    assert kv_bytes(structure_of(model), Workload())[0] > 0
+    assert state_bytes(structure_of(model), Workload())[0] == 4 * (3 * (128 + 2 * 16) + 16 * 128)
 
 
 def test_projections_of_a_delta_net_belong_to_the_mixer_whatever_their_name() -> None:
@@ -244,7 +245,7 @@ def test_projections_of_a_delta_net_belong_to_the_mixer_whatever_their_name() ->
     units = named(units_of(model))
     assert len(units["blk.0.recurrent"].tensors) == 7
     assert "blk.0.attention" not in units
-    assert kv_bytes(model, Workload()) == (0,)
+    assert kv_bytes(structure_of(model), Workload()) == (0,)
 
 
 def test_norms_of_a_layer_without_a_mixer_stay_bound() -> None:
@@ -284,7 +285,7 @@ def test_layers_that_share_a_cache_have_none_and_an_edge_from_its_owner() -> Non
     made = units_of(model)
     names = [unit.name for unit in made.units]
     assert ("blk.2.attention", "blk.3.attention") in {(names[a], names[b]) for a, b in made.edges}
-    assert [size > 0 for size in kv_bytes(model, Workload())] == [True, True, True, False]
+    assert [size > 0 for size in kv_bytes(structure_of(model), Workload())] == [True, True, True, False]
 
 
 def test_layers_of_different_size_are_counted_one_by_one() -> None:
@@ -297,7 +298,7 @@ def test_layers_of_different_size_are_counted_one_by_one() -> None:
         attention__head_count=(4, 0, 4),
         attention__head_count_kv=(4, 0, 1),
     )
-    first, second, third = kv_bytes(model, Workload(n_ctx=256))
+    first, second, third = kv_bytes(structure_of(model), Workload(n_ctx=256))
     assert (first, second, third) == (256 * 2 * 64 * 2, 0, 256 * 2 * 16 * 2)
     units = named(units_of(model))
     assert units["blk.0.ffn"].size_bytes == 8 * units["blk.1.ffn"].size_bytes

@@ -78,7 +78,7 @@ def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:
     if inputs.inventory is None or inputs.profile is None:
         return None
     try:
-        parts = reprice(plan, inputs.inventory, inputs.profile, inputs.known).parts
+        parts = reprice(plan, inputs.inventory, inputs.profile, inputs.known).breakdown()
     except NotPlaceable:
         return None
     return parts if parts.tpot_ns == plan.predicted.tpot_ns else None

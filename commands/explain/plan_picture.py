@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.shared.pictures import pyplot, save
-from planner.block_names import block_of
+from planner.block_names import block_of, stem_of
 from planner.constants import MAX_LAYERS
 from planner.quoting import mathtext
 from planner.site import Site, SiteKind
@@ -59,7 +59,7 @@ def _draw_grid(axes: Any, plan: Plan) -> None:
     from matplotlib.patches import Patch, Rectangle
 
     gpus = [use.name for use in plan.devices if use.kind != "cpu"]
-    named = [(block_of(p.unit), p.unit.rpartition(".")[2], p.site) for p in plan.units]
+    named = [(block_of(p.unit), stem_of(p.unit), p.site) for p in plan.units]
     cells = [(layer, row, site) for layer, row, site in named if layer is not None and layer < MAX_LAYERS]
     rows = [row for row in _ROWS if any(row == of for _, of, _ in cells)]
     last = max((layer for layer, _, _ in cells), default=0)

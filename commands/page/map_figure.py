@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from commands.page.elements import Node, element, percent
 from commands.shared.console import mib
+from planner.block_names import within_block
 from planner.site import ON_CPU, Site, SiteKind
 
 if TYPE_CHECKING:
@@ -69,12 +70,13 @@ def _cells(plan: Plan, n_experts: int) -> Iterator[Cell]:
     owners = {n: each.device for each in plan.layers for n in range(each.first, each.last + 1)}
     holders = set()
     for placed in plan.units:
-        name = placed.unit.split(".", 2)
-        if name[0] != "blk" or len(name) < 3 or not name[1].isdecimal():
+        block = within_block(placed.unit)
+        if block is None:
             continue
-        yield Cell(int(name[1]), name[2], placed.site, _words(placed, n_experts))
-        if name[2] in ("attention", "recurrent", "layer"):
-            holders.add(int(name[1]))
+        layer, part = block
+        yield Cell(layer, part, placed.site, _words(placed, n_experts))
+        if part in ("attention", "recurrent", "layer"):
+            holders.add(layer)
     for layer in sorted(holders & set(owners)):
         site = Site.on(owners[layer])
         yield Cell(
@@ -170,7 +172,7 @@ def _shares(site: Site, gpus: Sequence[str], n_experts: int) -> list[tuple[str, 
 
 def _outside(plan: Plan, gpus: Sequence[str]) -> Node | None:
     """Embeddings, the output head and others that are of no layer."""
-    found = [p for p in plan.units if not p.unit.startswith("blk.")]
+    found = [p for p in plan.units if within_block(p.unit) is None]
     marks = [
         element("li", swatch(device_class(p.site.device, gpus)), f"{p.unit} {_near(p)}", title=p.why)
         for p in found

@@ -51,15 +51,14 @@ class Job:
         from dataclasses import replace
 
         from planner.machine.fingerprint import host_facts
-        from planner.model.layers import layers_of, shared_kv
         from planner.plan.engine_rules import tensor_devices
         from profiler import host
         from runtime.worker import Checks
 
-        inventory = self.file.inventory
-        shared = sorted(set(shared_kv(inventory, layers_of(inventory)).values()))
+        structure = structure_of(self.file.inventory)
+        shared = sorted(set(structure.readers.values()))
         plan = None if self.mapped else self.plan
-        placed = tensor_devices(structure_of(inventory), self.spec)
+        placed = tensor_devices(structure, self.spec)
         checks = Checks(plan, placed, tuple(shared), self._demands(placed), path=str(self.plan_path))
         known = self.plan.machine.measured_on
         if not known or self.mapped or self.elsewhere:

@@ -52,7 +52,7 @@ def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
         or _layer_faults(plan, structure.layers)
         or _unit_faults(plan, structure.units)
         or _tensor_faults(plan, structure)
-        or _cache_faults(plan, inventory)
+        or _cache_faults(plan, structure)
         or list(cache_faults(plan))
     )
     if faults:
@@ -111,11 +111,11 @@ def _tensor_faults(plan: Plan, structure: Structure) -> list[str]:
     return list(disagreements(inventory, plan.overrides, wanted))
 
 
-def _cache_faults(plan: Plan, inventory: Inventory) -> list[str]:
+def _cache_faults(plan: Plan, structure: Structure) -> list[str]:
     """KV cache and recurrent state follow the layer devices and the workload, to the byte."""
     work, layers = plan.workload, plan_layer_devices(plan)
-    kv = [*kv_bytes(inventory, work), *(nextn_kv_bytes(inventory, work) if work.mtp else ())]
-    state = state_bytes(inventory, work)
+    kv = [*kv_bytes(structure, work), *(nextn_kv_bytes(structure, work) if work.mtp else ())]
+    state = state_bytes(structure, work)
     uses = {use.name: use for use in plan.devices}
     faults = []
     for device in sorted({*layers, *uses}):

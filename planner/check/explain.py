@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planner.block_names import layer_of, stem_of
 from planner.check.reprice import known_of, request_of, settings_of
 from planner.constants import PPM
 from planner.cost import hybrid_slots
@@ -45,7 +46,7 @@ def slices(plan: Plan, parts: Breakdown | None = None) -> tuple[Slice, ...]:
     counts: dict[str, int] = defaultdict(int)
     for placed in plan.units:
         if placed.time_ns:
-            what = f"{placed.unit.rsplit('.', 1)[-1]} on {_place(placed.site)}"
+            what = f"{stem_of(placed.unit)} on {_place(placed.site)}"
             times[what] += placed.time_ns
             counts[what] += 1
     if drafting := _drafting_ns(plan):
@@ -206,7 +207,7 @@ def _following(plan: Plan) -> str:
         Policy.LFU: f"those used most stay, by counts that fade to a half within {how.half_life} tokens",
         Policy.STATIC: "those of the plan stay",
     }
-    slots = {int(p.unit.split(".")[1]): p.site.amount for p in plan.units if p.site.kind is SiteKind.HYBRID}
+    slots = {layer_of(p.unit): p.site.amount for p in plan.units if p.site.kind is SiteKind.HYBRID}
     experts = {each.layer: len(each.order) for each in plan.experts}
     rates = [
         hybrid_slots.served(each, slots[each.layer], experts[each.layer])

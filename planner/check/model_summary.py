@@ -95,8 +95,8 @@ def summary_of(inventory: Inventory) -> Summary:
         tied_bytes=sum(u.tied_bytes for u in table.units),
         kv_bytes_per_1k=growing,
         kv_fixed_bytes=fixed,
-        state_bytes=sum(state_bytes(inventory, Workload())),
-        compute_bytes=compute_bytes(inventory, Workload()),
+        state_bytes=sum(state_bytes(structure, Workload())),
+        compute_bytes=compute_bytes(structure, Workload()),
         window=window(inventory),
         unknown=table.unknown,
         notes=_notes(inventory, table.units),
@@ -120,9 +120,9 @@ def extra_of(kind: str, inventory: Inventory) -> Mapping[str, object]:
 
 
 def _kv(structure: Structure) -> tuple[int, int]:
-    inventory, slides = structure.inventory, structure.slides
-    sizes = kv_bytes(inventory, Workload(n_ctx=_CELLS))
-    wide = kv_bytes(inventory, Workload(n_ctx=2**20))
+    slides = structure.slides[: structure.layers.n_main]
+    sizes = kv_bytes(structure, Workload(n_ctx=_CELLS))
+    wide = kv_bytes(structure, Workload(n_ctx=2**20))
     return (
         sum(size for size, s in zip(sizes, slides, strict=True) if not s),
         sum(size for size, s in zip(wide, slides, strict=True) if s),
@@ -132,7 +132,7 @@ def _kv(structure: Structure) -> tuple[int, int]:
 def _layer_kinds(structure: Structure) -> dict[str, int]:
     layers = structure.layers
     kinds = Counter(unit.kind for unit in structure.units if unit.layer is not None)
-    sliding = sum(a and s for a, s in zip(layers.attention, structure.slides, strict=True))
+    sliding = sum(a and s for a, s in zip(layers.attention, structure.slides, strict=False))
     found = {
         "main": layers.n_main,
         "attention": sum(layers.attention),

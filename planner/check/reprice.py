@@ -51,11 +51,19 @@ class OverLimit(AnswerIsNo):
 
 @dataclass(frozen=True, slots=True)
 class Repriced:
-    """The plan that the decisions give, and the limits they break."""
+    """The plan that the decisions give, and the placement it was made from."""
 
     plan: Plan
-    violations: tuple[str, ...]
-    parts: Breakdown  # of the predicted time
+    chosen: Chosen
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        """The limits that the placement breaks."""
+        return self.chosen.evaluation.violations
+
+    def breakdown(self) -> Breakdown:
+        """The parts of the predicted time."""
+        return breakdown(self.chosen.priced, self.chosen.solution, self.chosen.evaluation)
 
 
 def request_of(plan: Plan) -> Request:
@@ -121,11 +129,10 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
         priced = loading.free(stored) if plan.repack is False else alone[0]
     chosen = _chosen(plan, priced)
     made = record(chosen, baselines(alone, stock), profile, case.request, case.known)
-    parts = breakdown(priced, chosen.solution, chosen.evaluation)
     told = made.model_copy(update={"notes": plan.notes, "search": plan.search})
     if plan.speculation is not None and plan.speculation.step_ns:
         told = with_step_times(told, inventory, profile, known)
-    return Repriced(told, chosen.evaluation.violations, parts)
+    return Repriced(told, chosen)
 
 
 def with_step_times(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Plan:

@@ -22,7 +22,7 @@ from planner.memory import kv_cache
 from planner.memory.buffer_parts import BufferParts, buffer_parts, inputs_bytes
 from planner.memory.memory import NOTHING, Memory
 from planner.model.inventory import Inventory
-from planner.model.layers import Layers, shared_kv
+from planner.model.layers import Layers
 from planner.model.structure import Structure
 from planner.model.units import Kind, Unit
 from planner.plan.engine_settings import EngineSettings
@@ -71,25 +71,25 @@ class Model:
 
 def analyse(structure: Structure, workload: Workload) -> Model:
     """Group the units of a model into decisions: the input tables, each layer, the output head."""
-    inventory, layers = structure.inventory, structure.layers
+    layers = structure.layers
     groups: dict[str, list[Unit]] = {INPUT: []}
     for unit in structure.units:
         if unit.kind in _NOT_LOADED or (unit.kind is Kind.NEXTN and not workload.mtp):
             continue
         groups.setdefault(decision_of(unit), []).append(unit)
     groups[OUTPUT] = groups.pop(OUTPUT, [])
-    caches = dict(zip(_names(layers.n_main), kv_cache.kv_bytes(inventory, workload), strict=True))
+    caches = dict(zip(_names(layers.n_main), kv_cache.kv_bytes(structure, workload), strict=True))
     if workload.mtp:
         names = [block_name(n) for n in range(layers.n_main, layers.n_all)]
-        caches |= dict(zip(names, kv_cache.nextn_kv_bytes(inventory, workload), strict=True))
-    state = dict(zip(_names(layers.n_main), kv_cache.state_bytes(inventory, workload), strict=True))
+        caches |= dict(zip(names, kv_cache.nextn_kv_bytes(structure, workload), strict=True))
+    state = dict(zip(_names(layers.n_main), kv_cache.state_bytes(structure, workload), strict=True))
     return Model(
         structure,
         workload,
         tuple((k, tuple(v)) for k, v in groups.items() if v),
         caches,
         state,
-        {block_name(reader): block_name(owner) for reader, owner in shared_kv(inventory, layers).items()},
+        {block_name(reader): block_name(owner) for reader, owner in structure.readers.items()},
     )
 
 
@@ -134,7 +134,7 @@ def build_problem(
     repack = settings.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
     workload, drafts, memory = model.workload, settings.speculation, settings.host_memory
     prices = Prices(model.structure, profile, workload, known.distinct, repack, drafts, memory)
-    buffers = {d.name: buffer_parts(model.inventory, workload, d, settings.op_offload) for d in devices}
+    buffers = {d.name: buffer_parts(model.structure, workload, d, settings.op_offload) for d in devices}
     fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, buffers[d.name])]
     fixed += cache_shares(model.structure, devices, known.cache)
     fixed += _stages(model, devices) if settings.slots else ()
@@ -245,7 +245,7 @@ def _placed(
 ) -> list[Placed]:
     """The options of a decision that constraints leave."""
     if name == INPUT:
-        inputs = Memory(compute=inputs_bytes(model.inventory, model.workload))
+        inputs = Memory(compute=inputs_bytes(model.structure, model.workload))
         found = chooser.on_host(units, inputs)
     else:
         kept = Memory(kv=model.kv.get(name, 0), state=model.state.get(name, 0))
@@ -338,7 +338,7 @@ def unfused_ns(prices: Prices, device: Device) -> tuple[int, bool]:
 
     Not measured: the state is read and written by some ten small operators instead of one.
     """
-    case = state_case(prices.inventory, 1)
+    case = state_case(prices.structure, 1)
     fused, unfused = (
         op_time.lookup(prices.profile, op, case.type, case.shape, 1, device.name)
         for op in (case.op, op_time.UNFUSED_DELTA_NET)

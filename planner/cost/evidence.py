@@ -44,10 +44,15 @@ class Part:
 def of_token(priced: Priced, solution: Solution, found: Evaluation) -> tuple[Part, ...]:
     """The parts of the time of one token."""
     prices, units = priced.prices, {unit.name: unit for unit in priced.model.units}
+    alike: dict[object, tuple[Part, ...]] = {}  # units that take the same time have the same parts
     parts: list[Part] = []
     for decision, option in zip(priced.problem.decisions, solution.chosen(priced.problem), strict=True):
         for name, site, ns in zip(decision.units, sites_of(option.sites), _times(option.parts), strict=False):
-            parts += _unit(prices, units[name], site, ns)
+            unit = units[name]
+            key = name if site.divided else (prices.likeness(unit), site, ns)
+            if key not in alike:
+                alike[key] = _joined(_unit(prices, unit, site, ns))
+            parts += alike[key]
     own = sum(part.ns for part in parts)
     token = priced.problem.decode_ns
     parts += _between(prices, found.splits, found.decode_ns - own - found.mixed_ns - token)
@@ -58,6 +63,7 @@ def of_token(priced: Priced, solution: Solution, found: Evaluation) -> tuple[Par
 def of_prompt(priced: Priced, solution: Solution, found: Evaluation) -> tuple[Part, ...]:
     """The parts of the time of the prompt."""
     prices, units = priced.prices, {unit.name: unit for unit in priced.model.units}
+    alike: dict[object, tuple[Part, ...]] = {}
     names = [d.device for d in priced.problem.devices]
     first = next((d.device for d in priced.problem.devices if d.kind == "gpu"), "")
     streams = priced.copies
@@ -68,7 +74,12 @@ def of_prompt(priced: Priced, solution: Solution, found: Evaluation) -> tuple[Pa
             unit = units[name]
             host = site == ON_CPU and decision.layer and unit.kind is not Kind.OUTPUT
             through = (first if home == CPU else home) if host and streams else ""
-            parts += _prompt(prices, unit, site, through)
+            # Experts that a prompt touches are counted layer by layer, so what is copied differs by more.
+            total = prices.on_host(unit, CPU, through).prefill_ns if through else 0
+            key = prices.likeness(unit), site.device, through, total
+            if key not in alike:
+                alike[key] = _joined(_prompt(prices, unit, site, through, total))
+            parts += alike[key]
     own = sum(part.ns for part in parts)
     return _joined([*parts, Part(CHANGES, _fitted(prices), found.prefill_ns - own)])
 
@@ -95,8 +106,8 @@ def _unit(prices: Prices, unit: Unit, site: Site, ns: int) -> Iterator[Part]:
     yield from _filled(found, total)
 
 
-def _prompt(prices: Prices, unit: Unit, site: Site, through: str) -> Iterator[Part]:
-    """One unit at the prompt, copied to `through` where that is a device."""
+def _prompt(prices: Prices, unit: Unit, site: Site, through: str, total: int) -> Iterator[Part]:
+    """One unit at the prompt, copied to `through` in `total` where that is a device."""
     device = through or site.device
     found = [
         part
@@ -106,7 +117,7 @@ def _prompt(prices: Prices, unit: Unit, site: Site, through: str) -> Iterator[Pa
     if not through:
         yield from _filled(found, prices.on(unit, device).prefill_ns)
         return
-    here, total = prices.on(unit, device).prefill_ns, prices.on_host(unit, CPU, through).prefill_ns
+    here = prices.on(unit, device).prefill_ns
     yield from _filled(found, min(here, total))
     mapped = prices.host_memory is not HostMemory.PINNED
     known = any(

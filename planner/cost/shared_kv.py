@@ -15,7 +15,6 @@ from planner.cost.unit_time import Prices, Times
 from planner.machine.profile import Device
 from planner.memory.kv_cache import cells_of
 from planner.memory.memory import Memory
-from planner.model.sliding_window import sliding_layers
 from planner.solver.problem import Option, Share
 
 _STEP = 256  # cells by which the engine's view of a cache grows
@@ -89,8 +88,7 @@ class Sharing:
         return Times(self.prices.per_token(copied(work.depth)), batches * copied(work.prompt // 2))
 
     def _filled_ppm(self, owner: str, depth: int) -> int:
-        inventory = self.prices.inventory
-        cells = cells_of(inventory, self.prices.workload)
+        cells = cells_of(self.prices.inventory, self.prices.workload)
         layer = block_of(owner) or 0
-        there = cells.sliding if sliding_layers(inventory, layer + 1)[layer] else cells.full
+        there = cells.sliding if self.prices.structure.slides[layer] else cells.full
         return min(-(-(depth + 1) // _STEP) * _STEP, there) * 10**6 // max(there, 1)

@@ -97,7 +97,7 @@ class Prices:
         self._kinds: dict[tuple[object, ...], int] = {}
         self._layers, self._slides = self.structure.layers, self.structure.slides
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
-        self._state = state_case(self.inventory, 1)
+        self._state = state_case(self.structure, 1)
         self._repacked = {(t.op, t.type) for t in self.profile.timings if t.buffer == REPACKED}
         self.calibration = calibration_for(self.profile, self.inventory.table_digest())
         self.drafted = self.speculation.tokens if self.speculation else 0
@@ -391,14 +391,14 @@ def _is_matrix(tensor: Tensor) -> bool:
     return not any(word in tensor.name for word in _NOT_MULTIPLIED)
 
 
-def state_case(inventory: Inventory, batch: int) -> op_time.Case:
+def state_case(structure: Structure, batch: int) -> op_time.Case:
     """The recurrent operator of one layer; its shape is that of the state: (state, head_dim, heads)."""
-    number, names = inventory.number, [t.name for t in inventory.tensors]
+    number, names = structure.inventory.number, structure.tensors
     state, inner = number("ssm.state_size"), number("ssm.inner_size")
     if not state or not inner:  # other mixers: the same bytes, read and written
         width = max(number("kda.head_dim", number("wkv.head_size", 64)), 1)
         return op_time.Case(
-            "GATED_DELTA_NET", "f32", (width, max(state_widths(inventory)[1] // width, 1), 1), batch
+            "GATED_DELTA_NET", "f32", (width, max(state_widths(structure)[1] // width, 1), 1), batch
         )
     if any(".ssm_x." in name for name in names):
         return op_time.Case("SSM_SCAN", "f32", (state, 1, inner), batch)

@@ -13,8 +13,7 @@ from planner.memory.compute_buffer import (
     output_bytes,
     staging_bytes,
 )
-from planner.model.inventory import Inventory
-from planner.model.layers import layers_of
+from planner.model.structure import Structure
 from planner.model.tensor_roles import Role, parts_of
 from planner.workload import Workload
 
@@ -43,27 +42,28 @@ class BufferParts:
 
 
 def buffer_parts(
-    inventory: Inventory, workload: Workload, device: Device, op_offload: bool = True
+    structure: Structure, workload: Workload, device: Device, op_offload: bool = True
 ) -> BufferParts:
     """The compute buffer of a device by formula, without a pipeline's copies."""
     converts = converts_caches(device.name)
-    base = compute_bytes(inventory, workload, head=False, converts=converts)
-    head = compute_bytes(inventory, workload, converts=converts) - base
+    base = compute_bytes(structure, workload, head=False, converts=converts)
+    head = compute_bytes(structure, workload, converts=converts) - base
     if device.kind == "cpu":
         return BufferParts(base, 0, head)
     if device.kind != "gpu":
         return BufferParts(base, 0, head)
-    hybrid = any(layers_of(inventory).recurrent)
+    hybrid = any(structure.layers.recurrent)
     return BufferParts(
-        base, staging_bytes(_streamed(inventory), workload, op_offload=op_offload, hybrid=hybrid), head
+        base, staging_bytes(_streamed(structure), workload, op_offload=op_offload, hybrid=hybrid), head
     )
 
 
-def inputs_bytes(inventory: Inventory, workload: Workload) -> int:
+def inputs_bytes(structure: Structure, workload: Workload) -> int:
     """What the host holds of every graph, whoever computes it: its inputs and the logits that are read."""
-    return host_bytes(inventory, workload) + output_bytes(inventory, workload)
+    return host_bytes(structure, workload) + output_bytes(structure, workload)
 
 
-def _streamed(inventory: Inventory) -> Collection[int]:
+def _streamed(structure: Structure) -> Collection[int]:
+    inventory = structure.inventory
     parts = parts_of(inventory)
     return [t.size_bytes for t in inventory.tensors if parts[t.name].role in (Role.EXPERTS, Role.FFN)]

@@ -14,13 +14,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
-from planner.block_names import within_block
 from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.memory.kv_cache import INDEXED, Cells, cells_of, head_widths, is_latent, kv_heads, state_widths
 from planner.model.ggml_types import row_bytes
-from planner.model.inventory import Inventory, Tensor, by_name
-from planner.model.layers import CACHELESS, ENCODERS, Layers, layers_of
-from planner.model.sliding_window import all_sliding
+from planner.model.inventory import Inventory, Tensor
+from planner.model.layers import CACHELESS, ENCODERS, Layers
+from planner.model.structure import Structure
 from planner.remember import remembered
 from planner.workload import Workload
 
@@ -70,7 +69,7 @@ class Parts(TypedDict, total=False):
 
 
 def compute_items(
-    inventory: Inventory,
+    structure: Structure,
     workload: Workload,
     *,
     layers: Collection[int] | None = None,
@@ -87,30 +86,28 @@ def compute_items(
     `staged_bytes` is what `staging_bytes` says of the tensors left in host memory; `copies` what
     `pipeline_copies` says of the placement, `converts` what `converts_caches` says of the device.
     """
-    tokens = batch_tokens(workload)
-    shape = layers_of(inventory)
+    inventory, shape, tokens = structure.inventory, structure.layers, batch_tokens(workload)
     head = head and inventory.architecture not in ENCODERS
     chosen = range(shape.n_main) if layers is None else sorted(layers)
-    stage_bytes, stage = _widest_stage(inventory, workload, tuple(chosen), swa_full, converts)
+    stage_bytes, stage = _widest_stage(structure, workload, tuple(chosen), swa_full, converts)
     width = inventory.number("embedding_length") * _streams(inventory)
     return Compute(
-        logits=_logits(inventory, min(outputs or tokens, tokens)) if head else 0,
-        masks=copies * sum(_masks(inventory, workload, shape, chosen, swa_full)),
+        logits=_logits(structure, min(outputs or tokens, tokens)) if head else 0,
+        masks=copies * sum(_masks(structure, workload, chosen, swa_full)),
         residual=4 * tokens * width * _LIVE + _per_layer_inputs(inventory, shape, tokens),
         stage=stage,
         stage_bytes=stage_bytes,
         staging=staged_bytes,
         inputs=copies * tokens * _INPUT_BYTES + (copies - 1) * _piped(inventory, shape, tokens, width),
-        head=4 * tokens * width * _head_copies(inventory, shape, workload) if head else 0,
+        head=4 * tokens * width * _head_copies(structure, workload) if head else 0,
     )
 
 
 @remembered
 def _widest_stage(
-    inventory: Inventory, workload: Workload, layers: tuple[int, ...], swa_full: bool, converts: bool
+    structure: Structure, workload: Workload, layers: tuple[int, ...], swa_full: bool, converts: bool
 ) -> tuple[int, str]:
-    shape, tensors = layers_of(inventory), _layer_tensors(inventory)
-    stages = [s for n in layers for s in _stages(inventory, workload, shape, n, tensors, swa_full, converts)]
+    stages = [s for n in layers for s in _stages(structure, workload, n, swa_full, converts)]
     return max(stages, default=(0, "none"))
 
 
@@ -119,24 +116,25 @@ def _piped(inventory: Inventory, shape: Layers, tokens: int, width: int) -> int:
     return 5 * 4 * tokens * width + _per_layer_inputs(inventory, shape, tokens)
 
 
-def compute_bytes(inventory: Inventory, workload: Workload, **parts: Unpack[Parts]) -> int:
+def compute_bytes(structure: Structure, workload: Workload, **parts: Unpack[Parts]) -> int:
     """The total of `compute_items`."""
-    return compute_items(inventory, workload, **parts).total
+    return compute_items(structure, workload, **parts).total
 
 
-def _head_copies(inventory: Inventory, shape: Layers, workload: Workload) -> int:
+def _head_copies(structure: Structure, workload: Workload) -> int:
     """Copies of the residual stream that may lie below the logits, as seen on CPU, Vulkan and CUDA."""
     if not workload.flash_attn:
         return _LIVE + 3
-    names = {block[1] for t in inventory.tensors if (block := within_block(t.name))}
-    gated = {"ffn_gate_exps.weight", "ffn_gate_up_exps.weight"} & names
-    if gated and not {"ffn_down_shexp.weight", "ffn_down_exps.bias", "ffn_down.weight"} & names:
+    weights = frozenset[str]().union(*structure.weights.values())
+    biased = any(name.endswith(".ffn_down_exps.bias") for name in structure.tensors)
+    gated = {"ffn_gate_exps", "ffn_gate_up_exps"} & weights
+    if gated and not biased and not {"ffn_down_shexp", "ffn_down"} & weights:
         return 13
-    return 11 if gated and any(shape.recurrent) else _LIVE + 1
+    return 11 if gated and any(structure.layers.recurrent) else _LIVE + 1
 
 
 def host_bytes(
-    inventory: Inventory,
+    structure: Structure,
     workload: Workload,
     *,
     layers: Collection[int] | None = None,
@@ -144,19 +142,19 @@ def host_bytes(
     swa_full: bool = False,
 ) -> int:
     """The compute buffer that stays in host memory when every layer (None: all main ones) is on GPUs."""
-    tokens = batch_tokens(workload)
+    inventory, shape, tokens = structure.inventory, structure.layers, batch_tokens(workload)
     row = 4 * tokens * inventory.number("embedding_length")
     inputs = 4 * row + tokens * _INPUT_BYTES + (copies - 1) * (2 * row + 2 * tokens * _INPUT_BYTES)
-    shape = layers_of(inventory)
     chosen = range(shape.n_main) if layers is None else layers
-    masks = copies * sum(_masks(inventory, workload, shape, chosen, swa_full))
+    masks = copies * sum(_masks(structure, workload, chosen, swa_full))
     return inputs + masks + _per_layer_inputs(inventory, shape, tokens)
 
 
-def output_bytes(inventory: Inventory, workload: Workload) -> int:
+def output_bytes(structure: Structure, workload: Workload) -> int:
     """The host buffer from which logits are read, or an encoder's vectors: one row per sequence."""
+    inventory = structure.inventory
     encodes = inventory.architecture in ENCODERS
-    return 4 * (inventory.number("embedding_length") if encodes else vocabulary(inventory)) * workload.n_seq
+    return 4 * (inventory.number("embedding_length") if encodes else vocabulary(structure)) * workload.n_seq
 
 
 def staging_bytes(
@@ -182,16 +180,17 @@ def batch_tokens(workload: Workload) -> int:
     return -(-tokens // workload.n_seq) * workload.n_seq
 
 
-def vocabulary(inventory: Inventory) -> int:
+def vocabulary(structure: Structure) -> int:
     """Rows of the output head, from its tensor."""
-    tensors = by_name(inventory)
+    tensors = structure.tensors
     head = tensors.get("output.weight") or tensors.get("token_embd.weight")
-    return _rows(head) if head else inventory.number("vocab_size")
+    return _rows(head) if head else structure.inventory.number("vocab_size")
 
 
-def _logits(inventory: Inventory, rows: int) -> int:
-    copies = 2 if inventory.architecture == "chameleon" else 1  # image tokens are masked in a copy
-    return 4 * vocabulary(inventory) * rows * copies
+def _logits(structure: Structure, rows: int) -> int:
+    # Image tokens are masked in a copy.
+    copies = 2 if structure.inventory.architecture == "chameleon" else 1
+    return 4 * vocabulary(structure) * rows * copies
 
 
 def _streams(inventory: Inventory) -> int:
@@ -207,12 +206,12 @@ def _per_layer_inputs(inventory: Inventory, shape: Layers, tokens: int) -> int:
 
 
 def _masks(
-    inventory: Inventory, workload: Workload, shape: Layers, layers: Collection[int], swa_full: bool
+    structure: Structure, workload: Workload, layers: Collection[int], swa_full: bool
 ) -> Iterator[int]:
+    inventory = structure.inventory
     cells = _seen(inventory, workload, swa_full)
-    slides = _slides(inventory, shape)
     one = (2 if workload.flash_attn else 4) * batch_tokens(workload)
-    kinds = {slides[n] for n in layers if _attends(shape, n)}
+    kinds = {structure.slides[n] for n in layers if _attends(structure.layers, n)}
     if inventory.architecture in _SYMMETRIC and inventory.number("attention.sliding_window"):
         kinds = {False, True}  # made whether a layer slides or not
     if False in kinds:
@@ -234,42 +233,22 @@ def _attends(shape: Layers, layer: int) -> bool:
     return layer >= shape.n_main or shape.attention[layer]
 
 
-def _slides(inventory: Inventory, shape: Layers) -> tuple[bool, ...]:
-    return all_sliding(inventory, shape.n_main, shape.n_all)
-
-
 def _stages(
-    inventory: Inventory,
-    workload: Workload,
-    shape: Layers,
-    layer: int,
-    by_layer: Mapping[int, Mapping[str, Tensor]],
-    swa_full: bool,
-    converts: bool,
+    structure: Structure, workload: Workload, layer: int, swa_full: bool, converts: bool
 ) -> Iterator[tuple[int, str]]:
     """Bytes beside the residual stream, of each stage of a layer."""
-    tensors = by_layer.get(layer, {})
+    inventory, shape = structure.inventory, structure.layers
+    tensors = structure.weights.get(layer, {})
     tokens = 4 * batch_tokens(workload)
     yield tokens * _dense_values(inventory, tensors), "ffn"
     yield tokens * _expert_values(inventory, tensors, layer), "experts"
     if _attends(shape, layer):
-        values = _attention_values(inventory, workload, shape, layer, swa_full)
-        cast = _cast_bytes(inventory, workload, shape, layer, swa_full, converts)
+        values = _attention_values(structure, workload, layer, swa_full)
+        cast = _cast_bytes(structure, workload, layer, swa_full, converts)
         yield tokens * values + cast, "attention"
         yield tokens * _indexer_values(inventory, workload), "indexer"
     if layer < shape.n_main and shape.recurrent[layer]:
-        yield _recurrent_bytes(inventory, workload, tensors), "recurrent"
-
-
-@remembered
-def _layer_tensors(inventory: Inventory) -> Mapping[int, Mapping[str, Tensor]]:
-    found: dict[int, dict[str, Tensor]] = {}
-    for tensor in inventory.tensors:
-        head, _, rest = tensor.name.partition(".")
-        number, _, stem = rest.partition(".")
-        if head == "blk" and number.isascii() and number.isdecimal() and stem.endswith("weight"):
-            found.setdefault(int(number), {})[stem.removesuffix(".weight")] = tensor
-    return found
+        yield _recurrent_bytes(structure, workload, tensors), "recurrent"
 
 
 def _dense_values(inventory: Inventory, tensors: Mapping[str, Tensor]) -> int:
@@ -290,11 +269,9 @@ def _expert_values(inventory: Inventory, tensors: Mapping[str, Tensor], layer: i
     return (3 if gated else 1) * inner + (outer if outer > freed else 0)
 
 
-def _attention_values(
-    inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool
-) -> int:
-    slides = _slides(inventory, shape)[layer]
-    heads = inventory.per_layer("attention.head_count", shape.n_all)[layer]
+def _attention_values(structure: Structure, workload: Workload, layer: int, swa_full: bool) -> int:
+    inventory, slides = structure.inventory, structure.slides[layer]
+    heads = inventory.per_layer("attention.head_count", structure.layers.n_all)[layer]
     key, value = head_widths(inventory, slides)
     if is_latent(inventory):
         own, rope = inventory.number("attention.key_length_mla"), inventory.number("rope.dimension_count")
@@ -316,21 +293,19 @@ def converts_caches(device: str) -> bool:
     return device.startswith(("CUDA", "ROCm", "HIP", "MUSA"))
 
 
-def _cast_bytes(
-    inventory: Inventory, workload: Workload, shape: Layers, layer: int, swa_full: bool, converts: bool
-) -> int:
+def _cast_bytes(structure: Structure, workload: Workload, layer: int, swa_full: bool, converts: bool) -> int:
     """Copies of the layer's cache that its attention works on.
 
     Flash attention reads an f32 cache as f16, and with `converts` any other too. Without it a latent
     attention transposes its values, which are a view of the keys.
     """
-    slides = _slides(inventory, shape)[layer]
+    inventory, slides = structure.inventory, structure.slides[layer]
     cells = _seen(inventory, workload, swa_full)
     rows = (cells.sliding if slides else cells.full) * cells.streams
     if not workload.flash_attn:
         value = head_widths(inventory, slides)[1] if is_latent(inventory) else 0
         return rows * row_bytes(workload.type_k, value) if value else 0
-    heads = kv_heads(inventory, shape.n_all)[layer]
+    heads = kv_heads(inventory, structure.layers.n_all)[layer]
     key, value = head_widths(inventory, slides)
     if "f32" in (workload.type_k, workload.type_v):
         return 2 * rows * (key + value) * heads
@@ -348,10 +323,10 @@ def _indexer_values(inventory: Inventory, workload: Workload) -> int:
     return 2 * heads * inventory.number("attention.indexer.key_length") + 4 * _seen(inventory, workload).full
 
 
-def _recurrent_bytes(inventory: Inventory, workload: Workload, tensors: Mapping[str, Tensor]) -> int:
+def _recurrent_bytes(structure: Structure, workload: Workload, tensors: Mapping[str, Tensor]) -> int:
     """Mixer with a convolution and a state; the state is copied per sequence, whatever the batch."""
-    tokens, sequences = batch_tokens(workload), workload.n_seq
-    shift, matrix = state_widths(inventory)
+    inventory, tokens, sequences = structure.inventory, batch_tokens(workload), workload.n_seq
+    shift, matrix = state_widths(structure)
     kernel = max(inventory.number("ssm.conv_kernel") - 1, 1)
     inner = inventory.number("ssm.inner_size")
     if "ssm_in" in tensors:

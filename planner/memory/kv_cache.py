@@ -14,8 +14,9 @@ from planner.constants import CELL_STEP
 from planner.errors import InputError
 from planner.model.ggml_types import BY_NAME, row_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import CACHELESS, Layers, layers_of, shared_kv, stems_by_layer
-from planner.model.sliding_window import all_sliding, sliding_layers, window
+from planner.model.layers import CACHELESS
+from planner.model.sliding_window import window
+from planner.model.structure import Structure
 from planner.workload import Workload
 
 _TENSOR_STEP = 32  # and every cache tensor to the alignment of a CPU buffer
@@ -78,84 +79,76 @@ def cells_of(
 
 
 def kv_bytes(
-    inventory: Inventory, workload: Workload, *, unified: bool = False, swa_full: bool = False
+    structure: Structure, workload: Workload, *, unified: bool = False, swa_full: bool = False
 ) -> tuple[int, ...]:
     """KV cache of each main layer in bytes; 0 for layers that keep none or read another's, and encoders.
 
     Source: llama_kv_cache and its relatives; indexer keys of sparse attention are included. Raises
     KvTypeProblem for types the engine would refuse.
     """
-    check_types(inventory, workload)
-    layers = layers_of(inventory)
+    check_types(structure, workload)
+    inventory, layers = structure.inventory, structure.layers
     if inventory.architecture in CACHELESS:
         return (0,) * layers.n_main
     cells = cells_of(inventory, workload, unified=unified, swa_full=swa_full)
-    readers = shared_kv(inventory, layers)
-    slides = sliding_layers(inventory, layers.n_main)
     if inventory.architecture == "deepseek4":
         return tuple(_v4_bytes(inventory, workload, cells, n) for n in range(layers.n_main))
     return tuple(
-        _layer_kv(inventory, workload, layers, cells, layer, slides[layer])
-        if layers.attention[layer] and layer not in readers
+        _layer_kv(structure, workload, cells, layer)
+        if layers.attention[layer] and layer not in structure.readers
         else 0
         for layer in range(layers.n_main)
     )
 
 
-def check_types(inventory: Inventory, workload: Workload) -> None:
+def check_types(structure: Structure, workload: Workload) -> None:
     """Raise KvTypeProblem where llama.cpp would refuse the cache types of a workload."""
+    inventory = structure.inventory
     type_k, type_v = workload.type_k, workload.type_v
     latent = is_latent(inventory) or inventory.architecture == "deepseek4"
     if latent and type_k != type_v:
         raise KvTypeProblem(type_k, type_v, "a latent attention (MLA) needs the same type for both")
     if not workload.flash_attn and BY_NAME[type_v].block > 1:
         raise KvTypeProblem(type_k, type_v, "a quantised V (type_v) needs flash attention (flash_attn: true)")
-    layers = layers_of(inventory)
-    for slides in {
-        s for s, a in zip(sliding_layers(inventory, layers.n_main), layers.attention, strict=True) if a
-    }:
+    for slides in {s for s, a in zip(structure.slides, structure.layers.attention, strict=False) if a}:
         for type_name, width in zip((type_k, type_v), head_widths(inventory, slides), strict=True):
             if width % BY_NAME[type_name].block:
                 why = f"blocks of {BY_NAME[type_name].block} values do not divide heads of {width}"
                 raise KvTypeProblem(type_k, type_v, why)
 
 
-def nextn_kv_bytes(inventory: Inventory, workload: Workload) -> tuple[int, ...]:
+def nextn_kv_bytes(structure: Structure, workload: Workload) -> tuple[int, ...]:
     """KV cache of each NextN block in its own context, which has the cells of the main one.
 
     A block slides where the file's pattern or the architecture says so; one cache of the whole context
     holds those of Dots3-note all the same.
     """
-    layers = layers_of(inventory)
+    inventory, layers = structure.inventory, structure.layers
     cells = cells_of(inventory, workload, swa_full=inventory.architecture == "dots3note")
-    slides = all_sliding(inventory, layers.n_main, layers.n_all)
-    return tuple(
-        _layer_kv(inventory, workload, layers, cells, layer, slides[layer])
-        for layer in range(layers.n_main, layers.n_all)
-    )
+    return tuple(_layer_kv(structure, workload, cells, layer) for layer in range(layers.n_main, layers.n_all))
 
 
-def state_bytes(inventory: Inventory, workload: Workload, *, rollback: int = 0) -> tuple[int, ...]:
+def state_bytes(structure: Structure, workload: Workload, *, rollback: int = 0) -> tuple[int, ...]:
     """Recurrent state of each main layer in bytes: per sequence, independent of the context.
 
     `rollback`: tokens that speculation may take back; each keeps one more copy of the state where the
     engine can do so, elsewhere it makes no difference.
     """
-    layers = layers_of(inventory)
+    inventory, layers = structure.inventory, structure.layers
     rows = workload.n_seq * (1 + (rollback if _ROLLBACK.fullmatch(inventory.architecture) else 0))
     if inventory.architecture == "deepseek4":
         return tuple(_v4_state(inventory, rows, n) for n in range(layers.n_main))
-    shift, matrix = state_widths(inventory)
+    shift, matrix = state_widths(structure)
     one = padded(4 * shift * rows, _TENSOR_STEP) + padded(4 * matrix * rows, _TENSOR_STEP)
     history = padded(4 * _history_width(inventory) * rows, _TENSOR_STEP)
-    tables = stems_by_layer(inventory) if history else {}
+    tables = structure.stems if history else {}
     return tuple(
         (one + (history if "ple_key" in tables.get(n, ()) else 0)) if layers.recurrent[n] else 0
         for n in range(layers.n_main)
     )
 
 
-def checkpoint_bytes(inventory: Inventory, workload: Workload) -> int:
+def checkpoint_bytes(structure: Structure, workload: Workload) -> int:
     """Host memory of one of a server's checkpoints of one slot: what cannot be cut back in place.
 
     That is the recurrent state, to the byte, and the sliding caches, at most. Models of full attention have
@@ -163,20 +156,19 @@ def checkpoint_bytes(inventory: Inventory, workload: Workload) -> int:
     """
     n_ctx = max(workload.n_ctx // workload.n_seq, 1)
     one = workload.model_copy(update={"n_seq": 1, "n_ctx": n_ctx})
-    caches = kv_bytes(inventory, one)
-    slides = sliding_layers(inventory, len(caches))
-    return sum(state_bytes(inventory, one)) + sum(k for k, s in zip(caches, slides, strict=True) if s)
+    sliding = sum(k for k, s in zip(kv_bytes(structure, one), structure.slides, strict=False) if s)
+    return sum(state_bytes(structure, one)) + sliding
 
 
-def state_widths(inventory: Inventory) -> tuple[int, int]:
+def state_widths(structure: Structure) -> tuple[int, int]:
     """Values per recurrent layer and sequence: the convolution (or token shift) part, the matrix part.
 
     The kind of mixer is told by its tensors; a file may state sizes of other kinds too.
     """
-    number = inventory.number
+    inventory, number = structure.inventory, structure.inventory.number
     width, heads = number("embedding_length"), max(inventory.per_layer("attention.head_count", 1)[0], 0)
     kernel, inner, state = number("ssm.conv_kernel"), number("ssm.inner_size"), number("ssm.state_size")
-    match mixer_kind(inventory):
+    match mixer_kind(structure):
         case "rwkv":
             return number("token_shift_count", 2) * width, width * number("wkv.head_size")
         case "shortconv":
@@ -191,11 +183,11 @@ def state_widths(inventory: Inventory) -> tuple[int, int]:
     return max(kernel - 1, 0) * (inner + 2 * groups * state), state * inner
 
 
-def mixer_kind(inventory: Inventory) -> str:
+def mixer_kind(structure: Structure) -> str:
     """rwkv, shortconv, kda, lightning or ssm: what the recurrent layers are; "" when there are none."""
-    if inventory.architecture == "minimax-01":
+    if structure.inventory.architecture == "minimax-01":
         return "lightning"
-    stems = frozenset[str]().union(*stems_by_layer(inventory).values())
+    stems = frozenset[str]().union(*structure.stems.values())
     for kind, stem in _MIXERS:
         if stem in stems:
             return kind
@@ -270,24 +262,23 @@ def padded(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def _layer_kv(
-    inventory: Inventory, workload: Workload, layers: Layers, cells: Cells, layer: int, slides: bool
-) -> int:
+def _layer_kv(structure: Structure, workload: Workload, cells: Cells, layer: int) -> int:
+    inventory, layers, slides = structure.inventory, structure.layers, structure.slides[layer]
     heads = kv_heads(inventory, layers.n_all)
     key, value = head_widths(inventory, slides)
     rows = (cells.sliding if slides else cells.full) * cells.streams
     total = _row(workload.type_k, key * heads[layer]) * rows
     if not is_latent(inventory):
         # Without flash attention values are stored transposed, all layers as wide as the widest.
-        widest = value * heads[layer] if workload.flash_attn else _widest_value(inventory, layers)
+        widest = value * heads[layer] if workload.flash_attn else _widest_value(structure)
         total += _row(workload.type_v, widest) * rows
     return total + _indexer(inventory, workload, layer, layers.n_main) * rows
 
 
-def _widest_value(inventory: Inventory, layers: Layers) -> int:
-    heads = kv_heads(inventory, layers.n_all)
-    slides = all_sliding(inventory, layers.n_main, layers.n_all)
-    return max(head_widths(inventory, slides[n])[1] * heads[n] for n in range(layers.n_all))
+def _widest_value(structure: Structure) -> int:
+    heads = kv_heads(structure.inventory, structure.layers.n_all)
+    widths = (head_widths(structure.inventory, slides)[1] for slides in structure.slides)
+    return max(width * n for width, n in zip(widths, heads, strict=True))
 
 
 def _row(type_name: str, width: int) -> int:

@@ -17,7 +17,8 @@ from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.memory import Reserve
 from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import KNOWN, layers_of
+from planner.model.layers import KNOWN
+from planner.model.structure import Structure, structure_of
 from planner.model.tensor_roles import Role, part_of
 from planner.records import MAX_BYTES
 from planner.workload import Workload
@@ -75,7 +76,7 @@ class BeyondMemory(InputError):
 
 
 def reserves(
-    inventory: Inventory, workload: Workload, extras: Extras, *, gpu: str, host: str = CPU
+    structure: Structure, workload: Workload, extras: Extras, *, gpu: str, host: str = CPU
 ) -> tuple[Reserve, ...]:
     """Every line that something beside the model's own weights, caches and compute takes.
 
@@ -89,9 +90,9 @@ def reserves(
     check_extras(extras.mmproj, extras.draft)
     lines = (
         *_projector(extras, extras.mmproj_device or gpu),
-        *_nextn(inventory, workload, extras.rollback, gpu, host),
-        *_draft(inventory, workload, extras, extras.draft_device or gpu, host),
-        *_ngrams(inventory, workload, extras, gpu),
+        *_nextn(structure, workload, extras.rollback, gpu, host),
+        *_draft(structure, workload, extras, extras.draft_device or gpu, host),
+        *_ngrams(structure, workload, extras, gpu),
         *(_line("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
     )
     return tuple(line for line in lines if line.size_bytes)
@@ -135,45 +136,45 @@ def _projector(extras: Extras, device: str) -> Iterator[Reserve]:
 
 
 def _nextn(
-    inventory: Inventory, workload: Workload, rollback: int, device: str, host: str
+    structure: Structure, workload: Workload, rollback: int, device: str, host: str
 ) -> Iterator[Reserve]:
     """What the NextN head takes beside its weights and KV, which the solver places."""
-    shape = layers_of(inventory)
+    shape = structure.layers
     if not workload.mtp or not shape.n_nextn:
         return
     blocks = range(shape.n_main, shape.n_all)
-    plain, kept = state_bytes(inventory, workload), state_bytes(inventory, workload, rollback=rollback)
+    plain, kept = state_bytes(structure, workload), state_bytes(structure, workload, rollback=rollback)
     buffer = compute_bytes(
-        inventory, workload, layers=blocks, outputs=workload.n_seq, converts=converts_caches(device)
+        structure, workload, layers=blocks, outputs=workload.n_seq, converts=converts_caches(device)
     )
     yield _line("MTP compute", device, buffer)
     yield _line("MTP state", device, sum(kept) - sum(plain))
-    inputs = host_bytes(inventory, workload, layers=blocks) + output_bytes(inventory, workload)
+    inputs = host_bytes(structure, workload, layers=blocks) + output_bytes(structure, workload)
     yield _line("MTP inputs", host, inputs)
 
 
-def _ngrams(inventory: Inventory, workload: Workload, extras: Extras, device: str) -> Iterator[Reserve]:
+def _ngrams(structure: Structure, workload: Workload, extras: Extras, device: str) -> Iterator[Reserve]:
     """N-grams take no memory of their own, but a recurrent model keeps states to take guesses back to."""
     if not extras.ngrams:
         return
-    kept = state_bytes(inventory, workload, rollback=extras.rollback)
-    yield _line("n-gram roll-back", device, sum(kept) - sum(state_bytes(inventory, workload)))
+    kept = state_bytes(structure, workload, rollback=extras.rollback)
+    yield _line("n-gram roll-back", device, sum(kept) - sum(state_bytes(structure, workload)))
 
 
 def _draft(
-    inventory: Inventory, workload: Workload, extras: Extras, device: str, host: str
+    structure: Structure, workload: Workload, extras: Extras, device: str, host: str
 ) -> Iterator[Reserve]:
-    draft = extras.draft
-    if draft is None:
+    if extras.draft is None:
         return
+    draft = structure_of(extras.draft)
     tensors = loaded_tensors(draft)
     on_host = [t for t in tensors if part_of(t).role in (Role.EMBEDDING, Role.LOOKUP)]
     experts = [t for t in tensors if extras.draft_experts_on_host and part_of(t).role is Role.EXPERTS]
     names = {t.name for t in (*on_host, *experts)}
     rest = [t for t in tensors if t.name not in names]
-    kept = state_bytes(inventory, workload, rollback=extras.rollback)
-    rollback = sum(kept) - sum(state_bytes(inventory, workload))  # of the model itself
-    tied = tied_copy_bytes(draft, head_on_host=device == host)
+    kept = state_bytes(structure, workload, rollback=extras.rollback)
+    rollback = sum(kept) - sum(state_bytes(structure, workload))  # of the model itself
+    tied = tied_copy_bytes(extras.draft, head_on_host=device == host)
     yield _line("draft", device, weight_bytes(rest, GPU_STEP) + tied)
     yield _line("draft KV", device, sum(kv_bytes(draft, workload)))
     yield _line("draft state", device, sum(state_bytes(draft, workload)))

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from planner.block_names import within_block
 from planner.memory.kv_cache import padded
 from planner.model.inventory import Inventory, Tensor
-from planner.model.layers import ENCODERS, layers_of
+from planner.model.layers import ENCODERS
+from planner.model.structure import Structure
 
 BUFFER_STEP = 32  # alignment of tensors in a CPU buffer; GPUs use 128 or 256
 # These read the head before the embedding is loaded, and so hold it twice even on one device.
@@ -19,12 +20,10 @@ def weight_bytes(tensors: Iterable[Tensor], step: int = BUFFER_STEP) -> int:
     return sum(padded(t.size_bytes, step) for t in tensors)
 
 
-def loaded_tensors(inventory: Inventory, *, mtp: bool = False) -> tuple[Tensor, ...]:
+def loaded_tensors(structure: Structure, *, mtp: bool = False) -> tuple[Tensor, ...]:
     """The tensors the engine loads: without `mtp` it skips the NextN blocks."""
-    n_main = layers_of(inventory).n_main
-    if mtp:
-        return inventory.tensors
-    return tuple(t for t in inventory.tensors if (within_block(t.name) or (-1, ""))[0] < n_main)
+    tensors, n_main = structure.inventory.tensors, structure.layers.n_main
+    return tensors if mtp else tuple(t for t in tensors if (within_block(t.name) or (-1, ""))[0] < n_main)
 
 
 def tied_copy_bytes(inventory: Inventory, *, head_on_host: bool) -> int:

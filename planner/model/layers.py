@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from planner.model.inventory import Inventory
+from planner.block_names import within_block
+from planner.model.inventory import Inventory, Tensor
 from planner.model.sliding_window import sliding_layers
 from planner.remember import remembered
 
@@ -86,6 +87,17 @@ def stems_by_layer(inventory: Inventory) -> Mapping[int, frozenset[str]]:
         if match:
             found[int(match[1])].add(match[2])
     return MappingProxyType({layer: frozenset(stems) for layer, stems in found.items()})
+
+
+@remembered
+def weights_by_layer(inventory: Inventory) -> Mapping[int, Mapping[str, Tensor]]:
+    """The weights of each block by their names without `blk.N.` and `.weight`; biases and scales are none."""
+    found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for tensor in inventory.tensors:
+        block = within_block(tensor.name)
+        if block and block[1].endswith(".weight"):
+            found[block[0]][block[1].removesuffix(".weight")] = tensor
+    return MappingProxyType(dict(found))
 
 
 def _listed_recurrent(inventory: Inventory, n_main: int) -> tuple[bool, ...]:

@@ -38,6 +38,12 @@ class MoeShape:
         return tuple(self.expert_bytes)
 
 
+def routed_weight(name: str) -> tuple[int, str] | None:
+    """Layer and matrix (gate, up, down, gate_up) of a weight of a layer's experts; None for all others."""
+    found = _EXPERTS.fullmatch(name)
+    return (int(found[1]), found[2]) if found and not found[3] else None
+
+
 def moe_shape(inventory: Inventory) -> MoeShape:
     """Shape of the routed experts; NextN layers, which route nothing of their own, are left out.
 

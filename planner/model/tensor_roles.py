@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import lru_cache
 from types import MappingProxyType
 
+from planner.block_names import within_block
 from planner.model.inventory import Inventory, Tensor
 from planner.remember import remembered
 
@@ -55,6 +56,8 @@ _FOREIGN = re.compile(
 )
 _EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up|up_gate)_(ch)?exps")
 _EXPERT_ALONE = re.compile(r"ffn_(gate|up|down)\.([0-9]+)")  # before experts were merged into one tensor
+_ONE_EXPERT = re.compile(rf"{_EXPERT_ALONE.pattern}\.weight")
+_BY_EXPERT = re.compile(r"ffn_gate_inp\.(weight|bias)|exp_probs_b\w*(\.\w+)?")
 _TABLE_ROWS = 1 << 20  # no projection has a million rows more than it has columns
 
 _EMBEDDING = frozenset({"token_embd", "position_embd", "token_types"})
@@ -124,6 +127,7 @@ def parts_of(inventory: Inventory) -> Mapping[str, Part]:
     return MappingProxyType({tensor.name: part_of(tensor) for tensor in inventory.tensors})
 
 
+@remembered
 def missing_partners(inventory: Inventory) -> tuple[str, ...]:
     """Scales without their weights, and weights without the scale that their type needs, a sentence each."""
     names, found = {t.name for t in inventory.tensors}, []
@@ -157,6 +161,23 @@ def part_of(tensor: Tensor) -> Part:
     if _is_table(tensor, stem):
         return Part(Role.LOOKUP, layer)
     return Part(_role_in_layer(stem), layer)
+
+
+def is_single_expert(name: str) -> bool:
+    """Whether a weight is that of one expert, as files had them before experts were merged."""
+    block = within_block(name)
+    return bool(block and _ONE_EXPERT.fullmatch(block[1]))
+
+
+def is_chunked(name: str) -> bool:
+    """Whether a tensor has a slice for each run of neighbouring experts, not for each expert."""
+    return "_chexps" in name
+
+
+def counts_experts(name: str) -> bool:
+    """Whether a router's tensor has an entry for each expert, whatever its shape says."""
+    block = within_block(name)
+    return bool(block and _BY_EXPERT.fullmatch(block[1]))
 
 
 def _global_part(tensor: Tensor) -> Part:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from planner.block_names import block_name, layer_of
 from planner.constants import CPU
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
@@ -56,7 +57,7 @@ def fit_rules(structure: Structure, fit: EngineFit, workload: Workload) -> tuple
     setting = _setting(fit)
     if not cut:
         return (Rule(FIT, setting, devices, dict.fromkeys(whole, ON_CPU)),)
-    layers = ", ".join(name.rpartition(".")[0] for name in cut)
+    layers = ", ".join(block_name(layer_of(name)) for name in cut)
     return tuple(
         Rule(FIT, f"{setting}, {layers} cut: counted on the {place}", devices, dict.fromkeys(moved, ON_CPU))
         for place, moved in (("GPU", whole), (CPU, (*whole, *cut)))

@@ -86,7 +86,7 @@ def with_context(workload: Workload, n_ctx: int) -> Workload:
 def _priced(case: Case, settings: EngineSettings, workload: Workload, keep: Keep) -> Priced:
     request = replace(case.limits, no_cpu=case.limits.no_cpu or keep is Keep.ALL)
     model = analyse(case.structure, settings.workload(workload))
-    settings = settings.with_extra_models(case.inventory, request.extra_models, workload)
+    settings = settings.with_extra_models(case.structure, request.extra_models, workload)
     priced = build_problem(model, case.profile, request, settings, case.known)
     if keep is not Keep.CACHE:
         return priced

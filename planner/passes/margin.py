@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from itertools import repeat
 
 from planner.constants import PPM
-from planner.cost import evidence
 from planner.cost.build_problem import Priced
 from planner.cost.error_bar import half_width_ppm
 from planner.cost.evidence import Part
 from planner.machine.profile import Calibration, Profile
 from planner.passes.chosen import Chosen
 from planner.solver.evaluate import Evaluation
-from planner.solver.problem import Capacity, Solution
+from planner.solver.problem import Capacity
 
 _LEAST_PPM, _MOST_PPM = 5_000, 20_000
 _UNCALIBRATED_PPM = 10_000
@@ -21,14 +20,17 @@ _FULL_PPM = 950_000  # of a card
 STOCK_TOLERANCE_PPM = _MOST_PPM  # how far a kept stock rule may be from the best that another run finds
 
 
-def error_ppm(priced: Priced, solution: Solution, found: Evaluation) -> int:
-    """How far the time of a token may be off: 80 % lie within it divided and multiplied by 1 + error."""
-    return _half_width(priced, found, evidence.of_token(priced, solution, found))
+def error_ppm(priced: Priced, found: Evaluation, token: tuple[Part, ...]) -> int:
+    """How far the time of a token may be off: 80 % lie within it divided and multiplied by 1 + error.
+
+    `token`: what it stands on, by `evidence.of_token`.
+    """
+    return _half_width(priced, found, token)
 
 
-def prompt_error_ppm(priced: Priced, solution: Solution, found: Evaluation) -> int:
-    """The same of the prompt's time."""
-    return _half_width(priced, found, evidence.of_prompt(priced, solution, found), prompt=True)
+def prompt_error_ppm(priced: Priced, found: Evaluation, prompt: tuple[Part, ...]) -> int:
+    """The same of the prompt's time, by `evidence.of_prompt`."""
+    return _half_width(priced, found, prompt, prompt=True)
 
 
 def _half_width(priced: Priced, found: Evaluation, parts: tuple[Part, ...], prompt: bool = False) -> int:

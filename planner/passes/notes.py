@@ -132,12 +132,18 @@ def _unrecognised(model: Model, profile: Profile) -> Iterator[str]:
         yield heads
     if foreign := foreign_note(model.units):
         yield foreign
-    products = {(product_of(tensor), tensor.type) for tensor in model.inventory.tensors}
-    for one in profile.unsupported:
-        if (one.op, one.type) in products:
-            yield f"{one.device} cannot compute {one.op} of {one.type}: such weights are kept off it"
+    yield from _not_computed(model, profile)
     for kind in host_types(model.inventory, profile):
         yield f"tensor type {kind} is not known: kept on the CPU unless pinned elsewhere"
+
+
+def _not_computed(model: Model, profile: Profile) -> Iterator[str]:
+    """Products that the model needs and a device has no kernel for."""
+    if profile.unsupported:
+        products = {(product_of(tensor), tensor.type) for tensor in model.inventory.tensors}
+        for one in profile.unsupported:
+            if (one.op, one.type) in products:
+                yield f"{one.device} cannot compute {one.op} of {one.type}: such weights are kept off it"
 
 
 def _ceilings(priced: Priced) -> list[str]:
@@ -163,16 +169,16 @@ def _piped(subject: Subject) -> Iterator[str]:
 
 def _buffers(subject: Subject, budgets: Mapping[str, int]) -> Iterator[str]:
     """GPUs that no layer can live on, as one buffer of theirs cannot hold what a batch computes."""
-    inventory, prices = subject.priced.model.inventory, subject.priced.prices
+    structure, prices = subject.priced.model.structure, subject.priced.prices
     for device in prices.profile.devices:
         limit, work = device.max_alloc_bytes, prices.workload
-        needed = buffer_parts(inventory, work, device).largest_bytes if limit else 0
+        needed = buffer_parts(structure, work, device).largest_bytes if limit else 0
         if device.name not in budgets or needed <= limit:
             continue
         smaller = work.n_ubatch
-        while smaller > 1 and buffer_parts(inventory, _batch(work, smaller), device).largest_bytes > limit:
+        while smaller > 1 and buffer_parts(structure, _batch(work, smaller), device).largest_bytes > limit:
             smaller //= 2
-        fits = buffer_parts(inventory, _batch(work, smaller), device).largest_bytes <= limit
+        fits = buffer_parts(structure, _batch(work, smaller), device).largest_bytes <= limit
         yield (
             f"{device.name}: takes no layer: its largest buffer has {limit >> 20} MiB, a batch of "
             f"{work.n_ubatch} tokens computes in {needed >> 20}"

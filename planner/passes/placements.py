@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from planner.constants import PPM
 from planner.cost.build_problem import Priced
+from planner.cost.evidence import of_prompt
 from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
@@ -149,7 +150,8 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     found = _chosen(plain, break_ties(plain.problem, solved.solution), solved)
     if streamed is not None and _copies(streamed, start):
         # The speed of a link and that of a CPU do not share their errors, as two placements do.
-        error = prompt_error_ppm(plain, found.solution, found.evaluation)
+        prompt = of_prompt(plain, found.solution, found.evaluation)
+        error = prompt_error_ppm(plain, found.evaluation, prompt)
         doubt = found.evaluation.prefill_ns * error // PPM
         found = replace(found, doubt_ns=doubt)
     yield found

@@ -77,6 +77,7 @@ def predict(
 def breakdown(priced: Priced, solution: Solution, found: Evaluation) -> Breakdown:
     """The parts of an evaluated placement."""
     problem = priced.problem
+    token, prompt = evidence.of_token(priced, solution, found), evidence.of_prompt(priced, solution, found)
     units = {
         unit: ns
         for decision, option in zip(problem.decisions, solution.chosen(problem), strict=True)
@@ -91,10 +92,10 @@ def breakdown(priced: Priced, solution: Solution, found: Evaluation) -> Breakdow
         token_ns=problem.decode_ns,
         prefill_ns=found.prefill_ns,
         measured_ppm=_measured_ppm(priced, solution),
-        error_ppm=error_ppm(priced, solution, found),
-        prefill_error_ppm=prompt_error_ppm(priced, solution, found),
-        token=evidence.of_token(priced, solution, found),
-        prompt=evidence.of_prompt(priced, solution, found),
+        error_ppm=error_ppm(priced, found, token),
+        prefill_error_ppm=prompt_error_ppm(priced, found, prompt),
+        token=token,
+        prompt=prompt,
         memory={d.device: m for d, m in zip(problem.devices, found.memory, strict=True)},
     )
 

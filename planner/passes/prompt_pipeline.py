@@ -55,9 +55,9 @@ def pipeline_of(priced: Priced, solution: Solution, found: Evaluation) -> Pipeli
     problem, chosen = priced.problem, solution.chosen(priced.problem)
     if not _engages(problem, chosen):
         return Pipeline((0,) * len(problem.devices), True)
-    inventory, workload = priced.model.inventory, priced.prices.workload
-    sizes = [compute_bytes(inventory, workload, copies=n) for n in (1, PIPELINE_COPIES)]
-    hosts = [host_bytes(inventory, workload, copies=n) for n in (1, PIPELINE_COPIES)]
+    structure, workload = priced.model.structure, priced.prices.workload
+    sizes = [compute_bytes(structure, workload, copies=n) for n in (1, PIPELINE_COPIES)]
+    hosts = [host_bytes(structure, workload, copies=n) for n in (1, PIPELINE_COPIES)]
     used = {o.entry for o, d in zip(chosen, problem.decisions, strict=True) if d.layer}
     copies = tuple(
         hosts[1] - hosts[0] if device.host else (sizes[1] - sizes[0]) * (d in used)

@@ -10,8 +10,8 @@ from importlib.metadata import version
 from pydantic import ValidationError
 
 from planner.constants import CPU, IDLE_THREADS, MIB, PPM
-from planner.cost.build_problem import Model, Priced, decision_of
-from planner.cost.evidence import by_basis, of_token
+from planner.cost.build_problem import Model, Priced
+from planner.cost.evidence import by_basis, of_prompt, of_token
 from planner.cost.expert_cache import cached
 from planner.errors import InputError
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
@@ -43,6 +43,7 @@ from planner.plan.plan import (
 from planner.plan.request import Request
 from planner.site import HOST, ON_CPU, Site, SiteKind, sites
 from planner.solver.deadline import Deadline
+from planner.solver.problem import Decision, Option
 
 
 @dataclass(eq=False)
@@ -85,7 +86,7 @@ def _recorded(
     devices = chosen.layer_devices()
     placed = sites_of(chosen, devices)
     units = priced.model.units
-    placements = tuple(_placement(chosen, unit, placed[unit.name]) for unit in units)
+    placements = _placements(chosen, placed)
     pipeline = pipeline_of(priced, chosen.solution, chosen.evaluation)
     uses = _uses(chosen, request, pipeline)
     subject = Subject(priced, chosen.evaluation, chosen.rule, uses, placements, stock, pipeline)
@@ -198,14 +199,16 @@ def _cpu_computes(devices: Sequence[str], placements: Sequence[Placement]) -> bo
 def prediction(chosen: Chosen) -> Prediction:
     """Predicted times, their error bar, and how close to the optimum they are proven to be."""
     found = chosen.evaluation
+    token = of_token(chosen.priced, chosen.solution, found)
+    prompt = of_prompt(chosen.priced, chosen.solution, found)
     bound = min(chosen.bound_ns, found.objective_ns)
     gap = (found.objective_ns - bound) * PPM // max(found.objective_ns, 1)
     return Prediction(
         tpot_ns=found.decode_ns,
         prefill_ns=found.prefill_ns,
-        error_ppm=error_ppm(chosen.priced, chosen.solution, found),
-        prefill_error_ppm=prompt_error_ppm(chosen.priced, chosen.solution, found),
-        basis_ppm=by_basis(of_token(chosen.priced, chosen.solution, found)),
+        error_ppm=error_ppm(chosen.priced, found, token),
+        prefill_error_ppm=prompt_error_ppm(chosen.priced, found, prompt),
+        basis_ppm=by_basis(token),
         splits=found.splits,
         objective_ns=found.objective_ns,
         bound_ns=bound,
@@ -269,20 +272,27 @@ def _baseline(candidate: Candidate) -> Baseline:
     )
 
 
-def _placement(chosen: Chosen, unit: Unit, site: Site) -> Placement:
-    problem = chosen.priced.problem
-    name = decision_of(unit)
-    for decision, option in chosen.pairs():
-        if decision.name == name and unit.name in decision.units:
-            index = decision.units.index(unit.name)
-            return Placement(
-                unit=unit.name,
-                site=site,
-                size_bytes=unit.size_bytes,
-                time_ns=option.parts[index] if option.parts else 0,
-                why=reason(problem, decision, option, index, unit),
-            )
-    return Placement(unit=unit.name, site=site, size_bytes=unit.size_bytes, time_ns=0, why="not loaded")
+def _placements(chosen: Chosen, placed: Mapping[str, Site]) -> tuple[Placement, ...]:
+    """Every unit of the model with its site, its time and why it is there."""
+    holders = {unit: pair for pair in chosen.pairs() for unit in pair[0].units}
+    return tuple(
+        _placement(chosen, unit, placed[unit.name], holders.get(unit.name))
+        for unit in chosen.priced.model.units
+    )
+
+
+def _placement(chosen: Chosen, unit: Unit, site: Site, holder: tuple[Decision, Option] | None) -> Placement:
+    if holder is None:
+        return Placement(unit=unit.name, site=site, size_bytes=unit.size_bytes, time_ns=0, why="not loaded")
+    decision, option = holder
+    index = decision.units.index(unit.name)
+    return Placement(
+        unit=unit.name,
+        site=site,
+        size_bytes=unit.size_bytes,
+        time_ns=option.parts[index] if option.parts else 0,
+        why=reason(chosen.priced.problem, decision, option, index, unit),
+    )
 
 
 def _orders(placed: Mapping[str, Site], units: Sequence[Unit], known: Known) -> tuple[ExpertOrder, ...]:

@@ -90,7 +90,7 @@ def _with_extra_models(case: Case, start: EngineSettings, extra: ExtraModels) ->
     projector = None
     if eyes is not None:
         projector = Projector(name=eyes.name, device=extra.extras.mmproj_device or gpu)
-    return replace(start, projector=projector).with_extra_models(case.inventory, extra, case.request.workload)
+    return replace(start, projector=projector).with_extra_models(case.structure, extra, case.request.workload)
 
 
 def _sized(
@@ -106,7 +106,7 @@ def _sized(
         largest, keep = largest_context(replace(asked, clock=asked.clock.part(0.5)), held, guess)
         workload = asked.request.workload.model_copy(update={"n_ctx": largest})
         case = replace(case, request=replace(case.request, workload=workload), keeps=keep.value)
-    settings = settings.with_extra_models(case.inventory, case.request.extra_models, case.request.workload)
+    settings = settings.with_extra_models(case.structure, case.request.extra_models, case.request.workload)
     if ask_engine is not None:
         fit = ask_engine(case.request.workload, settings)
         case = replace(case, known=replace(case.known, fit=fit))
@@ -139,7 +139,7 @@ def draft_lengths(case: Case, start: EngineSettings) -> list[EngineSettings]:
     lengths = (each.model_copy(update={"tokens": n}) for each in places for n in range(1, LONGEST_DRAFT + 1))
     none = places[0].model_copy(update={"tokens": 0})
     tried = (replace(start, speculation=drafts) for drafts in (none, *lengths))
-    return [drafts.with_extra_models(case.inventory, extra, case.request.workload) for drafts in tried]
+    return [drafts.with_extra_models(case.structure, extra, case.request.workload) for drafts in tried]
 
 
 def drafters(case: Case, extra: ExtraModels) -> list[Speculation]:

@@ -119,6 +119,7 @@ class Placer:
         self._readers = {number for number, _, _, owner in self._rows if owner is not None}
         self._holder = {unit: n for n, d in enumerate(priced.problem.decisions) for unit in d.units}
         self._known: dict[tuple[object, ...], int | None] = {}
+        self._homes: dict[tuple[str, ...], tuple[list[str], list[int | None]]] = {}
         self._whole: dict[str, list[int | None]] = {}  # by layer device: each decision all there
 
     def solution(self, layer_devices: Sequence[str], sites: Mapping[str, Site]) -> Solution | None:
@@ -126,9 +127,8 @@ class Placer:
 
         The last layer device is that of the output head.
         """
-        homes = [CPU if layer is None else layer_devices[layer] for _, _, layer, _ in self._rows]
-        whole = {home: self._all_on(home) for home in set(homes)}
-        found = [whole[home][number] for number, home in enumerate(homes)]
+        homes, at_home = self._at_home(tuple(layer_devices))
+        found = list(at_home)
         moved = {number for unit in sites if (number := self._holder.get(unit)) is not None}
         for number in moved | self._readers:
             _, decision, _, owner = self._rows[number]
@@ -140,6 +140,14 @@ class Placer:
             found[number] = self._known[key]
         choices = tuple(index for index in found if index is not None)
         return Solution(choices) if len(choices) == len(found) else None
+
+    def _at_home(self, layer_devices: tuple[str, ...]) -> tuple[list[str], list[int | None]]:
+        """Where each decision is at home, and its option with all units there."""
+        if layer_devices not in self._homes:
+            homes = [CPU if layer is None else layer_devices[layer] for _, _, layer, _ in self._rows]
+            whole = {home: self._all_on(home) for home in set(homes)}
+            self._homes[layer_devices] = homes, [whole[home][n] for n, home in enumerate(homes)]
+        return self._homes[layer_devices]
 
     def _all_on(self, home: str) -> list[int | None]:
         if home not in self._whole:

@@ -8,7 +8,7 @@ from planner.constants import STOCK_DRAFT
 from planner.machine.host_memory import HostMemory
 from planner.memory.memory import Reserve
 from planner.memory.reserves import reserves
-from planner.model.inventory import Inventory
+from planner.model.structure import Structure
 from planner.plan.plan import Following, Projector, Speculation
 from planner.plan.request import ExtraModels
 from planner.workload import Workload
@@ -40,7 +40,7 @@ class EngineSettings:
         return asked.model_copy(update={"mtp": own})
 
     def with_extra_models(
-        self, inventory: Inventory, extra: ExtraModels | None, asked: Workload
+        self, structure: Structure, extra: ExtraModels | None, asked: Workload
     ) -> EngineSettings:
         """The same with the memory of what runs beside the model, which is a function of the context.
 
@@ -62,5 +62,5 @@ class EngineSettings:
                 draft_device=drafts.device or extras.draft_device,
                 draft_experts_on_host=drafts.experts_on_host is True,
             )
-        lines = reserves(inventory, self.workload(asked), extras, gpu=extra.gpu)
+        lines = reserves(structure, self.workload(asked), extras, gpu=extra.gpu)
         return replace(self, reserves=lines)

@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.block_names import layer_of, stem_of
 from profiler.routed.codes import CODE, STEP, Habits, UnfitRouting, codes, router
 from profiler.routed.stream import FIRST_ID, word
 from profiler.synth.build import SynthSpec, TensorPlan
@@ -119,7 +120,7 @@ def reroute(path: Path, habits: Habits) -> None:
     field = reader.fields[KEY]
     field.parts[field.data[0]][:] = list(to_text(habits).encode())
     routers = [tensor for tensor in reader.tensors if tensor.name.endswith(ROUTER)]
-    with _weights(habits, 1 + max(_layer(tensor.name) for tensor in routers)) as weights:
+    with _weights(habits, 1 + max(layer_of(tensor.name) for tensor in routers)) as weights:
         for tensor in reader.tensors:
             if tensor.name == "token_embd.weight":
                 weights.stamp(tensor.data)
@@ -153,7 +154,7 @@ class _Weights:
     ) -> Iterator[Bytes]:
         """The bytes of a tensor; `plain` are those of a model that was not told how to route."""
         name = tensor.name
-        kind = name.split(".")[-2] if "." in name else name
+        kind = stem_of(name)
         if name == "token_embd.weight":
             row = size_bytes("q8_0", tensor.shape[:1])
             rows = next(plain).reshape(-1, row)
@@ -186,7 +187,7 @@ class _Weights:
     def router(self, name: str, n_embd: int) -> Any:
         """A router's weights (n_expert, n_embd)."""
         weights = _zeros((n_embd, self.habits.n_expert))
-        weights[:, :CODE] = self._routers[_layer(name)].result()
+        weights[:, :CODE] = self._routers[layer_of(name)].result()
         return weights
 
     def _closing(self, source: Source, spec: SynthSpec, tensor: TensorPlan) -> Iterator[Bytes]:
@@ -215,10 +216,6 @@ class _Weights:
             pieces = list(source.chunks(label, type_, (tensor.shape[0], n_rows), deviation))
             self._rows[key] = np.concatenate(pieces).reshape(n_rows, row)
         return self._rows[key]
-
-
-def _layer(name: str) -> int:
-    return int(name.split(".")[1])
 
 
 def _depth(tensor: TensorPlan) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from planner.block_names import layer_of
 from planner.constants import CPU
 from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.machine.host_memory import HostMemory
@@ -167,7 +168,7 @@ def _random(name: str, n: int, units: tuple[str, ...], gpu: str, draw: random.Ra
     start = draw.choice((0, draw.randint(0, n - whole)))
     devices = [CPU if start <= layer < start + whole else gpu for layer in range(n)]
     share = draw.random()
-    free = [u for u in units if devices[int(u.split(".")[1])] == gpu]
+    free = [u for u in units if devices[layer_of(u)] == gpu]
     moved = tuple(u for u in free if draw.random() < share)
     return Placement(name, (*devices, gpu), moved, sensible=False)
 

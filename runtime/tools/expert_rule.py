@@ -10,8 +10,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from planner.block_names import block_of
 from planner.constants import CPU
 from planner.model.inventory import Inventory
+from planner.model.routed_layers import routed_weight
 from planner.model.structure import structure_of
 from planner.plan.engine_rules import spec_layer_devices, tensor_devices
 from planner.plan.load_spec import LoadSpec
@@ -22,8 +24,6 @@ from planner.site import ON_CPU
 
 # Searched in the tensor's name (b10068 to b11549); a layer's own begins with `blk\.N`.
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-_LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
-_WEIGHT = re.compile(r"blk\.([0-9]{1,4})\.ffn_(up|down|gate|gate_up)_exps\.weight")
 # Architectures whose experts have biases or scales, which the rule moves and a plan may leave.
 _MORE = frozenset(["gpt-oss", "gemma4"])
 
@@ -58,7 +58,7 @@ def expert_rule(spec: LoadSpec, n_blocks: int, inventory: Inventory | None, plan
 def _proved(spec: LoadSpec, n_blocks: int, inventory: Inventory) -> ExpertRule | None:
     structure = structure_of(inventory)
     where = tensor_devices(structure, spec)
-    homes = {name: _layer(name) for name in where if re.search(_EXPERTS, name)}
+    homes = {name: block_of(name) for name in where if re.search(_EXPERTS, name)}
     held = {layer for name, layer in homes.items() if where[name] == CPU}
     found = matches(inventory, spec.overrides)
     meant = [m for m in found if m.buffer == CPU and set(m.tensors) & homes.keys()]
@@ -88,7 +88,9 @@ def patterns(layers: int, *, every: bool) -> Overrides:
 
 def _of_units(spec: LoadSpec, n_blocks: int, units: Sequence[Placement]) -> ExpertRule | None:
     """By the sites: experts of the first layers on the CPU, and overrides that reach exactly these."""
-    experts = {n: p.site for p in units if p.unit.endswith(".experts") and (n := _layer(p.unit)) is not None}
+    experts = {
+        n: p.site for p in units if p.unit.endswith(".experts") and (n := block_of(p.unit)) is not None
+    }
     held = {n for n, site in experts.items() if site == ON_CPU}
     if not held or not spec.overrides or any(site.divided for site in experts.values()):
         return None
@@ -106,15 +108,10 @@ def _reached(overrides: Overrides) -> set[int] | None:
     parts: dict[int, set[str]] = {}
     for pattern, buffer in overrides:
         names = listed(pattern)
-        found = [_WEIGHT.fullmatch(name) for name in names or ()]
+        found = [routed_weight(name) for name in names or ()]
         if buffer != CPU or not found or not all(found):
             return None
-        for each in filter(None, found):
-            parts.setdefault(int(each[1]), set()).add(each[2])
+        for layer, matrix in filter(None, found):
+            parts.setdefault(layer, set()).add(matrix)
     whole = all("down" in each and each & {"up", "gate_up"} for each in parts.values())
     return set(parts) if whole else None
-
-
-def _layer(name: str) -> int | None:
-    found = _LAYER.match(name)
-    return int(found[1]) if found else None

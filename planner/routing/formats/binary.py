@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from planner.errors import FileProblem
 from planner.model.gguf.header import Bytes, Header, KeyValue, parse_header
+from planner.model.routed_layers import routed_weight
 from planner.routing.expert_counts import MAX_EXPERTS, Phase
 from planner.routing.found import Found, RawPart
 from planner.routing.trace import Trace
@@ -22,7 +23,7 @@ Parser = Callable[[Bytes, str], Found]
 Ints = NDArray[np.int32]
 Words = NDArray[np.uint16] | NDArray[np.uint32]
 
-_COUNTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight\.counts")
+_COUNTS = ".counts"  # of an importance matrix, behind the name of the weight
 _RUN, _LOOK = 1 << 16, 16  # records looked at together: at most, at first
 _EXACT_FLOAT = 2**24  # larger counts are rounded in a 32-bit float
 
@@ -173,11 +174,17 @@ def _longspear(data: Bytes, path: str) -> Found:
 
 def _gguf(data: Bytes, path: str) -> Found:
     header = parse_header(data, path)
-    if header.text("general.type") == "imatrix" or any(_COUNTS.fullmatch(i.name) for i in header.infos):
+    if header.text("general.type") == "imatrix" or any(_counted(i.name) is not None for i in header.infos):
         return _imatrix(data, header, path)
     if header.get("mbolt.heat"):
         return _mbolt_model(data, header, path)
     raise FileProblem(path, "a model, not a routing profile: trace it with `atsplan heat trace`")
+
+
+def _counted(name: str) -> int | None:
+    """The layer of whose experts an entry holds counts; None for all other entries."""
+    weight = routed_weight(name.removesuffix(_COUNTS)) if name.endswith(_COUNTS) else None
+    return weight[0] if weight else None
 
 
 def _imatrix(data: Bytes, header: Header, path: str) -> Found:
@@ -192,16 +199,14 @@ def _imatrix(data: Bytes, header: Header, path: str) -> Found:
         if count > MAX_EXPERTS:  # several entries may share the same bytes: each must be small
             raise FileProblem(path, f"{info.name} has {count} counts, at most {MAX_EXPERTS} experts can be")
         values = _floats(data, header.data_offset + info.offset, count, path, info.name)
-        found = _COUNTS.fullmatch(info.name)
-        if found is None:
+        layer = _counted(info.name)
+        if layer is None:
             tokens = max(tokens, int(values[0]))
-        elif int(found[1]) in rows and not np.array_equal(rows[int(found[1])], values):
-            notes.append(
-                f"layer {found[1]}: the matrices were not all used alike; the larger counts are taken"
-            )
-            rows[int(found[1])] = np.maximum(rows[int(found[1])], values)
+        elif layer in rows and not np.array_equal(rows[layer], values):
+            notes.append(f"layer {layer}: the matrices were not all used alike; the larger counts are taken")
+            rows[layer] = np.maximum(rows[layer], values)
         else:
-            rows[int(found[1])] = values
+            rows[layer] = values
     if not rows:
         raise FileProblem(path, "an importance matrix without counts of experts: made from a dense model")
     if max(float(v.max()) for v in rows.values()) >= _EXACT_FLOAT:
