@@ -50,9 +50,16 @@ MOE = Walk(
     "Its weights are random: so is what it says.",
 )
 TOKENS = 24
-LARGER = "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"  # beside this file: a model's tensors, without its weights
+LARGER = "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"  # a model's tensors, without its weights
 CARD = "rtx3060-12gb-ddr4"
 _DIGEST = ".sha256"  # of the fetched model, in a file beside it
+
+
+def larger_model() -> Path:
+    """The table of the larger model: beside this file in a wheel, among the inputs of plans in a checkout."""
+    here = Path(__file__)
+    packed = here.with_name(LARGER)
+    return packed if packed.exists() else here.parent.parent / "plans" / "inputs" / LARGER
 
 
 @dataclass(eq=False)
@@ -95,7 +102,7 @@ def _where_it_wins(folder: Path) -> None:
 
     out("")
     out(f"==== Qwen3-30B-A3B on {CARD}: planned, not run ====")
-    write_text(folder / LARGER, Path(__file__).with_name(LARGER).read_text(encoding="utf-8"))
+    write_text(folder / LARGER, larger_model().read_text(encoding="utf-8"))
     _Steps(folder)("fit", LARGER, "--machine", CARD, "-c", "16k", "--html", "fit.html")
     say("Placement alone picks whole layers, as --n-cpu-moe does: it gains nothing that could be measured.")
     say(

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from engines import ROOT
 
+from commands.demo import LARGER
+
 PACKAGES = ("commands", "planner", "profiler", "rewriter", "runtime")
 FILES = ("atsplan.py", "pyproject.toml", "README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", ".gitignore")
+INPUT = f"plans/inputs/{LARGER}"  # read from there in a checkout
 MOST_BYTES = 1_500_000  # of either, without a prebuilt library
 
 
@@ -24,7 +27,8 @@ def built(folder: Path, stamp: int) -> dict[str, bytes]:
     source.mkdir(parents=True)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
-    for name in FILES:
+    (source / INPUT).parent.mkdir(parents=True)
+    for name in (*FILES, INPUT):
         shutil.copy(ROOT / name, source / name)
     for path in source.rglob("*"):
         os.utime(path, (stamp, stamp))
@@ -53,6 +57,7 @@ def test_two_builds_are_the_same_and_small(archives: Path) -> None:
 def test_the_wheel_holds_what_the_program_reads(archives: Path) -> None:
     with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
+        assert wheel.read(f"commands/{LARGER}") == (ROOT / INPUT).read_bytes()
     kept = {name for name in names if ".dist-info/" not in name}
     known = {
         path.relative_to(ROOT).as_posix()
@@ -60,12 +65,23 @@ def test_the_wheel_holds_what_the_program_reads(archives: Path) -> None:
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and "prebuilt" not in path.parts
     }
-    assert kept == known | {"atsplan.py"}
+    assert kept == known | {"atsplan.py", f"commands/{LARGER}"}
     assert {"commands/page/page.css", "planner/machine/cards.yaml", "planner/py.typed"} <= kept
+
+
+def test_the_demo_finds_its_model_in_a_wheel(archives: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path)
+    code = "from commands import demo; print(demo.larger_model().resolve())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert Path(done.stdout.strip()) == (tmp_path / "commands" / LARGER).resolve()
 
 
 def test_a_wheel_can_be_made_from_the_sdist(archives: Path) -> None:
     with tarfile.open(next(archives.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"pyproject.toml", "LICENSE", "CHANGELOG.md", "atsplan.py"} <= names
-    assert not any(name.startswith(("tests/", "plans/", "benchmarks/")) for name in names)
+    outside = {name for name in names if name.startswith(("tests/", "plans/", "benchmarks/"))}
+    assert outside == {INPUT}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from profiler.synth.synth import _type as tensor_type
 # Factor of the exponential law of the experts' constant logits; coverage of the hottest half beside it.
 ROUTING: Mapping[str, float] = {"uniform": 0.0, "moderate": 0.15, "strong": 0.36}  # 0.50, 0.60, 0.75
 
+_dense = partial(SynthSpec, n_vocab=151936, n_ctx_train=32768)
+_routed = partial(_dense, skew=1.0)
+
 MODELS: Mapping[str, SynthSpec] = {
-    "qwen3moe": SynthSpec(
+    "qwen3moe": _routed(
         arch="qwen3moe",
         name="qwen3moe-128x8-48l",
         n_layers=48,
@@ -30,13 +34,10 @@ MODELS: Mapping[str, SynthSpec] = {
         n_used=8,
         n_ff_exp=768,
         n_ff=6144,
-        n_vocab=151936,
-        n_ctx_train=32768,
         type="q4_K",
         types={"output": "q6_K"},
-        skew=1.0,
     ),
-    "qwen35moe": SynthSpec(
+    "qwen35moe": _routed(
         arch="qwen35moe",
         name="qwen35moe-256x8-40l",
         n_layers=40,
@@ -48,13 +49,10 @@ MODELS: Mapping[str, SynthSpec] = {
         n_used=8,
         n_ff_exp=512,
         n_ff=2048,
-        n_vocab=151936,
-        n_ctx_train=32768,
         type="q4_K",
         types={"output": "q6_K"},
-        skew=1.0,
     ),
-    "gpt-oss": SynthSpec(
+    "gpt-oss": _routed(
         arch="gpt-oss",
         name="gpt-oss-128x4-12l",
         n_layers=12,
@@ -66,13 +64,10 @@ MODELS: Mapping[str, SynthSpec] = {
         n_used=4,
         n_ff_exp=2880,
         n_ff=2880,
-        n_vocab=151936,
-        n_ctx_train=32768,
         type="q8_0",
         types={"experts": "mxfp4"},
-        skew=1.0,
     ),
-    "dense": SynthSpec(
+    "dense": _dense(
         arch="llama",
         name="dense-32b-64l",
         n_layers=64,
@@ -81,8 +76,6 @@ MODELS: Mapping[str, SynthSpec] = {
         n_head_kv=8,
         head_dim=128,
         n_ff=25600,
-        n_vocab=151936,
-        n_ctx_train=32768,
         type="q4_K",
         types={"output": "q6_K"},
     ),

@@ -240,6 +240,35 @@ void any_layer(bool slow) {
 void any_layer_on_the_cpu() { any_layer(false); }
 void any_layer_on_a_slow_device() { any_layer(true); }
 
+// Steps of one token, every so often one of many; tokens of a step are computed by so many experts each.
+struct Steps {
+    int count, every;
+    int64_t places, many, places_of_many;
+};
+
+// A context of its own: every result is that of the layer without slots, whatever others do meanwhile.
+void one_and_many(Bench & bench, const Shape & shape, Layer & layer, unsigned number, const Steps & steps,
+                  const std::function<void()> & stepped = [] {}) {
+    Reference reference(shape, 5);
+    std::mt19937 dice(number);
+    Backend * backend = bench.backend();
+    {
+        Pass one(Bench::host(), layer, 1, steps.places, bench.inner_type);
+        Pass many(Bench::host(), layer, steps.many, steps.places_of_many, bench.inner_type);
+        for (int step = 0; step < steps.count; step++) {
+            Pass & pass = step % steps.every == steps.every - 1 ? many : one;
+            const int64_t tokens = pass.ids->ne[1], places = pass.ids->ne[0];
+            const auto x = random_values(dice, static_cast<size_t>(shape.n_in * tokens));
+            const auto ids = random_choices(dice, tokens, places, shape.n_experts, true);
+            pass.set(backend, x, ids);
+            CHECK(pass.compute(backend, step % 7 == 6) == kSuccess);
+            CHECK(difference(reference.compute(tokens, places, x, ids, true), pass.output(backend)) < kClose);
+            stepped();
+        }
+    }
+    backend->iface.free(backend);
+}
+
 // Contexts in threads of their own while the residents change all the time and other models come and go.
 void threads_and_changes() {
     Shape shape;
@@ -247,28 +276,12 @@ void threads_and_changes() {
     Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
     std::atomic<int> running{3};
     std::atomic<int64_t> steps{0};
-    auto work = [&](int number) {
-        Reference reference(shape, 5);
-        std::mt19937 dice(static_cast<unsigned>(number));
-        Backend * backend = bench.backend();
-        {
-            Pass one(Bench::host(), layer, 1, 4, bench.inner_type), many(Bench::host(), layer, 9, 3, bench.inner_type);
-            for (int step = 0; step < 60; step++) {
-                Pass & pass = step % 5 == 4 ? many : one;
-                const int64_t tokens = pass.ids->ne[1], places = pass.ids->ne[0];
-                const auto x = random_values(dice, static_cast<size_t>(shape.n_in * tokens));
-                const auto ids = random_choices(dice, tokens, places, shape.n_experts, true);
-                pass.set(backend, x, ids);
-                CHECK(pass.compute(backend, step % 7 == 6) == kSuccess);
-                CHECK(difference(reference.compute(tokens, places, x, ids, true), pass.output(backend)) < kClose);
-                steps++;
-            }
-        }
-        backend->iface.free(backend);
+    auto work = [&](unsigned number) {
+        one_and_many(bench, shape, layer, number, {60, 5, 4, 9, 3}, [&] { steps++; });
         running--;
     };
     std::vector<std::thread> threads;
-    for (int number = 0; number < 3; number++) {
+    for (unsigned number = 0; number < 3; number++) {
         threads.emplace_back(work, number);
     }
     threads.emplace_back([&] {
@@ -404,24 +417,7 @@ void follow_in_threads(const std::string & settings, bool events) {
     Shape shape;
     Bench bench("slots 4\n" + settings, true, events);
     Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
-    auto work = [&](unsigned number) {
-        Reference reference(shape, 5);
-        std::mt19937 dice(number);
-        Backend * backend = bench.backend();
-        {
-            Pass one(Bench::host(), layer, 1, 2, bench.inner_type), many(Bench::host(), layer, 20, 3, bench.inner_type);
-            for (int step = 0; step < 50; step++) {
-                Pass & pass = step % 3 == 2 ? many : one;
-                const int64_t tokens = pass.ids->ne[1], places = pass.ids->ne[0];
-                const auto x = random_values(dice, static_cast<size_t>(shape.n_in * tokens));
-                const auto ids = random_choices(dice, tokens, places, shape.n_experts, true);
-                pass.set(backend, x, ids);
-                CHECK(pass.compute(backend, step % 7 == 6) == kSuccess);
-                CHECK(difference(reference.compute(tokens, places, x, ids, true), pass.output(backend)) < kClose);
-            }
-        }
-        backend->iface.free(backend);
-    };
+    auto work = [&](unsigned number) { one_and_many(bench, shape, layer, number, {50, 3, 2, 20, 3}); };
     std::thread other(work, 1u);
     work(2);
     CHECK(bench.wrapper->store.set_residents(0, 0, "exps", {7, 6, 5, 4}).empty());
