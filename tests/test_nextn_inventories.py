@@ -47,7 +47,7 @@ def test_a_latent_block_has_the_published_parameters_and_cache() -> None:
     model = real(f"{LATENT}+nextn")
     block = [t for t in model.tensors if t.name.startswith("blk.61.")]
     assert sum(math.prod(t.shape) for t in block) == pytest.approx(11.5e9, rel=0.01)
-    assert nextn_kv_bytes(model, Workload(n_ctx=4096)) == (4096 * 576 * 2,)
+    assert nextn_kv_bytes(structure_of(model), Workload(n_ctx=4096)) == (4096 * 576 * 2,)
     assert not any("embed_tokens" in t.name or "shared_head_head" in t.name for t in block)
 
 
