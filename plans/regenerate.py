@@ -41,6 +41,7 @@ class OfModel(Record):
     model: str
     ctx: int = Field(gt=0, le=2**31 - 1)
     heat: str = ""  # file of expert routing in inputs/: hot experts may live on the GPU
+    hybrid: bool = False  # experts may have slots, the others computed by CPU and bus at the same time
 
 
 class Group(Record):
@@ -67,15 +68,17 @@ class Task:
 
     @property
     def path(self) -> Path:
-        return HERE / f"{self.model.model}{'+heat' if self.model.heat else ''}--{self.place.machine}.yaml"
+        kinds = f"{'+heat' if self.model.heat else ''}{'+hybrid' if self.model.hybrid else ''}"
+        return HERE / f"{self.model.model}{kinds}--{self.place.machine}.yaml"
 
     @property
     def command(self) -> str:
         """What a person would type to make the plan."""
         heat = f" --heat plans/inputs/{self.model.heat}" if self.model.heat else ""
+        hybrid = " --hybrid" if self.model.hybrid else ""
         return (
             f"atsplan solve plans/inputs/{self.model.model}.inventory.yaml --machine {self.place.machine}"
-            f" --budget {self.place.budget} --ctx {self.model.ctx}{heat} -o plans/{self.path.name}"
+            f" --budget {self.place.budget} --ctx {self.model.ctx}{heat}{hybrid} -o plans/{self.path.name}"
         )
 
 
@@ -96,7 +99,7 @@ def plan_text(task: Task, inventory: Inventory) -> str:
     known = Known()
     if task.model.heat:
         known = known_of_heat(HERE / "inputs" / task.model.heat, inventory, workload)
-    request = Request(budgets, workload, command=task.command)
+    request = Request(budgets, workload, hybrid=task.model.hybrid, command=task.command)
     return to_text(make_plan(inventory, profile, request, known, clock=Clock(WORK_S)))
 
 

@@ -61,6 +61,17 @@ def test_every_command_gives_one_answer(
     assert not (tmp_path / "out.gguf").exists()
 
 
+@pytest.mark.parametrize("other", ["stripe:CUDA0:4", "cache:CUDA0:500000"])
+def test_slots_stand_beside_no_other_division(other: str, moe_model: Path) -> None:
+    plan, _ = divided(plan_for(moe_model), ".experts", other)
+    assert site_faults(plan, None) == []
+    first = next(i for i, p in enumerate(plan.units) if p.unit.endswith(".experts"))
+    units = list(plan.units)
+    units[first] = units[first].model_copy(update={"site": Site.parse("hybrid:CUDA0:4")})
+    (fault,) = site_faults(plan.model_copy(update={"units": tuple(units)}), None)
+    assert units[fault.index].unit == "blk.1.experts" and "beside layers with slots" in fault.why
+
+
 def test_without_the_model_names_and_orders_tell(moe_model: Path, tmp_path: Path) -> None:
     plan = hand_plan(read_model(moe_model), experts={1: tuple(range(8))})
     wrong, where = divided(plan, ".experts", "stripe:CUDA0:9")

@@ -58,6 +58,13 @@ def test_no_plan_is_priced_above_a_stock_rule(plans: dict[str, Plan]) -> None:
         assert plan.predicted.objective_ns <= min(stock), name
 
 
+def test_some_plans_have_slots_and_none_beside_other_divisions(plans: dict[str, Plan]) -> None:
+    found = {name: {u.site.kind for u in plan.units} for name, plan in plans.items()}
+    slotted = {name: kinds for name, kinds in found.items() if SiteKind.HYBRID in kinds}
+    assert len(slotted) > 6 and all("+hybrid" in name for name in slotted)
+    assert not any({SiteKind.STRIPE, SiteKind.CACHE} & kinds for kinds in slotted.values())
+
+
 def test_some_plans_stripe_hot_experts_in_the_order_of_their_heat(plans: dict[str, Plan]) -> None:
     striped = [p for p in plans.values() if any(u.site.kind is SiteKind.STRIPE for u in p.units)]
     assert striped

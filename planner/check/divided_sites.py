@@ -49,11 +49,18 @@ def site_faults(plan: Plan, inventory: Inventory | None) -> list[SiteFault]:
     if all(not placed.site.divided for placed in plan.units):
         return []
     known = _experts(plan) if inventory is None else _experts_of(inventory)
+    slotted = any(placed.site.kind is SiteKind.HYBRID for placed in plan.units)
     return [
         SiteFault(i, f"units[{i}].site: {placed.unit}: {placed.site}: {why}")
         for i, placed in enumerate(plan.units)
-        if (why := _why(placed, known))
+        if (why := _why(placed, known) or _beside_slots(placed, slotted))
     ]
+
+
+def _beside_slots(placed: Placement, slotted: bool) -> str:
+    if not slotted or placed.site.kind not in (SiteKind.STRIPE, SiteKind.CACHE):
+        return ""
+    return "no load has this beside layers with slots (hybrid), whose device lies before the GPU"
 
 
 def _why(placed: Placement, known: Mapping[str, int]) -> str:

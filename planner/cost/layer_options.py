@@ -54,14 +54,17 @@ class Choices:
 
     @classmethod
     def of(cls, request: Request, settings: EngineSettings, known: Known) -> Choices:
-        """The part of what was asked, tried and known that bears on one layer."""
+        """The part of what was asked, tried and known that bears on one layer.
+
+        With slots a device of ours lies before the GPU: stripes and the engine's cache need the GPU's own.
+        """
         followed = settings.following.layers if settings.following else ()
         return cls(
             settings.op_offload,
-            request.stripes,
+            request.stripes and not settings.slots,
             settings.slots,
             known.curves,
-            known.cache,
+            () if settings.slots else known.cache,
             {each.layer: each for each in followed},
         )
 
