@@ -21,7 +21,7 @@ $(VENV)/.developer: pyproject.toml
 	@touch $@
 
 test: $(VENV)/.developer
-	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS) $(TESTS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) $(TESTS)
 
 demo: $(VENV)/.user
 	$(VENV)/bin/atsplan demo --folder .cache

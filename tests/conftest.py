@@ -19,6 +19,20 @@ __all__ = [
     "vulkan_engine",
 ]
 
+# Files that take longest, before all others: workers take whole files, and the last ones should be short.
+LONGEST = (
+    *("test_docs", "test_planning", "test_memory_matrix", "test_expert_rule", "test_kept_state", "test_fuzz"),
+    *("test_deadline", "test_plan_alone", "test_hostile_files", "test_export_choice", "test_profile_command"),
+    *("test_bench", "test_bench_devices", "test_hybrid_server", "test_hybrid_run", "test_hybrid_native"),
+    *("test_synth", "test_check", "test_bombs", "test_serve", "test_session", "test_publishing", "test_page"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, in their order; the others as they are."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
