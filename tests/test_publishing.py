@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -456,6 +458,28 @@ def test_files_that_stand_in_the_way_of_undoing_are_kept(tmp_path: Path) -> None
     (folder / name).unlink()
     assert run("rewrite", folder / "o.gguf", "--recover").exit_code == 0
     assert contents(folder) == old
+
+
+def test_a_name_in_a_command_to_paste_is_one_word(tmp_path: Path) -> None:
+    name = "a; touch canary; $(touch canary) '.gguf"
+    hidden = tmp_path / f".{name}.atsplan-x"
+    hidden.mkdir()
+    (hidden / "journal.yaml").write_text("x")
+    said = run("inventory", tmp_path).stderr
+    found = re.search(r"`(atsplan .* --recover)`", said)
+    assert found is not None
+    assert shlex.split(found[1]) == ["atsplan", "rewrite", str(tmp_path / name), "--recover"]
+
+
+def test_a_link_is_no_interrupted_rewrite(tmp_path: Path) -> None:
+    """For the one that tells of them as for the one that recovers."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "journal.yaml").write_text("x")
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / ".o.gguf.atsplan-x").symlink_to(tmp_path / "elsewhere")
+    assert "interrupted" not in run("inventory", folder).stderr
+    assert "no interrupted rewrite" in run("rewrite", folder / "o.gguf", "--recover").stdout
 
 
 def test_nothing_to_recover(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import click
 from commands.shared.console import mib, out, out_json, out_table, say, table, write_text
 from commands.shared.machine_options import Described, from_parts, machine_parts
 from commands.shared.option_types import Target
+from planner import quoting
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def command(name: str | None, parts: Described, output: Path | None, as_json: bo
         from planner.machine.profile import to_text
 
         write_text(output, to_text(profile))
-        say(f"wrote {output}; next: atsplan fit MODEL --profile {output}")
+        say(f"wrote {output}; next: {quoting.shell(['atsplan', 'fit', 'MODEL', '--profile', str(output)])}")
     if as_json:
         out_json(profile.model_dump(mode="json", by_alias=True))
     else:

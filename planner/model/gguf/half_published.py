@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from planner import quoting
+
 JOURNAL = "journal.yaml"
 _MARK = ".atsplan-"
 
@@ -26,12 +28,14 @@ def half_published(folder: Path, output: str = "") -> str:
     if not found:
         return ""
     name = output or found[0].name[1:].rpartition(_MARK)[0]
+    command = quoting.shell(["atsplan", "rewrite", str(folder / name), "--recover"])  # people paste it
     return (
         f"a rewrite was interrupted while it put {name} in place: "
-        f"`atsplan rewrite {folder / name} --recover` completes it or brings the old files back"
+        f"`{command}` completes it or brings the old files back"
     )
 
 
 def _journal_of(path: Path, output: str) -> bool:
     mine = path.name.startswith(staging_prefix(output)) if output else _MARK in path.name[1:]
-    return mine and path.name.startswith(".") and (path / JOURNAL).is_file()
+    own = mine and path.name.startswith(".") and not path.is_symlink()  # of ours none is a link
+    return own and (path / JOURNAL).is_file()
