@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import mib, out, out_json, out_table, say, table, write_text
+from commands.shared.console import mib, out, out_json, out_table, progress, say, table, write_text
 from commands.shared.option_types import Target, html_option
 from commands.shared.plan_job import (
     Job,
@@ -90,7 +90,11 @@ def command(
     rivals, checks = _rivals(job, against, find_engine(engine, llama_h), device_maps, threads, guesser)
     twins = _twins(job, rivals)
     terms = Terms(engine, llama_h, job.path, lengths, tokens, rounds)
-    results = run(terms, rivals, checks, on_step=say)
+    with progress() as bar:
+        task = bar.add_task("bench", total=rounds * len(rivals), rate="")
+        results = run(
+            terms, rivals, checks, say, lambda done, what: bar.update(task, completed=done, rate=what)
+        )
     comparisons = [c for rival in results[1:] for c in compare(results[0], rival)]
     if prometheus:
         from runtime.bench.prometheus import prometheus as metrics

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import ms, out, out_json, read_text, say, write_text
+from commands.shared.console import ms, out, out_json, planning, read_text, say, write_text
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.models import load_plan
 from commands.shared.option_types import Number, Target
@@ -62,8 +62,10 @@ def command(
         lacks = "--model" if inputs.inventory is None else "--profile"
         raise FileProblem(str(plan_path), f"what it was made from is not here: give {lacks}")
     samples = [sample for path in measured for sample in samples_in(read_text(path), str(path))]
-    clock = Clock(deadline=Deadline(time_limit or math.inf))
-    found = refine(plan, inputs.inventory, inputs.profile, inputs.known, samples, clock)
+    deadline = Deadline(time_limit or math.inf)
+    with planning("solving again", deadline.left_s) as watch:
+        clock = Clock(deadline=deadline, watch=watch)
+        found = refine(plan, inputs.inventory, inputs.profile, inputs.known, samples, clock)
     profile = found.calibrated.profile if found.calibrated else None
     if calibrated is not None and profile is not None:
         write_text(calibrated, profile_text(profile))

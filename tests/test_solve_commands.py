@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +15,14 @@ from click.testing import CliRunner, Result
 from planning_models import moe
 
 from atsplan import main
-from commands.solve.request import Inputs
+from commands.solve.request import Inputs, Watch
 from planner.model.inventory import to_text
+from planner.passes.refusal import OutOfTime
 from planner.plan.plan import Plan, from_text
 from planner.routing.expert_counts import Part, Phase, make
 from planner.routing.expert_counts import to_text as heat_text
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -219,25 +227,62 @@ def test_explain_names_memory_only_where_it_is_the_limit(model: Path, tmp_path: 
     assert "It does not keep to what was asked." in run("explain", path, "--model", model).stdout
 
 
-def test_an_interrupted_sweep_shows_what_it_has(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+_AT_ONCE = "from commands.shared import console; console._SHOWN_AFTER_S = 0.0; import atsplan; atsplan.main()"
+
+
+def _read(terminal: int) -> str:
+    """What comes next; nothing where nobody writes to it any more."""
+    try:
+        return os.read(terminal, 4096).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("limit", [(), ("--time-limit", "60")])
+def test_a_search_says_how_far_it_is_where_somebody_watches(model: Path, limit: tuple[str, ...]) -> None:
+    """On a terminal of its own; a bar that comes at once, as after a second of work."""
+    watcher, theirs = pty.openpty()
+    command = ["solve", str(model), "--machine", "rtx4090-ddr5", "--budget", "2000", *limit]
+    child = [sys.executable, "-c", _AT_ONCE, *command]
+    with subprocess.Popen(child, stdout=subprocess.PIPE, stderr=theirs, cwd=ROOT) as done:
+        os.close(theirs)
+        told = "".join(iter(lambda: _read(watcher), ""))
+        plan = done.stdout.read() if done.stdout else b""
+    os.close(watcher)
+    assert done.returncode == 0 and b"this plan" in plan and b"planning" not in plan
+    assert re.search(r"planning .* of some \d+ problems", told) and re.search(r"\d:\d\d|-:--:--", told), told
+    assert ("at most 5" in told or "at most 60 s" in told) == bool(limit), told
+    assert told.rstrip().endswith("(--mmproj)"), "the bar goes when the work is done"
+    assert "problems" not in solve(model, "--budget", "2000").output
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "said"), [(KeyboardInterrupt, 130, "interrupted"), (OutOfTime, 1, "in time")]
+)
+def test_a_sweep_that_is_ended_early_shows_what_it_has(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: type[BaseException],
+    code: int,
+    said: str,
 ) -> None:
-    """Ctrl-C while the third plan is solved."""
+    """Ctrl-C, or the end of the time, while the third plan is solved."""
     solved: list[Plan] = []
     solve_one = Inputs.plan
 
-    def third_is_interrupted(inputs: Inputs, *, advise: bool = True) -> Plan:
+    def third_is_ended(inputs: Inputs, *, advise: bool = True, watch: Watch) -> Plan:
         if len(solved) == 2:
-            raise KeyboardInterrupt
+            raise ended
         solved.append(solve_one(inputs, advise=advise))
         return solved[-1]
 
-    monkeypatch.setattr(Inputs, "plan", third_is_interrupted)
+    monkeypatch.setattr(Inputs, "plan", third_is_ended)
     page, swept = tmp_path / "page.html", ("--budgets", "1G:4G:1G", "--contexts", "2k,4k")
     found = run("sweep", model, "--machine", "rtx4090-ddr5", *swept, "--json", "--html", page)
-    assert found.exit_code == 130
+    assert found.exit_code == code
     assert [point["budget_bytes"] >> 30 for point in json.loads(found.stdout)] == [1, 2]
-    assert "2 of 8 plans were solved" in found.stderr and "interrupted" in found.stderr.splitlines()[-1]
+    assert "2 of 8 plans were solved" in found.stderr and said in found.stderr.splitlines()[-1]
     assert "The sweep was ended early" in page.read_text()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import PICTURE, out, out_json, say
+from commands.shared.console import PICTURE, out, out_json, planning, say
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.models import load_plan
 from commands.shared.option_types import Number, Target, began, html_option
@@ -98,5 +98,6 @@ def _larger(plan: Plan, path: Path, library: InputLibrary, time_limit: float | N
         say("model or profile not found: pass --model and --profile to learn what more memory would buy")
         return None
     found = inputs.inventory, inputs.profile, inputs.known
-    clock = Clock(deadline=Deadline(time_limit or math.inf, began=began()))
-    return with_more(plan, *found, tight.name, GIB, clock)
+    deadline = Deadline(time_limit or math.inf, began=began())
+    with planning("with 1 GiB more", deadline.left_s) as watch:
+        return with_more(plan, *found, tight.name, GIB, Clock(deadline=deadline, watch=watch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ TEXT_BYTES = 256 << 20  # no plan, profile or text of prompts is larger
 _HEAD_BYTES = 4096
 _CELL_LETTERS = 400
 _PIPE_LETTERS = 80
+_SHOWN_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
@@ -105,10 +107,26 @@ def out_table(made: Table) -> None:
 
 
 def progress() -> Progress:
-    """A progress bar on stderr, where somebody watches; `rate` is a field of each task."""
+    """A progress bar on stderr, where somebody watches for a second; `rate` is a field of each task."""
+    import threading
+
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
     from rich.text import Text
+
+    class Late(Progress):
+        """A display that comes when the work takes long enough for a person to wonder."""
+
+        def __enter__(self) -> Late:
+            self.timer = threading.Timer(_SHOWN_AFTER_S, self.start)
+            self.timer.daemon = True
+            self.timer.start()
+            return self
+
+        def __exit__(self, *problem: object) -> None:
+            self.timer.cancel()
+            self.timer.join()  # a start that is under way comes before the end
+            self.stop()
 
     class Words(ProgressColumn):
         """A text of the task: data, whatever it holds."""
@@ -121,7 +139,7 @@ def progress() -> Progress:
             return Text(quoting.short(self.of(task)))
 
     console = Console(stderr=True)
-    return Progress(
+    return Late(
         Words(lambda task: task.description),
         BarColumn(),
         Words(lambda task: str(task.fields["rate"])),
@@ -130,6 +148,37 @@ def progress() -> Progress:
         transient=True,
         disable=not console.is_terminal,  # elsewhere it would leave an empty line
     )
+
+
+@contextlib.contextmanager
+def planning(
+    what: str, left_s: Callable[[], float] = lambda: math.inf
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar for plans; it is told of the problems solved and expected. `left_s`: until the deadline."""
+
+    class Left:
+        """What is known of the end, as of now: the display asks again and again."""
+
+        done, total = 0, 0
+
+        def __str__(self) -> str:
+            told = [f"{self.done} of some {self.total} problems"] if self.total else []
+            left = left_s()
+            if math.isfinite(left):
+                told.append(f"at most {left:.0f} s")
+            return ", ".join(told)
+
+    with progress() as bar:
+        shown = Left()
+        task = bar.add_task(what, total=None, rate=shown)
+
+        def watch(done: int, total: int) -> None:
+            shown.done, shown.total = done, total
+            bar.update(
+                task, completed=done, total=total or None, description=what if total else "what would fit"
+            )
+
+        yield watch
 
 
 def mib(size_bytes: int) -> str:

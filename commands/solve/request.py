@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from planner.plan.request import Request
 
 
+Watch = Callable[[int, int], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """Everything a plan is made from, read from files and options."""
@@ -44,8 +48,10 @@ class Inputs:
         """The same with this share of the time that is left."""
         return replace(self, deadline=self.deadline.part(share))
 
-    def plan(self, *, advise: bool = True) -> Plan:
-        """The plan; what was decided for it is said. `advise`: a refusal says what was tried and fits."""
+    def plan(self, *, advise: bool = True, watch: Watch = lambda done, total: None) -> Plan:
+        """The plan; what was decided for it is said. `advise`: a refusal says what was tried and fits;
+        `watch` is told of problems solved and expected.
+        """
         from planner.check.reprice import with_step_times
         from planner.passes.make_plan import make_plan
         from planner.solver.clock import Clock
@@ -55,7 +61,7 @@ class Inputs:
             self.profile,
             self.request,
             self.known,
-            clock=Clock(deadline=self.deadline),
+            clock=Clock(deadline=self.deadline, watch=watch),
             ask_engine=self._engine_fit if self.fit_engine else None,
             tell=say,
             advise=advise,

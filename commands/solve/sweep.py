@@ -99,29 +99,31 @@ def command(
 ) -> None:
     """Plan MODEL for a range of budgets, of contexts, or of both.
 
-    Interrupted, it shows what it has.
+    Interrupted, or out of time, it shows what it has.
     """
+    from planner.passes.refusal import OutOfTime
+
     check_name(plot, "--plot")
     asked = replace(asked, ctx=str(parse_contexts(contexts)[0])) if contexts is not None else asked
     inputs, swept = _asked(asked, budgets, contexts, device)
     points: list[Point] = []
+    ended: BaseException | None = None
     try:
         _solve(inputs, asked, swept, points)
-        complete = True
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OutOfTime) as early:
         if not points:
             raise
-        complete = False
-    _write(inputs, swept, points, (plot, html), complete)
+        ended = early
+    _write(inputs, swept, points, (plot, html), ended is None)
     if as_json:
         out_json([_data(point) for point in points])
     else:
         _show(points, swept.several)
     if not inputs.profile.measured:
         say(f"assumed, not measured: {inputs.profile.name}")
-    if not complete:
+    if ended is not None:
         say(f"{len(points)} of {len(swept.budgets) * len(swept.contexts)} plans were solved")
-        raise KeyboardInterrupt
+        raise ended
     if all(point.plan is None for point in points):
         raise NothingFits(points[-1].budget_bytes)
 
@@ -208,14 +210,18 @@ def _solve(inputs: Inputs, asked: SolveOptions, swept: Range, points: list[Point
                 use = workload_of(replace(asked, ctx=str(n_ctx)), inputs.inventory)
                 request = replace(request, workload=use)
             here = replace(inputs.within(1 / (len(pairs) - n)), request=request)
+
+            def watch(done: int, total: int, before: int = n) -> None:
+                bar.update(task, completed=before + done / max(total, 1))
+
             try:
-                plan = here.plan(advise=False)
+                plan = here.plan(advise=False, watch=watch)
             except OutOfTime:  # nothing is known of this budget
                 raise
             except AnswerIsNo:
                 plan = None
             points.append(Point(size, n_ctx, plan))
-            bar.advance(task)
+            bar.update(task, completed=n + 1)
 
 
 def _write(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from commands.shared.console import ms, say
+from commands.shared.console import ms, planning, say
 from commands.solve.options import UBATCH_AUTO, SolveOptions
 from commands.solve.request import Inputs, inputs_of
 from planner.errors import AnswerIsNo
@@ -28,7 +28,8 @@ def solved(asked: SolveOptions, share: float = 1) -> tuple[Inputs, Plan]:
     """
     if asked.ubatch != UBATCH_AUTO:
         inputs = inputs_of(asked)
-        return inputs, inputs.within(share).plan()
+        with planning("planning", inputs.deadline.left_s) as watch:
+            return inputs, inputs.within(share).plan(watch=watch)
     first = inputs_of(replace(asked, ubatch=SIZES[0]))
     sizes = worth_trying(first.request.workload.prompt)
     found: list[tuple[int, Inputs, Plan]] = []
@@ -38,7 +39,8 @@ def solved(asked: SolveOptions, share: float = 1) -> tuple[Inputs, Plan]:
         inputs = replace(inputs, deadline=first.deadline)
         try:
             part = inputs.within(share / (len(sizes) - number))
-            found.append((size, inputs, part.plan(advise=not number)))
+            with planning(f"batches of {size}", inputs.deadline.left_s) as watch:
+                found.append((size, inputs, part.plan(advise=not number, watch=watch)))
         except AnswerIsNo as no:
             refusal = refusal or no
     if not found:

@@ -19,7 +19,7 @@ from planner.passes.margin import simplest_within_error
 from planner.passes.placements import placements
 from planner.passes.record import record, search_of
 from planner.passes.remedies import with_remedies
-from planner.passes.settings_to_try import AskEngine, settings_to_try
+from planner.passes.settings_to_try import AskEngine, settings_to_try, ways_expected
 from planner.passes.stock_rules import either_way
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
@@ -64,8 +64,9 @@ def make_plan(
         raise NothingToPlace(inventory.name, inventory.architecture)
     case = Case(structure, profile, request, known or Known(), clock or Clock(), tell)
     start = start or EngineSettings()
-    tried = Tried()
-    for loading, settings in settings_to_try(case, start, tried, ask_engine):
+    tried, expected = Tried(), ways_expected(case)
+    for done, (loading, settings) in enumerate(settings_to_try(case, start, tried, ask_engine)):
+        case.clock.watch(done, max(expected, done + 1))
         found = list(placements(loading, settings, tried))  # build the problem, solve, tie-break, evaluate
         loading.found.extend(found)
     if not tried.found:

@@ -70,6 +70,14 @@ def settings_to_try(
             return
 
 
+def ways_expected(case: Case) -> int:
+    """How many ways there are to try, as far as it can be told before: for whoever waits."""
+    plain, slots = 3, 2 * (1 + len(case.known.following)) if case.request.hybrid else 0
+    extra = case.request.extra_models
+    lengths = 1 if extra is None or extra.accept_ppm is None else 1 + LONGEST_DRAFT
+    return lengths * (plain + slots)
+
+
 def projector_places(case: Case, start: EngineSettings) -> Iterator[EngineSettings]:
     """`start` with what runs beside the model: as asked, then with a projector that may move on the CPU."""
     extra = case.request.extra_models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from planner.solver.deadline import Deadline
@@ -14,6 +15,8 @@ class Clock:
 
     work_s: float = 20.0  # deterministic seconds for each problem to solve: the same on every machine
     deadline: Deadline = field(default_factory=Deadline, compare=False)  # by the clock, for all of them
+    # Told what is done of what is expected: (problems solved, problems in all); an expectation may rise.
+    watch: Callable[[int, int], None] = field(default=lambda done, total: None, compare=False)
 
     def part(self, share: float) -> Clock:
         """The same with a share of the time that is left."""

@@ -85,17 +85,21 @@ def run(
     terms: Terms,
     rivals: Sequence[Rival],
     checks: Mapping[str, Checks],
-    on_step: Callable[[str], None] = lambda text: None,
+    on_note: Callable[[str], None] = lambda text: None,
+    on_step: Callable[[int, str], None] = lambda done, what: None,
 ) -> list[Result]:
-    """Measure every contender in every round; one that dies is recorded and the others go on."""
+    """Measure every contender in every round; one that dies is recorded and the others go on.
+
+    `on_step` hears before each run how many are done, and what comes; `on_note` what spoils a run.
+    """
     results = {rival.name: Result(rival) for rival in rivals}
     devices = [name for rival in rivals for name in rival.device_bytes]
     settling = Settling(reader(terms.engine, terms.llama_h, devices))
-    for number, rival in schedule(rivals, terms.rounds):
-        on_step(f"round {number + 1} of {terms.rounds}: {rival.name}")
+    for done, (number, rival) in enumerate(schedule(rivals, terms.rounds)):
+        on_step(done, f"round {number + 1} of {terms.rounds}: {rival.name}")
         _measure(terms, results[rival.name], checks.get(rival.name))
         if held := settling.wait():
-            on_step(held)
+            on_note(held)
             results[rival.name].unsettled.append(held)
     return list(results.values())
 
