@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ def rpc_serving(folder: Path, threads: int = 1) -> Iterator[str]:
 
 
 @contextmanager
-def rpc_process(folder: Path, threads: int = 1) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The same with its process."""
-    port = free_port("127.0.0.1")
-    command = [str(folder / "ggml-rpc-server"), "-H", "127.0.0.1", "-p", str(port), "-d", "CPU"]
+def rpc_process(
+    folder: Path, threads: int = 1, host: str = "127.0.0.1", within: Sequence[str] = ()
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The same with its process; at another address, and started by `within`, as a host of its own."""
+    port = 50052 if within else free_port(host)
+    command = [*within, str(folder / "ggml-rpc-server"), "-H", host, "-p", str(port), "-d", "CPU"]
     process = subprocess.Popen(
         [*command, "-t", str(threads)],
         stdout=subprocess.DEVNULL,
@@ -37,19 +39,19 @@ def rpc_process(folder: Path, threads: int = 1) -> Iterator[tuple[str, subproces
     )
     try:
         deadline = time.monotonic() + 30
-        while not answers(port):
+        while not answers(port, host):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        yield f"127.0.0.1:{port}", process
+        yield f"{host}:{port}", process
     finally:
         process.terminate()
         process.wait(10)
 
 
-def answers(port: int) -> bool:
+def answers(port: int, host: str = "127.0.0.1") -> bool:
     """Whether anybody listens there."""
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((host, port)) == 0
 
 
 def moved(plan: Plan, old: str, new: str) -> Plan:

@@ -75,6 +75,8 @@ class Bench:
 
     def _run(self, graph: Handle) -> None:
         self.ggml.compute(self.backend, graph)
+        if self.device.name.startswith("RPC"):
+            self.ggml.await_result(self.ggml.lib.ggml_graph_node(graph, -1))
 
     def _fit(self, case: Case) -> tuple[Case | None, float]:
         """The case itself, or one of fewer experts and as many fewer tokens when the stack is too large."""

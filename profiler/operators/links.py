@@ -38,6 +38,7 @@ def copies(ggml: Ggml, source: Handle, target: Handle, backend: Handle) -> Copie
 
 def _copy_ns(ggml: Ggml, source: Handle, target: Handle, backend: Handle, size: int) -> int:
     lib = ggml.lib
+    remote = ggml.buft_name(target).startswith("RPC")
     with ExitStack() as stack:
         ends = []
         for buft in (source, target):
@@ -54,5 +55,7 @@ def _copy_ns(ggml: Ggml, source: Handle, target: Handle, backend: Handle, size: 
             start = perf_counter_ns()
             lib.ggml_backend_tensor_copy(*ends)
             lib.ggml_backend_synchronize(backend)
+            if remote:
+                ggml.await_result(ends[1])
             times.append(perf_counter_ns() - start)
         return round(statistics.median(times[3:]))

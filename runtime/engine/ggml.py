@@ -310,6 +310,14 @@ class Ggml:
         if status != 0:
             raise EngineProblem(self.name, f"computing a graph failed with status {status}")
 
+    def await_result(self, tensor: Handle) -> None:
+        """Wait until a remote device has computed a tensor: it takes orders, in order, and answers questions.
+
+        Its `synchronize` does nothing, and `compute` is back when the order is sent.
+        """
+        answer = (c.c_char * 4)()
+        self.lib.ggml_backend_tensor_get(tensor, answer, 0, 4)
+
     def _device(self, handle: Handle) -> Device:
         free, total = c.c_size_t(), c.c_size_t()
         self.lib.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
