@@ -77,7 +77,7 @@ class OptionProblem(InputError):
     why: str
 
     def message(self) -> str:
-        return f"{self.option} {self.value}: {self.why}"
+        return f"{' '.join(filter(None, (self.option, self.value)))}: {self.why}"
 
 
 @dataclass(eq=False)

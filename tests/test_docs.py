@@ -15,11 +15,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import ROOT
 
 from benchmarks import draw_rooms
+from benchmarks.rounds import paired
 from commands.demo import write_moe
 from planner.site import SiteKind
 
@@ -127,6 +129,47 @@ def test_the_readme_shows_the_whole_way() -> None:
     )
     for name in ("profile", "solve", "rewrite", "run", "check"):
         assert f"atsplan {name}" in shown
+
+
+def test_measured_gains_are_those_of_the_results() -> None:
+    """Each figure of experts in slots, as it stands in the documents, computed from every run again."""
+    results = ROOT / "benchmarks" / "results"
+    hybrid = results / "h200-2026-11-30-hybrid.jsonl"
+    last, earlier = _visit(hybrid, "1-20261130T091934"), _visit(hybrid, "1-20261130T085935")
+    prompts = _visit(results / "h200-2026-11-30-prompts.jsonl", "1-20261130T141940")
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/measured.md")]
+    best, worst = _gain(last, "base", "decode_ns"), _gain(last, "preset=moderate", "decode_ns")
+    ahead, before = _gain(prompts, "base", "prefill512_ns"), _gain(earlier, "preset=moderate", "decode_ns")
+    for page in pages:
+        for found in (best, worst, ahead):
+            assert f"{found.mean:.2f}×" in page and f"{found.low:.2f}–{found.high:.2f}" in page
+        assert f"three rounds {before.mean:.2f}×" in page or f"{before.mean:.2f}× in an earlier visit" in page
+        assert f"ours with {_less(ahead)} % less VRAM" in page
+        assert f"{paired.VRAM_TOLERANCE:.0%}".replace("%", " %") + " more" in page
+    assert f"(ours held {_less(best)} % less)" in pages[0]
+    assert f"(ours held {_less(worst)} % less)" in pages[0]
+    assert f"{before.mean:.2f} to {best.mean:.2f} times as fast" in pages[0]
+    every = [
+        _gain(last, cell, "decode_ns")
+        for cell in ("base", "residency=25", "preset=strong", "preset=moderate")
+    ]
+    assert max(every, key=lambda each: each.mean) == best and min(every, key=lambda each: each.mean) == worst
+    assert all(each.equal_vram for each in (*every, ahead, before))
+
+
+def _visit(path: Path, name: str) -> list[dict[str, Any]]:
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row["visit"] == name and row["kind"] == "run"]
+
+
+def _gain(rows: list[dict[str, Any]], cell: str, measure: str) -> paired.Ratio:
+    found = paired.compare(rows, cell, "all lanes", "n-cpu-moe", measure)
+    assert found is not None
+    return found
+
+
+def _less(found: paired.Ratio) -> str:
+    return f"{100 * (1 - found.vram[0] / found.vram[1]):.0f}"
 
 
 BENCHMARKS = sorted(

@@ -87,7 +87,13 @@ def test_a_refusal_says_the_smallest_change_and_it_fits() -> None:
     assert data(LLAMA, "--gpu", "RTX 4060", *bigger)["feasible"]
     text = run("fit", LLAMA, *machine)
     assert text.exit_code == 1 and "does not fit\nshort by " in text.stdout
-    assert "smallest change: " in text.stdout and len(text.stderr.splitlines()) == 1
+    told = text.stdout[text.stdout.index("it would fit with one of these, each tried:\n") :].splitlines()[1:]
+    assert [line.split(",")[0].split(":")[0].strip() for line in told] == [
+        "a smaller quantisation",
+        f"{more} GiB more host memory",
+        "--page",
+    ]
+    assert text.stderr == "atsplan: does not fit\n"
 
 
 def test_a_shorter_context_is_a_way_out_that_was_tried() -> None:
@@ -121,7 +127,8 @@ def test_next_steps_run_as_they_are_told(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "say for which machine: --profile FILE, --machine NAME, or --gpu CARD"),
+        ((), "say what its memory is: --memory ddr5-6000. For another: --gpu"),
+        (("--machine", "rtx4070"), "no machine named rtx4070; there are rtx4090"),
         (("--machine", "rtx4090-ddr5", *MINE), "leave out --profile and --machine"),
         (("--machine", "rtx4090-ddr5", "--budget", "8"), "write 8GiB"),
         (("--machine", "rtx4090-ddr5", "-c", "max"), "expected a number of tokens"),
@@ -134,12 +141,27 @@ def test_bad_questions_are_one_line(words: tuple[str, ...], said: str) -> None:
     assert len(found.stderr.splitlines()) == 1
 
 
+def test_a_wrong_file_is_told_before_the_machine_is_asked_for(tmp_path: Path) -> None:
+    found = run("fit", tmp_path / "none.gguf")
+    assert found.exit_code == 2 and found.stderr.endswith("none.gguf: no such file\n")
+
+
+def test_rows_say_how_sure_they_are_against_each_other() -> None:
+    found = run("fit", QWEN, *MINE, "--no-levers").stdout
+    rows = [line.split() for line in found.splitlines() if re.match(" (plan|best stock|all-CPU) ", line)]
+    assert len(rows) == 3  # none goes on in another line of 80 letters
+    assert "since the machine is assumed; all rows move together" in found
+
+
 def test_each_lever_is_what_solve_says_of_it() -> None:
     machine = ("--machine", "rtx4060-8gb-ddr5", "--budget", "7000", "-c", "16k")
     found = json.loads(run("fit", QWEN, *machine, "--json").stdout)
     levers = {lever["name"]: lever for lever in found["levers"]}
-    assert set(levers) == {"placement", "lanes", "KV type", "context"}
+    assert set(levers) == {"placement", "lanes", "quantisation", "KV type", "context"}
     assert levers["KV type"]["after_ns"] <= levers["KV type"]["before_ns"]
     plan = json.loads(run("solve", QWEN, *machine[:-1], "8k", "--json").stdout)
     assert levers["context"]["after_ns"] == plan["predicted"]["tpot_ns"]
     assert levers["context"]["option"] == "-c 8192" and found["flags"] == ["--no-mmap"]
+    other = json.loads(run("solve", QWEN, *machine, "--quant", ".=q3_K", "--json").stdout)
+    assert levers["quantisation"]["option"] == "solve --quant .=q3_K"
+    assert levers["quantisation"]["after_ns"] == other["predicted"]["tpot_ns"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner, Result
+from engines import missing
 from fuzz_outputs import PageReader, page_fault
 from hostile_texts import ANY, CRAFTED, crafted, often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_models import moe
 from sample_plan import sample_plan
+from small_plans import plan_for
 
 from atsplan import main
 from commands.page.elements import FIRST_LINES
@@ -39,7 +40,7 @@ PLAN = ROOT / "plans" / "Qwen3.6-35B-A3B-q4_K--rtx4060-8gb-ddr5.yaml"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def run(*words: str | Path) -> Result:
+def run(*words: str | Path | int) -> Result:
     found = CliRunner().invoke(main, [str(word) for word in words], env={"COLUMNS": "80"})
     assert found.exit_code == 0, found.output
     return found
@@ -161,10 +162,7 @@ def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     own = any((Path.home() / ".cache" / "ms-playwright").glob("chromium-*"))
     if not found or not (path or own):
-        why = "needs playwright and a Chromium (Debian: apt-get install chromium)"
-        if os.environ.get("ATSPLAN_REQUIRE_ENGINES") == "1":
-            pytest.fail(why)
-        pytest.skip(why)
+        missing("no playwright or no Chromium", "pip install playwright; apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -186,14 +184,19 @@ def in_slots(path: Path) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan's page and a sweep's, made by the commands."""
+def pages(tmp_path_factory: pytest.TempPathFactory, dense_model: Path) -> Path:
+    """Pages of a plan, a sweep, a fit and a bench, made by the commands."""
     folder = tmp_path_factory.mktemp("pages")
     machine = ("--machine", "rtx3060-12gb-ddr4")
     (folder / "plan.html").write_text(plan_page(View(in_slots(PLAN), 256, "llama-server --model x.gguf")))
     (folder / "moe.inventory.yaml").write_text(inventory_text(moe()))
     swept = ("--budgets", "1G:5G:2G", "--contexts", "4k,8k", "--html", folder / "sweep.html")
     run("sweep", folder / "moe.inventory.yaml", *machine, *swept)
+    run("fit", folder / "moe.inventory.yaml", *machine, "--budget", "2G", "--html", folder / "fit.html")
+    (folder / "plan.yaml").write_text(to_text(plan_for(dense_model)))
+    here = ("--plan", folder / "plan.yaml", "--device-map", "CUDA0=CPU", "--threads", 1, "--rounds", 1)
+    few = ("--against", "all-cpu", "--prompts", 16, "--tokens", 4, "--html", folder / "bench.html")
+    run("bench", dense_model, *here, *few)
     (folder / "hostile.html").write_text(plan_page(View(with_name("".join(CRAFTED)), 8, CRAFTED[0])))
     return folder
 
@@ -243,7 +246,7 @@ def test_the_parser_of_a_browser_finds_the_same_elements_whatever_the_name(brows
     page.close()
 
 
-@pytest.mark.parametrize("name", ["plan", "sweep", "hostile"])
+@pytest.mark.parametrize("name", ["plan", "sweep", "hostile", "fit", "bench"])
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (360, "dark")])
 def test_it_is_drawn_without_complaint(
     browser: Browser, pages: Path, name: str, width: int, scheme: str
@@ -278,6 +281,26 @@ def test_cells_terms_and_the_command_answer_to_the_keyboard(browser: Browser, pa
     page.locator(".copy").focus()
     page.keyboard.press("Enter")
     page.wait_for_function("document.querySelector('.copied').textContent !== ''")
+    page.close()
+
+
+def test_a_bench_shows_what_was_measured_and_a_fit_what_each_lever_brings(
+    browser: Browser, pages: Path
+) -> None:
+    page = Watched(browser, pages / "bench.html").page
+    card = page.locator("section", has=page.locator("h2", has_text="Measured, prompt of 16 tokens"))
+    rows = card.locator(".bar-row")
+    assert rows.count() == 2 and "this plan" in rows.first.inner_text()
+    rates = [float(text.split()[0]) for text in card.locator(".figure b").all_inner_texts()]
+    widths = [(rect.bounding_box() or {"width": 0})["width"] for rect in card.locator("rect.bar").all()]
+    assert min(rates) > 0 and widths[0] / widths[1] == pytest.approx(rates[0] / rates[1], rel=0.05)
+    assert "samples, 95 % interval" in card.inner_text()
+    page.close()
+    page = Watched(browser, pages / "fit.html").page
+    card = page.locator("section", has=page.locator("h2", has_text="Which lever brings what"))
+    levers = card.locator(".row-head strong").all_inner_texts()
+    assert levers[:2] == ["placement", "lanes"] and "costs" in card.inner_text()
+    assert "all rows move together" in page.locator("main").inner_text()
     page.close()
 
 

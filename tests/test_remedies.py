@@ -13,6 +13,7 @@ from planning_models import dense, machine, moe, plan, sites, timed
 from atsplan import main
 from planner.machine.attention_kernels import attends
 from planner.model.inventory import to_text
+from planner.passes.remedies import tried
 from planner.workload import Workload
 
 INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
@@ -53,9 +54,9 @@ def test_what_a_refusal_advises_fits_and_a_little_more_does_not(model: Path, wor
 def advised(line: Result) -> list[str]:
     """The changes that a refusal names, each of them tried."""
     _, _, hints = line.stderr.strip().rpartition("; try ")
-    found = hints.split(" or ")
-    assert found and all(text.endswith(" (fits)") for text in found), line.stderr
-    return [text.removesuffix(" (fits)") for text in found]
+    found = [tried(text) for text in hints.split(" or ")]
+    assert found and all(found), line.stderr
+    return [text.removeprefix("a smaller quantisation, such as ") for text in found]
 
 
 def changed(words: tuple[str, ...], advice: str) -> list[str]:
@@ -75,7 +76,21 @@ def test_the_shortage_that_matters_comes_first_with_what_ends_it() -> None:
     needs = re.findall(r"([a-zA-Z0-9 ]+) needs ([0-9]+) MiB, budget ([0-9]+)", line.stderr)
     lacks = [int(needed) - int(there) for _, needed, there in needs]
     assert len(lacks) == 2 and lacks == sorted(lacks, reverse=True) and lacks[0] > 250_000
-    assert advised(line) == ["--page"]
+    assert advised(line) == ["--page"] and "slow" in line.stderr
+
+
+def test_what_a_person_minds_least_is_advised_first_and_disk_last() -> None:
+    llama = INPUTS / "Llama-3.1-70B-Q4_K_M.inventory.yaml"
+    words = ("--machine", "rtx4060-8gb-ddr5", "-c", "8k")
+    line = CliRunner().invoke(main, ["solve", str(llama), *words])
+    assert advised(line) == ["--quant .=q3_K", "--page"]
+    for advice in advised(line):
+        taken = CliRunner().invoke(main, ["solve", str(llama), *words, *advice.split()])
+        assert taken.exit_code == 0, taken.output
+    assert (
+        "which fits now"
+        in CliRunner().invoke(main, ["solve", str(llama), *words, "--quant", ".=q3_K"]).stderr
+    )
 
 
 def test_no_context_is_advised_that_the_model_was_not_trained_for() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.fit.levers import Lever, flags, levers
+from commands.fit.levers import Lever, flags, lever_bars, levers, most
 from commands.shared.console import mib, out, out_json, out_table, out_text, progress, say, table
 from commands.shared.machine_options import Described, machine_parts, profile_of, with_found, words_of
 from commands.shared.models import load_inventory
@@ -17,7 +17,7 @@ from commands.shared.option_types import html_option, whole
 from commands.shared.paste import pasted
 from commands.shared.refusals import refusal_data
 from commands.shared.spellings import Size, Tokens, kv_type
-from commands.shared.verdicts import best_stock, gain, rates, told_apart_ppm, verdict
+from commands.shared.verdicts import best_stock, doubt, gain, rates, told_apart_ppm, verdict
 from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import shell
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from planner.plan.request import Request
 
 _FILE = click.Path(path_type=Path)
+Watch = Callable[[int, int], None]
 Words = tuple[str, ...]  # by which llama-server finds a model that is not here
 _SAME = 0.01  # a gain that no measurement shows
 _STEPS_GIB = (0, 1, 2, 4, 8, 16)  # beyond the shortage, for units that do not divide
@@ -105,10 +106,14 @@ def command(
     a known one, its parts (--gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8), or this one, with
     --memory alone where the system does not tell that.
     """
+    from planner.passes.refusal import Infeasible
+
+    # What is wrong with a file comes before questions about the machine.
+    here = _opened(model) if isinstance(model, Path) else None
     if profile_path is None and machine is None and not parts.other_machine:
         parts = with_found(parts)
     profile = profile_of(profile_path, machine, parts)
-    inventory, where = _opened(model)
+    inventory, where = here or _opened(model)
     words = () if isinstance(model, Path) else model.words
     question = _question(inventory, profile, budget, ctx, _types(kv_type, type_k, type_v))
     try:
@@ -118,13 +123,16 @@ def command(
             out_json({"verdict": "does not fit", **refusal_data(refusal), **_changes(question, refusal)})
         else:
             _show_refusal(question, refusal)
+            if isinstance(refusal, Infeasible):  # its figures stand above
+                raise AnswerIsNo("does not fit") from None
         raise
     if html is not None:
         from commands.page.page import plan_page, view_of, write_page
 
         told = f"Largest context: {answer.largest_ctx}, with {answer.keeps}."
         view = view_of(answer.plan, inventory, where, words=words)
-        view = replace(view, hybrid=answer.hybrid, facts=(told, *view.facts))
+        facts = (told, *([f"{sentence}."] if (sentence := most(answer.levers)) else []), *view.facts)
+        view = replace(view, hybrid=answer.hybrid, facts=facts, levers=lever_bars(answer.levers))
         write_page(html, plan_page(view))
     if as_json:
         out_json(_data(answer, inventory, where, words))
@@ -181,32 +189,47 @@ def _question(
 def _answer(question: Question, with_levers: bool) -> Answer:
     """The plan, a faster one with slots of experts, and the largest context. Raises Infeasible."""
     with progress() as bar:
-        task = bar.add_task("planning", total=4, rate="")
-        return _answered(question, with_levers, lambda what: bar.update(task, advance=1, rate=what))
+        task, done = bar.add_task("planning", total=4 + 3 * with_levers, rate=""), 0
+
+        def tell(what: str) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=done, rate=what)
+
+        def watch(solved: int, expected: int) -> None:
+            bar.update(task, completed=done + solved / max(expected, 1))
+
+        return _answered(question, with_levers, tell, watch)
 
 
-def _answered(question: Question, with_levers: bool, tell: Callable[[str], None]) -> Answer:
-    plan = _plan(question)
+def _answered(question: Question, with_levers: bool, tell: Callable[[str], None], watch: Watch) -> Answer:
+    plan = _plan(question, watch)
     tell("experts in slots")
     hybrid = made = None
     if any(line.site.kind == "cpu" and "experts" in line.unit for line in plan.units):
         asked = replace(question, request=replace(question.request, hybrid=True))
-        made = _plan(asked)
+        made = _plan(asked, watch)
         if made.predicted.tpot_ns * 10**6 < plan.predicted.tpot_ns * (10**6 - told_apart_ppm(plan)):
             hybrid = made
     tell("the largest context")
     largest, keeps = _largest(question)
     tell("levers")
-    found: list[Lever] = []
-    if with_levers:
-        found = levers(plan, made, question.request, lambda asked: _plan(replace(question, request=asked)))
+
+    def other(request: Request, inventory: Inventory) -> Plan:
+        made = _plan(replace(question, request=request, inventory=inventory), watch, advise=False)
+        tell("levers")
+        return made
+
+    found = levers(plan, made, question.request, question.inventory, other) if with_levers else []
     return Answer(plan, hybrid, largest, keeps, tuple(found))
 
 
-def _plan(question: Question) -> Plan:
+def _plan(question: Question, watch: Watch, *, advise: bool = True) -> Plan:
     from planner.passes.make_plan import make_plan
+    from planner.solver.clock import Clock
 
-    return make_plan(question.inventory, question.profile, question.request, advise=True)
+    clock = Clock(watch=watch)
+    return make_plan(question.inventory, question.profile, question.request, clock=clock, advise=advise)
 
 
 def _case(question: Question, profile: Profile, request: Request) -> Case:
@@ -265,13 +288,15 @@ def _show(answer: Answer, inventory: Inventory, model: Path, words: Words) -> No
     assumed = "" if plan.machine.measured else " (assumed, not measured)"
     out(f"{plan.model.name} on {plan.machine.name}{assumed}:")
     out(f"{verdict(plan)}: {mib(used)} on GPUs, {mib(host)} in host memory, context {plan.workload.n_ctx}")
-    made = table("placement", "setting", "tokens/s", "between", "prompt ms", "GPU memory")
+    made = table("placement", "setting", "tokens/s", "from–to", "prompt ms", "GPU memory")
     for row in _rows(answer):
         rate, low, high = rates(row["tpot_ns"], plan.predicted.error_ppm)
-        between = f"{low:.1f}–{high:.1f}"
+        name = row["name"].removesuffix(" rule")
+        between = f"{low:.0f}–{high:.0f}"
         prompt = f"{row['prefill_ns'] / 1e6:.0f}"
-        made.add_row(row["name"], row["setting"], f"{rate:.1f}", between, prompt, mib(row["gpu_bytes"]))
+        made.add_row(name, row["setting"], f"{rate:.1f}", between, prompt, mib(row["gpu_bytes"]))
     out_table(made)
+    out(doubt(plan))
     out(gain(plan))
     _show_levers(answer)
     out(f"largest context: {answer.largest_ctx}, with {answer.keeps}")
@@ -286,12 +311,13 @@ def _show_levers(answer: Answer) -> None:
     """What each change alone brings, and the flags whose gain is in the plan's time already."""
     if not answer.levers:
         return
-    made = table("lever", "option", "tokens/s", "times as fast")
+    made = table("lever", "option", "tokens/s", "gain", "costs")
     for lever in answer.levers:
         rate = f"{1e9 / max(lever.after_ns, 1):.1f}"
-        brings = f"{lever.gain:.2f}x" if abs(lever.gain - 1) >= _SAME else "nothing"
-        made.add_row(lever.name, lever.option, rate, brings)
+        brings = f"{lever.gain:.2f}x" if abs(lever.gain - 1) >= _SAME else "none"
+        made.add_row(lever.name, lever.option, rate, brings, lever.costs)
     out_table(made)
+    out(most(answer.levers))
     if set_by_plan := flags(answer.plan):
         out(f"flags whose gain is in the plan's time: {' '.join(set_by_plan)}")
 
@@ -307,7 +333,13 @@ def _data(answer: Answer, inventory: Inventory, model: Path, words: Words) -> di
         "error_ppm": answer.plan.predicted.error_ppm,
         "placements": _rows(answer),
         "levers": [
-            {"name": each.name, "option": each.option, "before_ns": each.before_ns, "after_ns": each.after_ns}
+            {
+                "name": each.name,
+                "option": each.option,
+                "costs": each.costs,
+                "before_ns": each.before_ns,
+                "after_ns": each.after_ns,
+            }
             for each in answer.levers
         ],
         "flags": flags(answer.plan),
@@ -319,18 +351,27 @@ def _data(answer: Answer, inventory: Inventory, model: Path, words: Words) -> di
 
 
 def _show_refusal(question: Question, refusal: AnswerIsNo) -> None:
-    """The verdict and the smallest thing that would make it fit."""
-    from planner.passes.refusal import Infeasible
+    """The verdict, what is short, and what would make it fit, the change that a person minds least first."""
+    from planner.passes.refusal import Infeasible, parts
+    from planner.passes.remedies import SLOW, tried
 
     out(f"{question.inventory.name} on {question.profile.name}: does not fit")
     if not isinstance(refusal, Infeasible):
         return
+    if refusal.why:
+        out(refusal.why)
     for need in refusal.needs:
         if need.total_bytes > need.budget_bytes:
             needed, there = -(-need.total_bytes // 2**20), need.budget_bytes // 2**20
             shown = [mib(n * 2**20) for n in (needed - there, needed, there)]
             out(f"short by {shown[0]} ({need.device}): {shown[1]} are needed, {shown[2]} are there")
-    out(f"smallest change: {' or '.join(_smallest(question, refusal))}")
+            out(f"  of which {parts(need.memory, ' ')} MiB")
+    ways = _smallest(question, refusal)
+    was_tried = any(tried(way) for way in refusal.hints)
+    out("it would fit with one of these, each tried:" if was_tried else "it would take less with:")
+    for way in ways:
+        slow = ": slow, weights are read from disk again and again" if way.endswith(SLOW) else ""
+        out(f"  {tried(way) or way}{slow}")
 
 
 def _changes(question: Question, refusal: AnswerIsNo) -> dict[str, Any]:
@@ -340,12 +381,16 @@ def _changes(question: Question, refusal: AnswerIsNo) -> dict[str, Any]:
 
 
 def _smallest(question: Question, refusal: Infeasible) -> list[str]:
-    """What was tried and fits: a context, a KV type, more memory of the host; else what only frees memory."""
-    tested = [hint for hint in refusal.hints if hint.endswith("(fits)")]
+    """What was tried and fits, what a person minds least first; else what only frees memory."""
+    from planner.passes.remedies import SLOW, tried
+
+    tested = [hint for hint in refusal.hints if tried(hint)]
     more = _more_host(question, refusal)
     if more:
-        tested.append(f"{more} GiB more host memory (fits)")
-    return tested or [*refusal.hints] or ["a smaller model"]
+        slow = next((n for n, hint in enumerate(tested) if hint.endswith(SLOW)), len(tested))
+        tested.insert(slow, f"{more} GiB more host memory (fits)")
+    found = tested or [*refusal.hints] or ["a smaller model"]
+    return [hint.replace("such as --quant", "such as solve --quant") for hint in found]
 
 
 def _more_host(question: Question, refusal: Infeasible) -> int:
@@ -356,7 +401,9 @@ def _more_host(question: Question, refusal: Infeasible) -> int:
 
     lacks = max((need.total_bytes - need.budget_bytes for need in refusal.needs), default=0)
     budgets = question.request.budgets
-    for step in _STEPS_GIB if lacks > 0 and CPU in budgets else ():
+    if not 0 < lacks <= budgets.get(CPU, 0):  # nobody buys several times the memory that is there
+        return 0
+    for step in _STEPS_GIB:
         gib = -(-lacks // 2**30) + step
         more = gib << 30
         devices = tuple(

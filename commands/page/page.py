@@ -14,7 +14,7 @@ from commands.page.patterns import patterns
 from commands.page.words import term
 from commands.shared.console import mib, ms, say, write_text
 from commands.shared.paste import pasted
-from commands.shared.verdicts import gain, rates, verdict
+from commands.shared.verdicts import doubt, gain, rates, verdict
 
 if TYPE_CHECKING:
     from planner.model.inventory import Inventory
@@ -36,6 +36,7 @@ class View:
     parts: Breakdown | None = None
     facts: tuple[str, ...] = ()  # sentences of the command's own
     measured: tuple[tuple[str, tuple[Bar, ...]], ...] = field(default=())  # by prompt
+    levers: tuple[Bar, ...] = ()  # what each change by itself would bring
 
 
 def write_page(path: Path, text: str) -> None:
@@ -107,6 +108,7 @@ def sections(view: View, key: str = "paste") -> list[Node]:
     found = [
         *(_card(f"Measured, prompt of {prompt}", bars(each)) for prompt, each in view.measured),
         _card("Predicted speed", bars(predicted_bars(plan, view.hybrid)), _proof(plan)),
+        *([_card("Which lever brings what", bars(view.levers), _lever_words())] if view.levers else []),
         _card("What fills the memory", memory_stacks(plan), _memory_words()),
         _card("Where everything lives", placement_map(plan, view.n_experts), _map_words()),
         _card("Where the time of a token goes", bars(_slices(view), "ms")),
@@ -131,7 +133,17 @@ def _proof(plan: Plan) -> Node:
         term("gap"),
         f" {p.gap_ppm / 1e4:.2f} %. Bars end at the prediction, lines show where it may lie. A ",
         term("stock rule"),
-        " has the same memory.",
+        f" has the same memory. {_sentence(doubt(plan))}",
+        class_="words",
+    )
+
+
+def _lever_words() -> Node:
+    return element(
+        "p",
+        "Each by itself, planned anew for this machine; gains do not add up. Lanes: ",
+        term("hybrid"),
+        " experts, computed by GPU, CPU and bus at once.",
         class_="words",
     )
 

@@ -94,17 +94,19 @@ def with_found(parts: Described) -> Described:
 
     found = found_machine()
     memory = parts.ddr or found.memory
-    gib = f"{found.ram_bytes >> 20}MiB"
-    told = f"{found.gpu if found.gpu != 'none' else 'no GPU'}, {gib}, {found.cores} cores"
+    size = f"{found.ram_bytes >> 20}MiB"
+    gpu = found.gpu if found.gpu != "none" else "no GPU"
+    told = f"{gpu}, {found.ram_bytes / 2**30:.1f} GiB, {found.cores} cores"
     if not memory:
         raise OptionProblem(
-            "--gpu",
+            "--machine",
             "",
-            "say for which machine: --profile FILE, --machine NAME, or --gpu CARD (atsplan machines); "
-            f"this one has {told}: --memory ddr5-6000, or what its memory is, plans for it",
+            f"for which one? For this one ({told}) say what its memory is: --memory ddr5-6000. For another: "
+            "--gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8, --machine NAME (atsplan machines), "
+            "or --profile FILE",
         )
     say(f"found here: {told}, {memory}")
-    return replace(parts, gpu=found.gpu, pcie=found.pcie or None, ram=gib, ddr=memory, cores=found.cores)
+    return replace(parts, gpu=found.gpu, pcie=found.pcie or None, ram=size, ddr=memory, cores=found.cores)
 
 
 def from_parts(parts: Described) -> Profile:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from planner.model.inventory import Inventory
     from planner.plan.plan import Plan
 
+_WHICH = "say for which machine: a measured profile, or one of those of atsplan machines"
+
 
 def load_inventory(path: Path) -> Inventory:
     """Inventory of a GGUF file (any shard, or a folder of shards) or of an inventory.yaml.
@@ -34,7 +36,7 @@ def load_inventory(path: Path) -> Inventory:
 def load_profile(path: Path | None, machine: str | None) -> Profile:
     """Profile from a file, or a machine description that ships with the program; exactly one is needed."""
     if (path is None) == (machine is None):
-        raise OptionProblem("--profile/--machine", "", "give exactly one of the two")
+        raise OptionProblem("--profile/--machine", "", _WHICH if path is None else "give only one of the two")
     if path is not None:
         from planner.machine.profile import from_text
 

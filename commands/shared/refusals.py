@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planner.errors import AnswerIsNo
 
-_FITS = " (fits)"
-
 
 def refusal_data(refusal: AnswerIsNo) -> dict[str, Any]:
     """The refusal for a program: `tested` ways out were planned with and fit, `untested` only free memory."""
     from planner.passes.refusal import Infeasible
+    from planner.passes.remedies import tried
 
     data: dict[str, Any] = {"feasible": False, "error": str(refusal)}
     if not isinstance(refusal, Infeasible):
@@ -31,6 +30,6 @@ def refusal_data(refusal: AnswerIsNo) -> dict[str, Any]:
             }
             for need in refusal.needs
         ],
-        "tested": [hint.removesuffix(_FITS) for hint in refusal.hints if hint.endswith(_FITS)],
-        "untested": [hint for hint in refusal.hints if not hint.endswith(_FITS)],
+        "tested": [tried(hint) for hint in refusal.hints if tried(hint)],
+        "untested": [hint for hint in refusal.hints if not tried(hint)],
     }

@@ -32,7 +32,11 @@ def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, lette
     names, cells = [head[i] for i in kept], [[row[i] for i in kept] for row in full]
     if _total(_natural(names, cells, letters)) > width:
         names, cells = _unit_above(names, cells)
-    widths = _shrunk(_natural(names, cells, letters), _least(names, cells, letters), width)
+    natural, least = _natural(names, cells, letters), _least(names, cells, letters)
+    figures = [max(map(letters, column), default=0) for column in zip(*cells, strict=True)] or least
+    # Heads go on below first: a cell in two lines is harder to read than a head in two.
+    widths = _shrunk(natural, list(map(max, least, figures)), width)
+    widths = _shrunk(widths, least, width)
     return Layout(names, cells, widths, _total(widths))
 
 

@@ -50,6 +50,14 @@ def gain(plan: Plan) -> str:
     return f"the plan takes {took} a token, {factor:.2f}x as fast as the best stock rule{within}"
 
 
+def doubt(plan: Plan) -> str:
+    """How sure the rows of a table are, each by itself and one against another."""
+    wide = f"each row ±{plan.predicted.error_ppm / 1e4:.0f} %"
+    if plan.machine.measured:
+        return f"{wide}; rows share the machine, so one against another is surer"
+    return f"{wide}, since the machine is assumed; all rows move together, so one against another is surer"
+
+
 def told_apart_ppm(plan: Plan) -> int:
     """How much faster another plan must be: both share the machine, so most of a wide error cancels out."""
     return min(plan.predicted.error_ppm, _CLEARLY_PPM)

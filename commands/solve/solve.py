@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import mib, ms, out, out_json, out_table, say, table, write_text
+from commands.shared.console import mib, ms, out, out_json, out_table, planning, say, table, write_text
 from commands.shared.option_types import Target, html_option
 from commands.shared.refusals import refusal_data
 from commands.solve.options import SolveOptions, solve_options
-from commands.solve.ubatch import solved
+from commands.solve.request import inputs_of
+from commands.solve.ubatch import smallest_batch, solved
 from planner.errors import AnswerIsNo, OptionProblem
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def command(
     if tensor_types is not None and not quants:
         raise OptionProblem("--tensor-types", str(tensor_types), "needs --quant")
     try:
-        inputs, plan = solved(asked, 0.5 if quants else 1)
-        if quants:
-            plan = _what_if(inputs, plan, quants, tensor_types)
+        inputs, plan = _what_if(asked, quants, tensor_types) if quants else solved(asked)
     except AnswerIsNo as refusal:
         if as_json:
             out_json(refusal_data(refusal))
@@ -63,25 +62,33 @@ def command(
         show(plan)
 
 
-def _what_if(inputs: Inputs, today: Plan, quants: tuple[str, ...], tensor_types: Path | None) -> Plan:
-    """The plan for other types of the same tensors, and what it would gain."""
+def _what_if(asked: SolveOptions, quants: tuple[str, ...], tensor_types: Path | None) -> tuple[Inputs, Plan]:
+    """The plan for other types of the same tensors, and what it gains; the model as it is may not fit."""
     from planner.model.requantise import parse_rule, requantised
     from planner.model.requantise import tensor_types as as_map
+    from planner.passes.refusal import Infeasible
 
-    rules = [parse_rule(text) for text in quants]
+    today: Plan | None = None
+    try:
+        inputs, today = solved(asked, 0.5, advise=False)
+    except Infeasible:
+        inputs = inputs_of(smallest_batch(asked))
     inventory = inputs.inventory
-    after = requantised(inventory, rules)
-    plan = replace(inputs, inventory=after, fit_engine="").plan()  # --fit reads the file as it is
-    before_ns, after_ns = today.predicted.tpot_ns, plan.predicted.tpot_ns
-    say(
-        f"with {', '.join(quants)}: {mib(inventory.size_bytes)} -> {mib(after.size_bytes)}, "
-        f"{ms(before_ns)} -> {ms(after_ns)} a token ({before_ns / max(after_ns, 1):.2f}x)"
-    )
+    after = requantised(inventory, [parse_rule(text) for text in quants])
+    other = replace(inputs, inventory=after, fit_engine="")  # --fit reads the file as it is
+    with planning("with other types", inputs.deadline.left_s) as watch:
+        plan = other.plan(watch=watch)
+    after_ns = plan.predicted.tpot_ns
+    times = f"{ms(after_ns)} a token, which fits now"
+    if today is not None:
+        before_ns = today.predicted.tpot_ns
+        times = f"{ms(before_ns)} -> {ms(after_ns)} a token ({before_ns / max(after_ns, 1):.2f}x)"
+    say(f"with {', '.join(quants)}: {mib(inventory.size_bytes)} -> {mib(after.size_bytes)}, {times}")
     if tensor_types is not None:
         write_text(tensor_types, as_map(inventory, after))
         say(f"wrote {tensor_types}: llama-quantize --tensor-type-file {tensor_types}")
     note = f"what if: for the model after quantising {', '.join(quants)}"
-    return plan.model_copy(update={"notes": (note, *plan.notes)})
+    return inputs, plan.model_copy(update={"notes": (note, *plan.notes)})
 
 
 def show(plan: Plan) -> None:

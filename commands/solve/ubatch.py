@@ -21,16 +21,21 @@ SIZES = (512, 1024, 2048, 4096, 8192)
 _WORTH = 100  # a larger batch is to save a hundredth of a request
 
 
-def solved(asked: SolveOptions, share: float = 1) -> tuple[Inputs, Plan]:
+def smallest_batch(asked: SolveOptions) -> SolveOptions:
+    """The same with the first size, where the size is left to be chosen."""
+    return replace(asked, ubatch=SIZES[0]) if asked.ubatch == UBATCH_AUTO else asked
+
+
+def solved(asked: SolveOptions, share: float = 1, *, advise: bool = True) -> tuple[Inputs, Plan]:
     """The plan of a command line, with what it was made from; `share` of the time may be used.
 
-    Raises what the first size is refused for where all are.
+    `advise`: a refusal says what was tried and fits. Raises what the first size is refused for where all are.
     """
     if asked.ubatch != UBATCH_AUTO:
         inputs = inputs_of(asked)
         with planning("planning", inputs.deadline.left_s) as watch:
-            return inputs, inputs.within(share).plan(watch=watch)
-    first = inputs_of(replace(asked, ubatch=SIZES[0]))
+            return inputs, inputs.within(share).plan(advise=advise, watch=watch)
+    first = inputs_of(smallest_batch(asked))
     sizes = worth_trying(first.request.workload.prompt)
     found: list[tuple[int, Inputs, Plan]] = []
     refusal: AnswerIsNo | None = None
@@ -40,7 +45,7 @@ def solved(asked: SolveOptions, share: float = 1) -> tuple[Inputs, Plan]:
         try:
             part = inputs.within(share / (len(sizes) - number))
             with planning(f"batches of {size}", inputs.deadline.left_s) as watch:
-                found.append((size, inputs, part.plan(advise=not number, watch=watch)))
+                found.append((size, inputs, part.plan(advise=advise and not number, watch=watch)))
         except AnswerIsNo as no:
             refusal = refusal or no
     if not found:

@@ -22,7 +22,8 @@ class UnknownMachine(InputError):
 
     def message(self) -> str:
         near = similar_names(self.name, self.known)
-        return f"no machine named {self.name}; there are {', '.join(near or self.known)}"
+        named = f"no machine named {self.name}; there are {', '.join(near or self.known)}"
+        return f"{named}, or give its parts: --gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8"
 
 
 def similar_names(name: str, known: Sequence[str], most: int = 4) -> tuple[str, ...]:

@@ -36,9 +36,9 @@ class Infeasible(AnswerIsNo):
     why: str = ""
 
     def message(self) -> str:
-        parts = [*([self.why] if self.why else []), *(_sentence(need) for need in self.needs)]
+        told = [*([self.why] if self.why else []), *(_sentence(need) for need in self.needs)]
         hint = f"; try {' or '.join(self.hints)}" if self.hints else ""
-        return "does not fit: " + ("; ".join(parts) or "no placement keeps all limits") + hint
+        return "does not fit: " + ("; ".join(told) or "no placement keeps all limits") + hint
 
 
 class OutOfTime(AnswerIsNo):
@@ -48,25 +48,21 @@ class OutOfTime(AnswerIsNo):
         return "no placement was found in time: give a longer --time-limit, or none"
 
 
-def _sentence(need: Need) -> str:
-    def mib(size: int) -> str:
-        return f"{-(-size // 2**20)}"
-
-    parts = [
-        f"{name} {mib(size)}"
-        for name, size in (
-            ("weights", need.memory.weights),
-            ("KV and state", need.memory.kv + need.memory.state),
-            ("compute", need.memory.compute),
-            ("MoE cache", need.memory.cache),
-            ("reserve", need.memory.reserve),
-        )
-        if size
-    ]
-    return (
-        f"{need.device} needs {mib(need.total_bytes)} MiB, budget {need.budget_bytes // 2**20}: "
-        f"{', '.join(parts)}"
+def parts(memory: Memory, grouping: str = "") -> str:
+    """What memory is filled with, in MiB rounded up: `weights 40544, KV and state 2560`."""
+    sizes = (
+        ("weights", memory.weights),
+        ("KV and state", memory.kv + memory.state),
+        ("compute", memory.compute),
+        ("MoE cache", memory.cache),
+        ("reserve", memory.reserve),
     )
+    return ", ".join(f"{name} {-(-size // 2**20):,}".replace(",", grouping) for name, size in sizes if size)
+
+
+def _sentence(need: Need) -> str:
+    needed, there = -(-need.total_bytes // 2**20), need.budget_bytes // 2**20
+    return f"{need.device} needs {needed} MiB, budget {there}: {parts(need.memory)}"
 
 
 def unavoidable(priced: Priced, request: Request) -> Infeasible | None:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.constants import CPU
-from planner.errors import AnswerIsNo
+from planner.errors import AnswerIsNo, OptionProblem
 from planner.machine.host_memory import HostMemory
 from planner.memory.kv_cache import KvTypeProblem
+from planner.model.requantise import Rule, requantised
+from planner.model.structure import structure_of
 from planner.passes.case import Case
 from planner.passes.largest_context import bisect, fits, with_context
 from planner.passes.refusal import Infeasible
@@ -21,6 +23,13 @@ _SMALLER = "q8_0"
 _LEAST_UBATCH = 64
 _UNTRIED = ("a smaller quantisation", "another build of the engine")  # nothing here could try them
 FITS = " (fits)"
+SLOW = " (fits, but slow: weights are read from disk again and again)"
+QUANTS = ("q6_K", "q5_K", "q4_K", "q3_K", "q2_K")  # what people can get of most models
+
+
+def tried(hint: str) -> str:
+    """The words of a change that was tried and fits; empty for one that is only named."""
+    return next((hint.removesuffix(end) for end in (FITS, SLOW) if hint.endswith(end)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,7 @@ class Change:
 
     words: str
     of: Callable[[Request], Request]
+    end: str = FITS  # what is said of it where it fits
 
 
 def with_remedies(refusal: AnswerIsNo, case: Case, start: EngineSettings) -> AnswerIsNo:
@@ -65,21 +75,48 @@ class _Advice:
         return min(work.needed_cells, work.n_ctx)
 
     def single(self) -> Iterator[str]:
-        """Every change that is enough by itself."""
-        for change in changes(self.asked):
-            if self._fits(change.of(self.asked)):
-                yield change.words + FITS
-        if smaller := next((n for n in _ubatches(self.asked) if self._fits(_ubatch(self.asked, n))), 0):
-            yield f"--ubatch {smaller}{FITS}"
+        """Every change that is enough by itself, in the order in which a person would take it.
+
+        First what only lifts a limit, then what costs some speed or context, another file, a part of what
+        was asked; weights from disk, which make any model slow, come last.
+        """
+        yield from self._enough(lifted(self.asked))
+        yield from self._smaller_use()
+        if quant := self._quant():
+            yield f"a smaller quantisation, such as --quant .={quant}{FITS}"
+        yield from self._enough(given_up(self.asked))
+        yield from self._enough(paged(self.asked))
+
+    def _enough(self, offered: Iterator[Change]) -> Iterator[str]:
+        return (change.words + change.end for change in offered if self._fits(change.of(self.asked)))
+
+    def _smaller_use(self) -> Iterator[str]:
         shorter = self._context(self.asked)
-        if shorter:
-            yield f"--ctx {shorter}{FITS}"
         if quantised := _quantised(self.asked):
             longest = self._context(quantised)
             if longest >= self.asked.workload.n_ctx:
                 yield f"--kv-type {_SMALLER}{FITS}"
-            elif longest > shorter:
-                yield f"--kv-type {_SMALLER} --ctx {longest}{FITS}"
+        if smaller := next((n for n in _ubatches(self.asked) if self._fits(_ubatch(self.asked, n))), 0):
+            yield f"--ubatch {smaller}{FITS}"
+        if shorter:
+            yield f"--ctx {shorter}{FITS}"
+        if quantised and shorter < longest < self.asked.workload.n_ctx:
+            yield f"--kv-type {_SMALLER} --ctx {longest}{FITS}"
+
+    def _quant(self) -> str:
+        """The largest type with which the model fits, all its weights in it; empty where there is none."""
+        now = self.case.inventory.size_bytes
+        for name in QUANTS:
+            try:
+                smaller = requantised(self.case.inventory, [Rule(".", name)])
+            except OptionProblem:  # rows that are not whole blocks of it
+                continue
+            if smaller.size_bytes >= now:
+                continue
+            case = replace(self.case, structure=structure_of(smaller))
+            if replace(self, case=case)._fits(self.asked):
+                return name
+        return ""
 
     def together(self) -> Iterator[str]:
         """The fewest of the changes, in order, that are enough together."""
@@ -94,7 +131,8 @@ class _Advice:
             without = [c for c in needed if c is not change]
             if self._fits(_all(self.asked, without)):
                 needed = without
-        yield " and ".join(change.words for change in needed) + FITS
+        end = SLOW if any(change.end == SLOW for change in needed) else FITS
+        yield " and ".join(change.words for change in needed) + end
 
     def _context(self, request: Request) -> int:
         """The largest context with which a request fits, trained for; 0 for none."""
@@ -108,6 +146,7 @@ class _Advice:
         return bisect(at, self.lowest, highest) if at(self.lowest) else 0
 
     def _fits(self, request: Request) -> bool:
+        self.case.clock.watch(0, 0)  # how many there will be is not known
         case = replace(self.case, request=request)
         try:
             places = [draft_lengths(case, each)[0] for each in projector_places(case, self.start)]
@@ -117,19 +156,37 @@ class _Advice:
 
 
 def changes(request: Request) -> Iterator[Change]:
-    """What may be asked otherwise and keeps the use as it is, most promising first."""
+    """What may be asked otherwise and keeps the use as it is; what frees most comes first."""
+    yield from paged(request)
+    yield from lifted(request)
+    yield from given_up(request)
+
+
+def paged(request: Request) -> Iterator[Change]:
+    """Weights of the host that stay on disk until they are used."""
     if CPU in request.budgets and not request.page and request.host_memory is not HostMemory.PINNED:
-        yield Change("--page", lambda asked: replace(asked, page=True))
+        yield Change("--page", lambda asked: replace(asked, page=True), SLOW)
+
+
+def lifted(request: Request) -> Iterator[Change]:
+    """Limits that need not be, with everything that was asked for kept."""
     if request.no_cpu or request.contiguous:
         yield Change("allowing the CPU", lambda asked: replace(asked, no_cpu=False, contiguous=False))
+    beside = request.extra_models
+    if beside is None or beside.extras.mmproj is None:
+        return
+    if not beside.projector_moves and (beside.extras.mmproj_device or beside.gpu) != CPU:
+        yield Change("--mmproj-device cpu", lambda asked: _beside(asked, mmproj_device=CPU))
+
+
+def given_up(request: Request) -> Iterator[Change]:
+    """Parts of what was asked for."""
     if request.pins:
         yield Change("fewer pins", lambda asked: replace(asked, pins=()))
     beside = request.extra_models
     if beside is None:
         return
     if beside.extras.mmproj is not None:
-        if not beside.projector_moves and (beside.extras.mmproj_device or beside.gpu) != CPU:
-            yield Change("--mmproj-device cpu", lambda asked: _beside(asked, mmproj_device=CPU))
         yield Change("no --mmproj", lambda asked: _beside(asked, mmproj=None))
     if beside.extras.draft is not None:
         yield Change("no --draft", lambda asked: _beside(asked, draft=None))
