@@ -132,6 +132,7 @@ def test_next_steps_run_as_they_are_told(tmp_path: Path, monkeypatch: pytest.Mon
         (("--machine", "rtx4090-ddr5", *MINE), "leave out --profile and --machine"),
         (("--machine", "rtx4090-ddr5", "--budget", "8"), "write 8GiB"),
         (("--machine", "rtx4090-ddr5", "-c", "max"), "expected a number of tokens"),
+        (("--machine", "rtx4090-ddr5", "-ngl", "20"), "-ngl 20: the plan chooses the layers"),
         (("--machine", "rtx4090-ddr5", "-ctk", "q9_0"), "--kv-type q9_0/f16: "),
     ],
 )

@@ -16,7 +16,7 @@ from commands.shared.models import load_inventory
 from commands.shared.option_types import html_option, whole
 from commands.shared.paste import pasted
 from commands.shared.refusals import refusal_data
-from commands.shared.spellings import Size, Tokens, kv_type
+from commands.shared.spellings import SOLVE, Size, Tokens, answers, kv_type
 from commands.shared.verdicts import best_stock, doubt, gain, rates, told_apart_ppm, verdict
 from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import shell
@@ -85,6 +85,7 @@ class Answer:
 @click.option("--levers/--no-levers", "with_levers", default=True, help="What each change alone brings.")
 @html_option
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
+@answers(SOLVE)
 def command(
     model: Path | Reference,
     profile_path: Path | None,
@@ -131,7 +132,8 @@ def command(
 
         told = f"Largest context: {answer.largest_ctx}, with {answer.keeps}."
         view = view_of(answer.plan, inventory, where, words=words)
-        facts = (told, *([f"{sentence}."] if (sentence := most(answer.levers)) else []), *view.facts)
+        gained = most(answer.levers)
+        facts = (told, *([f"{gained[0].upper()}{gained[1:]}."] if gained else []), *view.facts)
         view = replace(view, hybrid=answer.hybrid, facts=facts, levers=lever_bars(answer.levers))
         write_page(html, plan_page(view))
     if as_json:
