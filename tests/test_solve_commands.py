@@ -82,7 +82,7 @@ def test_json_is_the_plan(model: Path) -> None:
         (("--budget", "2000", "--workload", ""), 2, "expected prompt="),
         (("--budget", ""), 2, "expected a size"),
         (("--budget", "2000", "--reserve", ""), 2, "expected a size"),
-        (("--budget", "2000", "--fit", ""), 2, "--fit : expected a library, a folder, or auto"),
+        (("--budget", "2000", "--fit", ""), 2, "--fit: expected a library, a folder, or auto"),
         (("--budget", "2000", "--kv-type", "q9_0"), 2, "--kv-type q9_0: q9_0: "),
         (("--budget", "2000", "--kv-type", "f16/"), 2, "--kv-type f16/: nothing: "),
         (("--budget", "2000", "--pin", "nothing"), 2, "PATTERN=SITE"),

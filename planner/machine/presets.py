@@ -23,7 +23,8 @@ class UnknownMachine(InputError):
     def message(self) -> str:
         near = similar_names(self.name, self.known)
         named = f"no machine named {self.name}; there are {', '.join(near or self.known)}"
-        return f"{named}, or give its parts: --gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8"
+        parts = "--gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8"
+        return f"{named}; another is described by its parts: atsplan machines {parts} -o profile.yaml"
 
 
 def similar_names(name: str, known: Sequence[str], most: int = 4) -> tuple[str, ...]:
