@@ -29,6 +29,9 @@ TESTS = (
     "slots_follow",
     "prompts_while_slots_follow",
     "scores_are_kept",
+    "begins_ahead",
+    "guests_come_in_one_piece",
+    "is_not_cut_where_all_is_resident",
     "faults_are_returned",
     "reports_what_was_done",
 )

@@ -50,6 +50,8 @@ class Config:
     report_ms: int = 0  # and as often while it is loaded; 0: not then
     quiet: bool = True
     regions: bool = True  # False: every product by itself
+    ahead: bool = True  # without guests: what is resident begins before the host knows the choices
+    merge: bool = True  # an expert's matrices come in one strided copy where they lie at equal distances
     fault: str = ""  # seeded by tests
 
     def text(self) -> bytes:
@@ -61,6 +63,7 @@ class Config:
         lines += [f"{key} {getattr(self, key)}" for key in numbers]
         lines += [f"report_ms {self.report_ms}"] if self.report_ms else []
         lines += [f"memory {self.memory}", f"quiet {self.quiet:d}", f"regions {self.regions:d}"]
+        lines += [f"{key} 0" for key in ("ahead", "merge") if not getattr(self, key)]
         if self.policy != "static":
             lines += self._adaptation()
         for block, line in sorted(self.residents.items()):

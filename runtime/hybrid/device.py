@@ -57,6 +57,9 @@ class Block:
     cpu_ns: int
     launch_ns: int  # the host queueing work while the CPU lane runs
     lane_ns: int  # then waiting for the lane, or helping it
+    ahead_ns: int  # the host queueing what leads to the choices, and their way to the host
+    decide_ns: int  # dividing the choices, until the lane begins
+    rows_ns: int  # queueing the lane's rows
     admitted: int  # experts that took a slot; each evicted another
     admitted_bytes: int
     waited: int  # steps in lockstep that waited for one

@@ -201,7 +201,8 @@ class _Lanes:
 
 
 def _waits(block: Block) -> tuple[tuple[str, int], ...]:
-    return ("router", block.wait_ns), ("lane", block.lane_ns), ("launch", block.launch_ns)
+    own = block.ahead_ns + block.decide_ns + block.rows_ns
+    return ("router", block.wait_ns), ("lane", block.lane_ns), ("launch", block.launch_ns), ("host", own)
 
 
 class _Gpus:

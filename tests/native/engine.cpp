@@ -9,6 +9,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "platform.h"
+
 namespace trial {
 
 namespace {
@@ -24,6 +26,19 @@ void * load(const std::string & path) {
 
 }  // namespace
 
+// The registry of a backend's library: builds that load their backends export one function, the others one each.
+Registry * registry_of(const std::string & path, const char * own) {
+    void * library = load(path);
+    void * start = dlsym(library, "ggml_backend_init");
+    start = start ? start : dlsym(library, own);
+    Registry * registry = start ? reinterpret_cast<Registry * (*)()>(start)() : nullptr;
+    if (!registry || registry->iface.get_device_count(registry) == 0) {
+        std::fprintf(stderr, "no device in %s\n", path.c_str());
+        std::exit(2);
+    }
+    return registry;
+}
+
 Engine & engine(const char * given) {
     static Engine made;
     static std::string folder;
@@ -33,15 +48,7 @@ Engine & engine(const char * given) {
     folder = given;
     const char * kernels = std::getenv("TRIAL_CPU_LIBRARY");
     load(folder + "/libggml-base.so");
-    void * cpu = load(folder + "/" + (kernels ? kernels : "libggml-cpu.so"));
-    // Builds that load their backends export one function, the others a registry.
-    void * start = dlsym(cpu, "ggml_backend_init");
-    start = start ? start : dlsym(cpu, "ggml_backend_cpu_reg");
-    Registry * registry = start ? reinterpret_cast<Registry * (*)()>(start)() : nullptr;
-    if (!registry) {
-        std::fprintf(stderr, "no CPU backend in %s\n", given);
-        std::exit(2);
-    }
+    Registry * registry = registry_of(folder + "/" + (kernels ? kernels : "libggml-cpu.so"), "ggml_backend_cpu_reg");
     Device * device = registry->iface.get_device(registry, 0);
     std::string fault = made.host.find(nullptr, 0, {reinterpret_cast<const void *>(device->iface.get_name)});
     fault = fault.empty() ? made.host.probe() : fault;
@@ -51,11 +58,16 @@ Engine & engine(const char * given) {
         std::exit(2);
     }
     made.cpu = device;
+    if (const char * library = std::getenv("TRIAL_DEVICE_LIBRARY")) {
+        const bool cuda = std::string(library).find("cuda") != std::string::npos;
+        registry = registry_of(folder + "/" + library, cuda ? "ggml_backend_cuda_reg" : "ggml_backend_vk_reg");
+        made.device = registry->iface.get_device(registry, 0);
+    }
     return made;
 }
 
-Memory::Memory(const Host & host, size_t n_tensors) : host_(host) {
-    const size_t size = host.ggml_tensor_overhead() * n_tensors + host.ggml_graph_overhead_custom(64, false);
+Memory::Memory(const Host & host, size_t n_tensors, size_t n_nodes) : host_(host) {
+    const size_t size = host.ggml_tensor_overhead() * n_tensors + host.ggml_graph_overhead_custom(n_nodes, false);
     context = host.ggml_init(InitParams{size, nullptr, true});
 }
 
@@ -94,18 +106,26 @@ Layer::Layer(const Host & host, const Shape & s, int block, int seed, BufferType
     std::mt19937 dice(static_cast<unsigned>(seed));
     for (Tensor * tensor : {up, gate, down, gate_bias}) {
         if (ok && tensor) {
-            const auto values = random_values(dice, host.ggml_nbytes(tensor) / sizeof(float));
-            host.ggml_backend_tensor_set(tensor, values.data(), 0, host.ggml_nbytes(tensor));
+            const auto rows = static_cast<size_t>(tensor->ne[1] * tensor->ne[2]), width = static_cast<size_t>(tensor->ne[0]);
+            const auto values = seed < 0 ? std::vector<float>(rows * width) : random_values(dice, rows * width);
+            std::vector<char> made(host.ggml_nbytes(tensor));
+            const auto convert = host.ggml_get_type_traits_cpu(tensor->type)->from_float;
+            for (size_t row = 0; tensor->type != kF32 && row < rows; row++) {
+                convert(values.data() + row * width, made.data() + row * tensor->nb[1], tensor->ne[0]);
+            }
+            host.ggml_backend_tensor_set(tensor, tensor->type == kF32 ? static_cast<const void *>(values.data()) : made.data(), 0, made.size());
         }
     }
 }
 
-Pass::Pass(const Host & h, const std::vector<Layer *> & layers, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input)
+Pass::Pass(const Host & h, const std::vector<Layer *> & layers, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input,
+           bool sorts)
     : host(h), memory(h) {
     const Shape & s = layers[0]->shape;
     x = memory.tensor(kF32, {s.n_in, shared_input ? 1 : n_places, n_tokens}, "input");
     // Choices are the first columns of a wider table, as after a sort.
-    all_ids = memory.tensor(kI32, {s.n_experts, n_tokens}, "sorted");
+    scores = sorts ? memory.tensor(kF32, {s.n_experts, n_tokens}, "scores") : nullptr;
+    all_ids = sorts ? sorted(h, memory.context, scores) : memory.tensor(kI32, {s.n_experts, n_tokens}, "sorted");
     ids = h.ggml_view_3d(memory.context, all_ids, n_places, n_tokens, 1, all_ids->nb[1], all_ids->nb[2], 0);
     out = x;
     for (const Layer * layer : layers) {
@@ -142,6 +162,16 @@ Tensor * Pass::experts(const Layer & layer, Tensor * input) {
 void Pass::set(Backend * backend, const std::vector<float> & input, const std::vector<int32_t> & choices) {
     host.ggml_backend_synchronize(backend);
     host.ggml_backend_tensor_set(x, input.data(), 0, input.size() * sizeof(float));
+    if (scores) {
+        std::vector<float> ranks(static_cast<size_t>(host.ggml_nbytes(scores)) / sizeof(float), -1.0f);
+        for (int64_t t = 0; t < ids->ne[1]; t++) {
+            for (int64_t p = 0; p < ids->ne[0]; p++) {
+                ranks[static_cast<size_t>(t * scores->ne[0] + choices[static_cast<size_t>(t * ids->ne[0] + p)])] = 1.0f / static_cast<float>(p + 1);
+            }
+        }
+        host.ggml_backend_tensor_set(scores, ranks.data(), 0, ranks.size() * sizeof(float));
+        return;
+    }
     std::vector<int32_t> wide(static_cast<size_t>(all_ids->ne[0] * all_ids->ne[1]), 1 << 20);
     for (int64_t t = 0; t < ids->ne[1]; t++) {
         std::copy_n(choices.begin() + t * ids->ne[0], ids->ne[0], wide.begin() + t * all_ids->ne[0]);
@@ -170,6 +200,11 @@ std::vector<float> Pass::output(Backend * backend) const {
     std::vector<float> values(host.ggml_nbytes(out) / sizeof(float));
     host.ggml_backend_tensor_get(out, values.data(), 0, values.size() * sizeof(float));
     return values;
+}
+
+Tensor * sorted(const Host & host, Context * context, Tensor * values) {
+    static void * const found = function_in(library_of(reinterpret_cast<const void *>(host.ggml_mul_mat_id)), "ggml_argsort");
+    return reinterpret_cast<Tensor * (*)(Context *, Tensor *, int)>(found)(context, values, 1);
 }
 
 std::vector<float> random_values(std::mt19937 & dice, size_t n) {

@@ -16,6 +16,7 @@ using namespace hybrid;
 struct Engine {
     Host host;
     Device * cpu = nullptr;
+    Device * device = nullptr;  // the first of the library that TRIAL_DEVICE_LIBRARY names
 };
 
 // Engine of a folder, loaded once; ends the program when it is not understood.
@@ -24,7 +25,7 @@ Engine & engine(const char * folder = nullptr);
 // Tensors and one graph with memory of a buffer type.
 class Memory {
   public:
-    explicit Memory(const Host & host, size_t n_tensors = 64);
+    explicit Memory(const Host & host, size_t n_tensors = 64, size_t n_nodes = 64);
     ~Memory();
     Memory(const Memory &) = delete;
     Memory & operator=(const Memory &) = delete;
@@ -46,7 +47,7 @@ struct Shape {
     bool fused = false, biased = false;
 };
 
-// The weights of a layer in some buffer type; the same seed gives the same values.
+// The weights of a layer in some buffer type; the same seed gives the same values, a negative one zeros.
 struct Layer {
     Layer(const Host & host, const Shape & shape, int block, int seed, BufferType * weights_type, BufferType * bias_type);
 
@@ -58,10 +59,12 @@ struct Layer {
 
 // A step of that layer: input and choices, the products, the output.
 struct Pass {
-    Pass(const Host & host, Layer & layer, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input = true)
-        : Pass(host, std::vector<Layer *>{&layer}, n_tokens, n_places, type, shared_input) {}
+    Pass(const Host & host, Layer & layer, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input = true, bool sorts = false)
+        : Pass(host, std::vector<Layer *>{&layer}, n_tokens, n_places, type, shared_input, sorts) {}
     // Layers one after the other, for the same choices: a later one takes the rows of the one before.
-    Pass(const Host & host, const std::vector<Layer *> & layers, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input = true);
+    // `sorts`: the graph sorts the experts by itself, so that a token names none twice.
+    Pass(const Host & host, const std::vector<Layer *> & layers, int64_t n_tokens, int64_t n_places, BufferType * type, bool shared_input = true,
+         bool sorts = false);
 
     void set(Backend * backend, const std::vector<float> & input, const std::vector<int32_t> & choices);
     Status compute(Backend * backend, bool cut = false);
@@ -69,12 +72,15 @@ struct Pass {
 
     const Host & host;
     Memory memory;
-    Tensor *x, *ids, *all_ids, *out;
+    Tensor *x, *ids, *all_ids, *scores, *out;
     Graph * graph;
 
   private:
     Tensor * experts(const Layer & layer, Tensor * input);
 };
+
+// The numbers of a row's values, the largest first.
+Tensor * sorted(const Host & host, Context * context, Tensor * values);
 
 std::vector<float> random_values(std::mt19937 & dice, size_t n);
 // Experts of every token: different ones, or any.

@@ -17,12 +17,13 @@ SlowDevice & of(Device * device) { return *static_cast<SlowDevice *>(device->con
 
 // What a call costs the host on a real device, roughly.
 void spend(int64_t ns) {
+    if (ns == 0) {
+        return;
+    }
     const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(ns);
     while (std::chrono::steady_clock::now() < end) {
     }
 }
-
-constexpr int64_t kCopyNs = 4000, kGraphNs = 8000;
 
 // ---- memory: host memory that claims not to be
 
@@ -200,8 +201,11 @@ void backend_free(Backend * backend) {
 }
 
 void set_async(Backend * backend, Tensor * tensor, const void * data, size_t offset, size_t size) {
-    if (of(backend->device).idle) {
-        spend(kCopyNs);
+    SlowDevice & slow = of(backend->device);
+    slow.calls.uploads++;
+    slow.calls.bytes += static_cast<int64_t>(size);
+    if (slow.idle) {
+        spend(slow.copy_ns);
         std::memcpy(static_cast<char *>(tensor->data) + offset, data, size);
         return;
     }
@@ -211,19 +215,29 @@ void set_async(Backend * backend, Tensor * tensor, const void * data, size_t off
 }
 
 void set_2d_async(Backend * backend, Tensor * tensor, const void * data, size_t offset, size_t size, size_t n, size_t to, size_t from) {
-    if (of(backend->device).idle) {
-        spend(kCopyNs);
-        return;
-    }
-    for (size_t i = 0; i < n; i++) {
-        set_async(backend, tensor, static_cast<const char *>(data) + i * from, offset + i * to, size);
+    SlowDevice & slow = of(backend->device);
+    slow.calls.uploads++;
+    slow.calls.bytes += static_cast<int64_t>(size * n);
+    char * target = static_cast<char *>(tensor->data) + offset;
+    const auto copy = [=] {
+        for (size_t i = 0; i < n; i++) {
+            std::memcpy(target + i * to, static_cast<const char *>(data) + i * from, size);
+        }
+    };
+    if (slow.idle) {
+        spend(slow.copy_ns);
+        copy();
+    } else {
+        queue(backend).put(copy);
     }
 }
 
 void get_async(Backend * backend, const Tensor * tensor, void * data, size_t offset, size_t size) {
     const char * from = static_cast<const char *>(tensor->data) + offset;
-    if (of(backend->device).idle) {
-        spend(kCopyNs);
+    SlowDevice & slow = of(backend->device);
+    slow.calls.reads++;
+    if (slow.idle) {
+        spend(slow.copy_ns);
         std::memcpy(data, from, size);
         return;
     }
@@ -231,6 +245,7 @@ void get_async(Backend * backend, const Tensor * tensor, void * data, size_t off
 }
 
 void synchronize(Backend * backend) {
+    of(backend->device).calls.waits++;
     if (!of(backend->device).idle) {
         queue(backend).wait();
     }
@@ -242,8 +257,10 @@ Status graph_compute(Backend * backend, Graph * graph) {
         return kFailed;
     }
     slow.n_graphs++;
+    slow.calls.graphs++;
+    slow.calls.nodes += graph->n_nodes;
     if (slow.idle) {
-        spend(kGraphNs);
+        spend(slow.graph_ns);
         return kSuccess;
     }
     queue(backend).compute(*graph);
@@ -251,6 +268,10 @@ Status graph_compute(Backend * backend, Graph * graph) {
 }
 
 void event_record(Backend * backend, Event * event) {
+    of(backend->device).calls.events++;
+    if (of(backend->device).idle) {
+        return;
+    }
     auto * signal = static_cast<Signal *>(event->context);
     uint64_t number;
     {
@@ -265,6 +286,10 @@ void event_record(Backend * backend, Event * event) {
 }
 
 void event_wait(Backend * backend, Event * event) {
+    of(backend->device).calls.events++;
+    if (of(backend->device).idle) {
+        return;
+    }
     auto * signal = static_cast<Signal *>(event->context);
     uint64_t number;
     {
@@ -321,6 +346,8 @@ BufferType * device_type(Device * device);
 bool device_supports(Device * device, const Tensor * node) { return of(device).cpu->iface.supports_op(of(device).cpu, node); }
 bool device_supports_type(Device * device, BufferType * type) { return type == device->iface.get_buffer_type(device); }
 
+BufferType * host_type(Device * device) { return of(device).host.ggml_backend_cpu_buffer_type(); }
+
 Event * event_new(Device * device) { return new Event{device, new Signal}; }
 
 void event_free(Device *, Event * event) {
@@ -328,7 +355,8 @@ void event_free(Device *, Event * event) {
     delete event;
 }
 
-void event_synchronize(Device *, Event * event) {
+void event_synchronize(Device * device, Event * event) {
+    of(device).calls.waits++;
     auto * signal = static_cast<Signal *>(event->context);
     std::unique_lock<std::mutex> lock(signal->mutex);
     signal->reached.wait(lock, [&] { return signal->done >= signal->recorded; });
@@ -366,6 +394,7 @@ SlowDevice::SlowDevice(const Host & h, Device * c, bool with_events) : host(h), 
         made.event_new = event_new;
         made.event_free = event_free;
         made.event_synchronize = event_synchronize;
+        made.get_host_buffer_type = host_type;
     }
     device.registry = &registry_;
     device.context = this;

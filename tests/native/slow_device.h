@@ -16,12 +16,20 @@ namespace trial {
 
 using namespace hybrid;
 
+// Calls that reached the device.
+struct Calls {
+    std::atomic<int64_t> graphs{0}, nodes{0}, uploads{0}, reads{0}, bytes{0}, waits{0}, events{0};
+};
+
 class SlowDevice {
   public:
     SlowDevice(const Host & host, Device * cpu, bool with_events);
 
-    // From now on nothing is computed and copies are made at once: what is left is the host's own work.
+    // From now on nothing is computed and copies are made at once: what is left is the host's own work, and what the
+    // calls cost it, which may be nothing.
     std::atomic<bool> idle{false};
+    int64_t copy_ns = 4000, graph_ns = 8000;
+    Calls calls;
 
     Device device{};
     const Host & host;

@@ -136,6 +136,8 @@ bool setting(const std::vector<std::string> & words, Config & config) {
            : key == "bus_bytes_us" ? whole(value, 0, LLONG_MAX, config.bus_bytes_us)
            : key == "quiet"        ? yes_or_no(value, config.quiet)
            : key == "regions"      ? yes_or_no(value, config.regions)
+           : key == "ahead"        ? yes_or_no(value, config.ahead)
+           : key == "merge"        ? yes_or_no(value, config.merge)
            : key == "policy"       ? policy(value, how.policy)
            : key == "half_life"    ? small(value, 1, how.half_life)
            : key == "protect"      ? small(value, 0, how.protect)

@@ -38,6 +38,8 @@ struct Config {
     int64_t bus_bytes_us = 0;  // and the bus
     bool quiet = false;        // say nothing on stderr
     bool regions = true;       // false: every product by itself
+    bool ahead = true;         // the device begins with what is resident before the host knows the choices, without guests
+    bool merge = true;         // an expert's matrices come in one strided copy where they lie at equal distances
     Fault fault = Fault::kNone;
     std::vector<Resident> residents;
     Adaptation adaptation;     // of the residents to the text

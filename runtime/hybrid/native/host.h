@@ -45,6 +45,7 @@ namespace hybrid {
     X(Tensor *, ggml_view_3d, (Context *, Tensor *, int64_t, int64_t, int64_t, size_t, size_t, size_t)) \
     X(Tensor *, ggml_reshape_3d, (Context *, Tensor *, int64_t, int64_t, int64_t)) \
     X(Tensor *, ggml_cpy, (Context *, Tensor *, Tensor *)) \
+    X(Tensor *, ggml_get_rows, (Context *, Tensor *, Tensor *)) \
     X(Graph *, ggml_new_graph_custom, (Context *, size_t, bool)) \
     X(void, ggml_build_forward_expand, (Graph *, Tensor *)) \
     X(int, ggml_graph_n_nodes, (Graph *)) \

@@ -11,9 +11,13 @@ namespace {
 
 // Bytes of weights in a chunk: below the least, taking it costs as much as the work; above the most, a slow
 // core keeps the others waiting at the end.
-constexpr int64_t kLeastChunk = 16 << 10, kMostChunk = 64 << 10;
+constexpr int64_t kLeastChunk = 8 << 10, kMostChunk = 64 << 10;
 constexpr int64_t kChunksEach = 6;  // for every thread, where the work suffices
 constexpr int64_t kRowStep = 4;
+// Values that are converted at once: whole blocks of every form that kernels take.
+constexpr int64_t kInputPiece = 512, kHiddenPiece = 256;
+constexpr int64_t kManyInputs = 8;      // then rows are converted whole
+constexpr size_t kAhead = 4 << 10;      // bytes of weights to ask for while something else is waited for
 
 size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -31,11 +35,22 @@ size_t converted_bytes(const Host & host, int32_t type, int64_t n) {
     return padded(host.ggml_row_size(host.ggml_get_type_traits_cpu(type)->vec_dot_type, n));
 }
 
+// What lies there is wanted soon.
+void expect(const char * data, size_t size) {
+#if defined(__GNUC__) || defined(__clang__)
+    for (size_t at = 0; at < std::min(size, kAhead); at += 64) {
+        __builtin_prefetch(data + at);
+    }
+#else
+    (void)data;
+    (void)size;
+#endif
+}
+
 // Pairs of one expert.
 struct Bundle {
     size_t begin, end;
-    std::atomic<int64_t> left{0};  // chunks of first products
-    std::atomic<bool> ready{false};
+    std::atomic<int64_t> left{0};  // pieces of hidden values
 };
 
 char * aligned(std::vector<char> & memory, size_t bytes) {
@@ -50,12 +65,12 @@ char * aligned(std::vector<char> & memory, size_t bytes) {
 
 class LaneJob : public Job {
   public:
-    // The next work: its input rows converted, its chunks cut for so many threads.
+    // The next work, cut into chunks for so many threads: input rows are converted first, then first products, then last.
     void prepare(const Host & host, const LaneWork & work, size_t n_inputs, int n_threads, std::vector<char> & quantised,
                  std::vector<float> & values, std::vector<char> & hidden) {
         host_ = &host;
         work_ = &work;
-        convert_inputs(n_inputs, quantised);
+        place_inputs(n_inputs, quantised);
         if (work.program) {
             hidden_bytes_ = converted_bytes(host, work.last.type, work.program->n_hidden);
             hidden_ = aligned(hidden, hidden_bytes_ * work.pairs.size());
@@ -70,8 +85,13 @@ class LaneJob : public Job {
     }
 
     void chunk(int64_t index, int) override {
+        if (index < n_convert_) {
+            convert_input(index);
+            return;
+        }
+        index -= n_convert_;
         if (index < n_first_) {
-            first(bundles_[static_cast<size_t>(index / first_chunks_)], index % first_chunks_);
+            first(static_cast<size_t>(index / first_chunks_), index % first_chunks_);
         } else {
             index -= n_first_;
             last(bundles_[static_cast<size_t>(index / last_chunks_)], index % last_chunks_);
@@ -80,26 +100,49 @@ class LaneJob : public Job {
 
   private:
     // Products whose kernels take the same form share it.
-    void convert_inputs(size_t n, std::vector<char> & memory) {
+    void place_inputs(size_t n, std::vector<char> & memory) {
         const size_t n_first = work_->first.size();
         inputs_.assign(n_first, nullptr);
         input_bytes_.assign(n_first, 0);
         size_t total = 0;
+        int64_t n_forms = 0;
         for (size_t m = 0; m < n_first; m++) {
             input_bytes_[m] = converted_bytes(*host_, work_->first[m].type, work_->first[m].n_in);
-            total += shares_input(m) ? 0 : input_bytes_[m] * n;
+            if (!shares_input(m)) {
+                total += input_bytes_[m] * n;
+                n_forms++;
+            }
         }
         char * to = aligned(memory, total);
         for (size_t m = 0; m < n_first; m++) {
-            if (shares_input(m)) {
-                inputs_[m] = inputs_[0];
-                continue;
-            }
-            inputs_[m] = to;
-            for (size_t i = 0; i < n; i++, to += input_bytes_[m]) {
-                convert(*host_, work_->first[m].type, work_->inputs[i], to, work_->first[m].n_in);
-            }
+            inputs_[m] = shares_input(m) ? inputs_[0] : to;
+            to += shares_input(m) ? 0 : input_bytes_[m] * n;
         }
+        n_inputs_ = static_cast<int64_t>(n);
+        const int64_t n_in = work_->first[0].n_in;
+        input_piece_ = n_inputs_ < kManyInputs ? kInputPiece : n_in;
+        input_pieces_ = (n_in + input_piece_ - 1) / input_piece_;
+        n_convert_ = n_forms * n_inputs_ * input_pieces_;
+        unconverted_.store(n_convert_, std::memory_order_relaxed);
+    }
+
+    void convert_input(int64_t index) {
+        const int64_t piece = index % input_pieces_, row = index / input_pieces_ % n_inputs_;
+        int64_t form = index / input_pieces_ / n_inputs_;
+        size_t m = 0;
+        while (shares_input(m) || form-- > 0) {
+            m++;
+        }
+        const Weights & weights = work_->first[m];
+        const int64_t from = piece * input_piece_;
+        char * to = inputs_[m] + static_cast<size_t>(row) * input_bytes_[m];
+        convert(*host_, weights.type, work_->inputs[row] + from, to + bytes_before(weights.type, from), std::min(input_piece_, weights.n_in - from));
+        unconverted_.fetch_sub(1, std::memory_order_acq_rel);
+    }
+
+    // Of the first values of a row in the form that the kernel of `type` takes.
+    size_t bytes_before(int32_t type, int64_t n) const {
+        return n ? host_->ggml_row_size(host_->ggml_get_type_traits_cpu(type)->vec_dot_type, n) : 0;
     }
 
     bool shares_input(size_t m) const { return m > 0 && work_->first[m].type == work_->first[0].type; }
@@ -129,14 +172,20 @@ class LaneJob : public Job {
         for (const Weights & weights : work_->first) {
             bytes += static_cast<int64_t>(weights.row_bytes) * (weights.n_out / n_hidden_);
         }
-        first_rows_ = rows_of(bytes, n_hidden_, n, n_threads);
-        first_chunks_ = (n_hidden_ + first_rows_ - 1) / first_rows_;
+        // Hidden values are converted piece by piece as they are complete: no chunk is of two.
+        n_pieces_ = work_->program && n_hidden_ % kHiddenPiece == 0 ? n_hidden_ / kHiddenPiece : 1;
+        piece_ = n_hidden_ / n_pieces_;
+        first_rows_ = std::min(rows_of(bytes, n_hidden_, n, n_threads), piece_);
+        piece_chunks_ = (piece_ + first_rows_ - 1) / first_rows_;
+        first_chunks_ = n_pieces_ * piece_chunks_;
         n_first_ = n * first_chunks_;
         for (size_t i = 0; i < n_bundles_; i++) {
-            bundles_[i].left.store(first_chunks_, std::memory_order_relaxed);
-            bundles_[i].ready.store(false, std::memory_order_relaxed);
+            bundles_[i].left.store(n_pieces_, std::memory_order_relaxed);
         }
-        n_chunks = n_first_;
+        if (work_->program) {
+            reset_pieces();
+        }
+        n_chunks = n_convert_ + n_first_;
         if (work_->program) {
             last_rows_ = rows_of(static_cast<int64_t>(work_->last.row_bytes), work_->last.n_out, n, n_threads);
             last_chunks_ = (work_->last.n_out + last_rows_ - 1) / last_rows_;
@@ -152,8 +201,35 @@ class LaneJob : public Job {
         return std::min(std::max(rows, kRowStep), n);
     }
 
-    void first(Bundle & bundle, int64_t chunk) {
-        const int64_t from = chunk * first_rows_, to = std::min(from + first_rows_, n_hidden_);
+    void reset_pieces() {
+        const size_t n = n_bundles_ * static_cast<size_t>(n_pieces_);
+        if (pieces_room_ < n) {
+            pieces_room_ = 2 * n;
+            pieces_ = std::make_unique<std::atomic<int64_t>[]>(pieces_room_);
+        }
+        for (size_t i = 0; i < n; i++) {
+            pieces_[i].store(piece_chunks_, std::memory_order_relaxed);
+        }
+    }
+
+    // Some thread is at work on what `ready` says: its chunks were all taken before the caller's.
+    template <typename Ready>
+    static void wait_until(Ready ready) {
+        Patience patience;
+        while (!ready()) {
+            patience.wait();
+        }
+    }
+
+    void first(size_t b, int64_t chunk) {
+        Bundle & bundle = bundles_[b];
+        const int64_t piece = chunk / piece_chunks_, end = (piece + 1) * piece_;
+        const int64_t from = piece * piece_ + chunk % piece_chunks_ * first_rows_, to = std::min(from + first_rows_, end);
+        const auto converted = [&] { return unconverted_.load(std::memory_order_acquire) == 0; };
+        if (!converted()) {
+            expect_rows(work_->first[0], bundle, from, to);
+            wait_until(converted);
+        }
         for (size_t m = 0; m < work_->first.size(); m++) {
             const Weights & weights = work_->first[m];
             for (int64_t half = 0; half < weights.n_out; half += n_hidden_) {
@@ -166,9 +242,13 @@ class LaneJob : public Job {
         for (size_t p = bundle.begin; p < bundle.end; p++) {
             work_->program->run(values_of(p), work_->pairs[p].expert, from, to);
         }
-        if (bundle.left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-            finish(bundle);
+        if (pieces_[b * static_cast<size_t>(n_pieces_) + static_cast<size_t>(piece)].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+            finish(bundle, piece);
         }
+    }
+
+    void expect_rows(const Weights & weights, const Bundle & bundle, int64_t from, int64_t to) const {
+        expect(weights.row(work_->pairs[bundle.begin].expert, from), static_cast<size_t>(to - from) * weights.row_bytes);
     }
 
     // Rows from..to of one first product for every pair of the bundle; a row of weights serves them all.
@@ -197,25 +277,27 @@ class LaneJob : public Job {
 
     float * values_of(size_t pair) { return values_ + static_cast<int64_t>(pair) * work_->program->n_values; }
 
-    // The last of the first chunks is done: hidden values in the form that the last product takes.
-    void finish(Bundle & bundle) {
+    // The last chunk of a piece is done: its values in the form that the last product takes.
+    void finish(Bundle & bundle, int64_t piece) {
         const Row & row = work_->program->rows[static_cast<size_t>(work_->result)];
+        const int64_t from = piece * piece_, n = n_pieces_ == 1 ? row.width : piece_;
+        const size_t before = bytes_before(work_->last.type, from);
         for (size_t p = bundle.begin; p < bundle.end; p++) {
-            convert(*host_, work_->last.type, values_of(p) + row.at, hidden_ + p * hidden_bytes_, row.width);
+            convert(*host_, work_->last.type, values_of(p) + row.at + from, hidden_ + p * hidden_bytes_ + before, n);
         }
-        bundle.ready.store(true, std::memory_order_release);
+        bundle.left.fetch_sub(1, std::memory_order_acq_rel);
     }
 
     void last(Bundle & bundle, int64_t chunk) {
-        // Its first chunks were all taken before this one: whoever has one is at work.
-        Patience patience;
-        while (!bundle.ready.load(std::memory_order_acquire)) {
-            patience.wait();
+        const auto ready = [&] { return bundle.left.load(std::memory_order_acquire) == 0; };
+        const int64_t from = chunk * last_rows_, to = std::min(from + last_rows_, work_->last.n_out);
+        if (!ready()) {
+            expect_rows(work_->last, bundle, from, to);
+            wait_until(ready);
         }
         const Weights & weights = work_->last;
         const auto dot = host_->ggml_get_type_traits_cpu(weights.type)->vec_dot;
         const int expert = work_->pairs[bundle.begin].expert;
-        const int64_t from = chunk * last_rows_, to = std::min(from + last_rows_, weights.n_out);
         for (int64_t r = from; r < to; r++) {
             const char * row = weights.row(expert, r);
             for (size_t p = bundle.begin; p < bundle.end; p++) {
@@ -227,13 +309,18 @@ class LaneJob : public Job {
 
     const Host * host_ = nullptr;
     const LaneWork * work_ = nullptr;
-    std::vector<const char *> inputs_;  // converted rows of each first product
+    std::vector<char *> inputs_;        // converted rows of each first product
     std::vector<size_t> input_bytes_;   // and the distance between them
+    int64_t n_inputs_ = 0, input_piece_ = 1, input_pieces_ = 1, n_convert_ = 0;
+    std::atomic<int64_t> unconverted_{0};  // pieces of them
     float * values_ = nullptr;
     char * hidden_ = nullptr;
     size_t hidden_bytes_ = 0;
     std::unique_ptr<Bundle[]> bundles_;
     size_t n_bundles_ = 0, n_room_ = 0;
+    std::unique_ptr<std::atomic<int64_t>[]> pieces_;  // chunks left, by bundle and piece
+    size_t pieces_room_ = 0;
+    int64_t n_pieces_ = 1, piece_ = 0, piece_chunks_ = 1;
     int64_t n_hidden_ = 0, first_rows_ = 0, first_chunks_ = 1, n_first_ = 0, last_rows_ = 0, last_chunks_ = 1;
 };
 

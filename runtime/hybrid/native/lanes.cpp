@@ -14,52 +14,39 @@ constexpr int kTurns = 5;                   // of a measurement
 
 }  // namespace
 
-// What of the lane's work is the same in every step of a region.
-void Stream::describe_work(const Region & region, LaneWork & work) const {
-    const size_t n_first = region.has_program ? region.products.size() - 1 : 1;
-    work.first.clear();
-    for (size_t i = 0; i < n_first; i++) {
-        work.first.push_back(region.products[i].weights);
-    }
-    work.program = region.has_program ? &region.program : nullptr;
-    work.first_rows = region.first_rows;
-    work.result = region.result;
-    work.last = region.products.back().weights;
-}
-
 bool Stream::start_lane(Region & region) {
-    describe_work(region, work_);
-    work_.pairs = routing_.pairs;
-    work_.stale_row = store_.config.fault == Fault::kStaleRow;
-    work_.exchanged = store_.config.fault == Fault::kExchanged;
+    LaneWork & work = region.work;
+    work.pairs.assign(routing_.pairs.begin(), routing_.pairs.end());
+    work.stale_row = store_.config.fault == Fault::kStaleRow;
+    work.exchanged = store_.config.fault == Fault::kExchanged;
     const auto n_inputs = static_cast<int32_t>(region.input->ne[1]);
-    order_.resize(work_.pairs.size());
-    for (size_t p = 0; p < work_.pairs.size(); p++) {
-        Pair & pair = work_.pairs[p];
+    order_.resize(work.pairs.size());
+    for (size_t p = 0; p < work.pairs.size(); p++) {
+        Pair & pair = work.pairs[p];
         pair.input = pair.token * n_inputs + pair.place % n_inputs;
         order_[p] = static_cast<int32_t>(p);
     }
     // Rows that lie together in the output stand together here, whoever computes them.
     std::sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
-        const Pair &x = work_.pairs[static_cast<size_t>(a)], &y = work_.pairs[static_cast<size_t>(b)];
+        const Pair &x = work.pairs[static_cast<size_t>(a)], &y = work.pairs[static_cast<size_t>(b)];
         return x.token != y.token ? x.token < y.token : x.place < y.place;
     });
     for (size_t row = 0; row < order_.size(); row++) {
-        work_.pairs[static_cast<size_t>(order_[row])].row = static_cast<int32_t>(row);
+        work.pairs[static_cast<size_t>(order_[row])].row = static_cast<int32_t>(row);
     }
-    const size_t bytes = work_.pairs.size() * static_cast<size_t>(work_.n_out()) * sizeof(float);
-    work_.outputs = reinterpret_cast<float *>(rows_.room(bytes));
-    if (!work_.outputs) {
+    const size_t bytes = work.pairs.size() * static_cast<size_t>(work.n_out()) * sizeof(float);
+    work.outputs = reinterpret_cast<float *>(rows_.room(bytes));
+    if (!work.outputs) {
         return false;
     }
-    work_.inputs = inputs_.data();
-    lane_.start(host_, pool_, work_, inputs_.size(), threads());
+    work.inputs = inputs_.data();
+    lane_.start(host_, pool_, work, inputs_.size(), threads());
     return true;
 }
 
 void Stream::finish_lane(Region & region, int64_t started) {
     const int64_t begin = nanoseconds();
-    lane_.finish(pool_, work_, threads());
+    lane_.finish(pool_, region.work, threads());
     const int64_t end = nanoseconds();
     region.group->counters.lane_ns += end - begin;
     region.group->counters.cpu_ns += end - started;
@@ -71,7 +58,7 @@ void Stream::write_rows(Region & region) {
     const Tensor * out = region.output;
     const auto width = static_cast<size_t>(out->ne[0]) * sizeof(float);
     const auto offset = [&](size_t row) {
-        const Pair & pair = work_.pairs[static_cast<size_t>(order_[row])];
+        const Pair & pair = region.work.pairs[static_cast<size_t>(order_[row])];
         return static_cast<size_t>(pair.token) * out->nb[2] + static_cast<size_t>(pair.place) * out->nb[1];
     };
     const auto in_steps = out->buffer->type == store_.inner_type ? inner_->iface.set_tensor_2d_async : nullptr;
@@ -80,7 +67,7 @@ void Stream::write_rows(Region & region) {
         const size_t step = row + 1 < order_.size() ? offset(row + 1) - at : 0;
         for (n = 1; (step == width || in_steps) && row + n < order_.size() && offset(row + n) == at + n * step; n++) {
         }
-        const float * data = work_.outputs + row * static_cast<size_t>(out->ne[0]);
+        const float * data = region.work.outputs + row * static_cast<size_t>(out->ne[0]);
         if (n == 1 || step == width) {
             set_async(region.output, data, at, n * width);
         } else {
@@ -119,8 +106,7 @@ void Stream::measure(Region & region, int32_t n_guests) {
 // A start and a time for every expert, from one expert and from several; never the same twice in a row, so that
 // what is read is read from memory.
 void Stream::measure_cpu(Region & region) {
-    LaneWork work;
-    describe_work(region, work);
+    LaneWork & work = region.work;
     const int32_t n_experts = region.group->n_experts, n = std::min<int32_t>(4, n_experts);
     const std::vector<float> zeros(static_cast<size_t>(work.first[0].n_in), 0.0f);
     const float * input = zeros.data();
@@ -162,9 +148,7 @@ void Stream::measure_bus(Region & region, int32_t n_guests) {
         for (int turn = 0; turn < kTurns; turn++) {
             const int64_t begin = nanoseconds();
             for (int32_t i = 0; i < n; i++, expert = (expert + 1) % group.n_experts) {
-                for (Product & product : region.products) {
-                    bring(*product.matrix, product.matrix->slots, Upload{expert, group.n_slots + i % n_guests}, 1);
-                }
+                bring_guest(region, Upload{expert, group.n_slots + i % n_guests});
             }
             synchronize();
             found = std::min(found, nanoseconds() - begin);

@@ -8,6 +8,7 @@ namespace hybrid {
 namespace {
 
 constexpr int kLongest = 64;  // nodes of a region
+constexpr ptrdiff_t kWidestStep = INT32_MAX;  // bytes between rows of a strided copy, as CUDA has it
 
 class Builder {
   public:
@@ -31,7 +32,7 @@ class Builder {
             }
             finish(*region);
             i = region->end - 1;
-            plan->regions.push_back(std::move(region));
+            (region->group->whole() ? plan->resident : plan->regions).push_back(std::move(region));
         }
         plan->after_uid = uid();
         return plan;
@@ -60,12 +61,58 @@ class Builder {
             region.cpu = region.cpu && lane_supports(host_, product.weights.type);
             region.expert_bytes += static_cast<int64_t>(product.weights.expert_bytes);
         }
+        describe_work(region);
+        find_strips(region);
+        const Tensor * sorted = region.ids->op == host_.op_view ? region.ids->src[0] : region.ids;
+        const std::string made_by = sorted ? host_.ggml_op_name(sorted->op) : "";
+        region.from_sort = made_by == "ARGSORT" || made_by == "TOP_K";
+    }
+
+    static void describe_work(Region & region) {
+        const size_t n_first = region.has_program ? region.products.size() - 1 : 1;
+        for (size_t i = 0; i < n_first; i++) {
+            region.work.first.push_back(region.products[i].weights);
+        }
+        region.work.program = region.has_program ? &region.program : nullptr;
+        region.work.first_rows = region.first_rows;
+        region.work.result = region.result;
+        region.work.last = region.products.back().weights;
+    }
+
+    void find_strips(Region & region) const {
+        std::vector<Matrix *> matrices;
+        for (Product & product : region.products) {
+            if (product.matrix->slots) {
+                matrices.push_back(product.matrix);
+            }
+        }
+        std::sort(matrices.begin(), matrices.end(), [](const Matrix * a, const Matrix * b) { return a->host() < b->host(); });
+        matrices.erase(std::unique(matrices.begin(), matrices.end()), matrices.end());  // parts of one
+        for (size_t i = 0; i < matrices.size(); i++) {
+            if (i && extends(region.strips.back(), *matrices[i - 1], *matrices[i])) {
+                Strip & strip = region.strips.back();
+                strip.host_step = static_cast<size_t>(matrices[i]->host() - matrices[i - 1]->host());
+                strip.device_step = static_cast<size_t>(matrices[i]->device() - matrices[i - 1]->device());
+                strip.n++;
+            } else {
+                region.strips.push_back(Strip{matrices[i], 1, 0, 0});
+            }
+        }
+    }
+
+    // Page-locked memory in one piece, or a copy over both would be two.
+    bool extends(const Strip & strip, const Matrix & last, const Matrix & next) const {
+        const auto host = next.host() - last.host(), device = next.device() - last.device();
+        return store_.config.merge && store_.copies_strips() && last.home == next.home && next.home->real &&
+               last.slots->buffer == next.slots->buffer && last.tensor->nb[2] == next.tensor->nb[2] && device > 0 &&
+               std::max(host, device) < kWidestStep && (strip.n == 1 || (static_cast<size_t>(host) == strip.host_step && static_cast<size_t>(device) == strip.device_step));
     }
 
     bool read_product(Tensor * node, Product & product, std::string & fault) const {
         const Tensor * weights = node->src[0];
         const std::string named = std::string(node->name) + " over " + weights->name;
         product.node = node;
+        product.source = node->src[0];
         product.matrix = store_.find(weights);
         if (!product.matrix) {
             fault = named + ": these experts were not loaded";

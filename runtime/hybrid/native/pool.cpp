@@ -35,7 +35,9 @@ Pool::~Pool() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         ended_.store(true);
-        wake_.notify_all();
+        for (auto & worker : workers_) {
+            worker->wake.notify_one();
+        }
     }
     for (auto & worker : workers_) {
         worker->thread.join();
@@ -64,16 +66,26 @@ void Pool::rouse(int n_threads) {
     std::lock_guard<std::mutex> lock(mutex_);
     grow(wanted);
     steps_++;
-    if (wanted > awake_.load(std::memory_order_relaxed)) {
-        awake_.store(wanted, std::memory_order_release);
-        wake_.notify_all();
+    const uint64_t call = call_.load(std::memory_order_relaxed);
+    if (wanted > static_cast<int>(call & kNumbers)) {
+        call_.store((call | kNumbers) + 1 + static_cast<uint64_t>(wanted), std::memory_order_release);
+        if (!workers_.empty()) {
+            workers_[0]->wake.notify_one();
+        }
     }
 }
 
 void Pool::rest() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (--steps_ == 0) {
-        awake_.store(0, std::memory_order_release);
+        call_.store((call_.load(std::memory_order_relaxed) | kNumbers) + 1, std::memory_order_release);
+    }
+}
+
+// Each wakes two: all are awake after a few steps, none of which the caller waits for.
+void Pool::wake_next(int index, int n_awake) {
+    for (int next = 2 * index + 1; next <= 2 * index + 2 && next < std::min(n_awake, n_workers_.load(std::memory_order_acquire)); next++) {
+        workers_[static_cast<size_t>(next)]->wake.notify_one();
     }
 }
 
@@ -87,8 +99,9 @@ void Pool::start(Job & job, int n_threads) {
 
 void Pool::hand_out(Job & job, int n_threads) {
     job.helpers_ = std::max(std::min(n_threads - 1, n_workers()), 0);
-    for (int i = 0; i < job.helpers_; i++) {
-        workers_[static_cast<size_t>(i)]->box.store(&job, std::memory_order_release);
+    if (job.helpers_) {
+        job_.store(&job, std::memory_order_relaxed);
+        turn_.store((turn_.load(std::memory_order_relaxed) | kNumbers) + 1 + static_cast<uint64_t>(job.helpers_));
     }
 }
 
@@ -99,14 +112,14 @@ void Pool::finish(Job & job, int n_threads) {
     }
     std::lock_guard<std::mutex> alone(running_, std::adopt_lock);
     take_part(job, 0);
+    if (!job.helpers_) {
+        return;
+    }
+    // Nobody begins any more; who has begun said so before it looked whether the turn is over.
+    turn_.store((turn_.load(std::memory_order_relaxed) | kNumbers) + 1);
     for (int i = 0; i < job.helpers_; i++) {
-        Worker & worker = *workers_[static_cast<size_t>(i)];
-        Job * waiting = &job;
-        if (worker.box.compare_exchange_strong(waiting, nullptr, std::memory_order_acq_rel)) {
-            continue;  // it had not begun, and will not
-        }
         Patience patience;
-        while (worker.busy.load(std::memory_order_acquire)) {
+        while (workers_[static_cast<size_t>(i)]->busy.load()) {
             patience.wait();
         }
     }
@@ -119,31 +132,42 @@ void Pool::take_part(Job & job, int thread) {
 }
 
 void Pool::work(int index) {
-    while (wait_for_work(index)) {
+    uint64_t turn = 0, call = 0;
+    while (wait_for_work(index, turn, call)) {
         Worker & me = *workers_[static_cast<size_t>(index)];
-        // Busy before the box is emptied: whoever finds it empty must see that it is in work.
-        me.busy.store(true, std::memory_order_relaxed);
-        if (Job * job = me.box.exchange(nullptr, std::memory_order_acq_rel)) {
-            take_part(*job, index + 1);
+        me.busy.store(true);
+        if (turn_.load() == turn) {
+            take_part(*job_.load(std::memory_order_relaxed), index + 1);
         }
         me.busy.store(false, std::memory_order_release);
     }
 }
 
-bool Pool::wait_for_work(int index) {
+bool Pool::wait_for_work(int index, uint64_t & turn, uint64_t & call) {
     Worker & me = *workers_[static_cast<size_t>(index)];
     Patience patience;
     while (!ended_.load(std::memory_order_relaxed)) {
-        if (me.box.load(std::memory_order_relaxed)) {
-            return true;
+        const uint64_t now = turn_.load(std::memory_order_acquire);
+        if (now != turn) {
+            turn = now;
+            if (index < static_cast<int>(now & kNumbers)) {
+                return true;
+            }
         }
-        if (index < awake_.load(std::memory_order_acquire)) {
-            patience.wait();
-            continue;
+        uint64_t last = call_.load(std::memory_order_acquire);
+        if (index >= static_cast<int>(last & kNumbers)) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            me.wake.wait(lock, [&] {
+                last = call_.load(std::memory_order_relaxed);
+                return ended_.load() || index < static_cast<int>(last & kNumbers);
+            });
+            patience = Patience();
         }
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return ended_.load() || index < awake_.load(); });
-        patience = Patience();
+        if (last != call) {
+            call = last;
+            wake_next(index, static_cast<int>(last & kNumbers));
+        }
+        patience.wait();
     }
     return false;
 }

@@ -22,8 +22,8 @@ class Job {
 
   private:
     friend class Pool;
-    std::atomic<int64_t> next_{0};
-    int helpers_ = -1;  // workers that were given it; -1: none yet
+    alignas(64) std::atomic<int64_t> next_{0};  // all threads write it: alone in its line
+    alignas(64) int helpers_ = -1;              // workers that were given it; -1: none yet
 };
 
 class Pool {
@@ -33,7 +33,8 @@ class Pool {
     Pool(const Pool &) = delete;
     Pool & operator=(const Pool &) = delete;
 
-    // A step begins: `n_threads` (with the caller) are wanted soon. Every rouse() needs its rest().
+    // A step begins: `n_threads` (with the caller) are wanted soon. Every rouse() needs its rest(). The caller wakes one
+    // worker, who wakes others: it has a device to keep busy meanwhile.
     void rouse(int n_threads);
     void rest();
 
@@ -55,22 +56,27 @@ class Pool {
   private:
     struct alignas(64) Worker {
         std::thread thread;
-        std::atomic<Job *> box{nullptr};  // what it shall help with; taken back when it has not begun
+        std::condition_variable wake;
         std::atomic<bool> busy{false};
     };
 
     void grow(int n_workers);
     void work(int index);
-    bool wait_for_work(int index);
+    bool wait_for_work(int index, uint64_t & turn, uint64_t & call);
     void hand_out(Job & job, int n_threads);
+    void wake_next(int index, int n_awake);
     static void take_part(Job & job, int thread);
+
+    // Both count up, and hold in their lowest bits how many workers are meant.
+    static constexpr uint64_t kNumbers = 1023;
 
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<int> n_workers_{0};
-    std::atomic<int> awake_{0};  // workers with a smaller number look out for work
+    alignas(64) std::atomic<uint64_t> turn_{0};  // changes when a job is handed out and when it ends
+    std::atomic<Job *> job_{nullptr};            // of this turn
+    std::atomic<uint64_t> call_{0};              // to look out for work
     std::atomic<bool> ended_{false};
-    std::mutex mutex_;            // of what follows and of growing
-    std::condition_variable wake_;
+    alignas(64) std::mutex mutex_;  // of what follows and of growing
     int steps_ = 0;
     std::mutex running_;  // one job at a time
 };

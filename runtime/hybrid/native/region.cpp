@@ -10,18 +10,11 @@ namespace {
 
 constexpr size_t kInputAtOnce = 1 << 20;  // bytes of input rows that are read back together with the choices
 
-Table table_of(const Group & group) {
-    Table table;
-    table.slot_of = &group.slot_of;
-    table.n_experts = group.n_experts;
-    table.n_slots = group.n_slots;
-    return table;
-}
-
 // Sources of a region's products, put back at the end.
 class Exchange {
   public:
     explicit Exchange(Region & region) : region_(region) {
+        kept_.reserve(region.products.size());
         for (Product & product : region.products) {
             kept_.emplace_back(product.node->src[0], product.node->src[2]);
         }
@@ -55,11 +48,21 @@ bool chooses(const Region & region) {
 
 }  // namespace
 
+Table table_of(const Group & group) {
+    Table table;
+    table.slot_of = &group.slot_of;
+    table.n_experts = group.n_experts;
+    table.n_slots = group.n_slots;
+    return table;
+}
+
+// Whether a region's input is read back together with its choices.
+bool Stream::reads_input(const Region & region) const {
+    return region.cpu && region.n_tokens() <= store_.config.cpu_tokens && span(region.input, sizeof(float)) <= kInputAtOnce;
+}
+
 Status Stream::compute_region(Graph * graph, Region & region, std::string & fault) {
     Group & group = *region.group;
-    if (group.whole()) {
-        return run_whole(graph, region);
-    }
     if (prefetch_.holds(region)) {
         bool taken = false;
         const Status status = on_prefetched(graph, region, fault, taken);
@@ -67,8 +70,10 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
             return status;
         }
     }
-    const auto & input = *region.input;
-    const bool small = region.cpu && region.n_tokens() <= store_.config.cpu_tokens && span(&input, sizeof(float)) <= kInputAtOnce;
+    if (region.ahead) {
+        return compute_ahead(graph, region, fault);
+    }
+    const bool small = reads_input(region);
     Choices choices;
     if (!read_choices(region, choices, small)) {
         fault = "no host memory for the choices of the router";
@@ -129,8 +134,6 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
     if (!comes) {
         turn.divided();
     }
-    remember_cold(region, table);
-    count(region, choices);
     // The CPU's threads begin before anything else is queued: what the host queues meanwhile costs no time.
     const bool with_cpu = !routing_.pairs.empty();
     if (with_cpu && !small && !read_input(region, true)) {
@@ -142,6 +145,7 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         return kAllocFailed;
     }
     const int64_t started = nanoseconds();
+    group.counters.decide_ns += started - decided_;
     Status status = kSuccess;
     if (!routing_.device) {
         status = run_others(graph, region);
@@ -153,6 +157,8 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
     } else {
         status = on_slots(graph, region);
     }
+    remember_cold(region, table);
+    count(region, choices);
     group.counters.launch_ns += nanoseconds() - started;
     if (comes && status == kSuccess) {
         turn.brought();
@@ -169,7 +175,9 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         finish_lane(region, started);
     }
     if (with_cpu && status == kSuccess) {
+        const int64_t begin = nanoseconds();
         write_rows(region);
+        group.counters.rows_ns += nanoseconds() - begin;
     }
     return status;
 }
@@ -182,19 +190,8 @@ void Stream::remember_cold(Region & region, const Table & table) {
     }
 }
 
-// Every expert has the slot of its own number: nothing is to be decided.
-Status Stream::run_whole(Graph * graph, Region & region) {
-    Counters & counters = region.group->counters;
-    counters.steps++;
-    (region.n_places() == region.group->n_experts ? counters.all_at_once : counters.hits) += region.n_places() * region.n_tokens();
-    Exchange exchange(region);
-    for (size_t i = 0; i < region.products.size(); i++) {
-        exchange.set(i, region.products[i].slots, nullptr);
-    }
-    return run_nodes(graph, region.begin, region.end, region.slots_uid);
-}
-
-bool Stream::read_choices(Region & region, Choices & choices, bool with_input) {
+bool Stream::queue_choices(Region & region, Choices & choices, bool with_input) {
+    const int64_t begin = nanoseconds();
     const Tensor * ids = region.ids;
     const size_t size = span(ids, sizeof(int32_t));
     char * data = ids_.room(size);
@@ -202,14 +199,23 @@ bool Stream::read_choices(Region & region, Choices & choices, bool with_input) {
         return false;
     }
     get_async(ids, data, 0, size);
-    const int64_t begin = nanoseconds();
-    synchronize();
-    region.group->counters.wait_ns += nanoseconds() - begin;
     choices.data = data;
     choices.place_stride = ids->nb[0];
     choices.token_stride = ids->nb[1];
     choices.n_places = ids->ne[0];
     choices.n_tokens = ids->ne[1];
+    region.group->counters.ahead_ns += nanoseconds() - begin;
+    return true;
+}
+
+bool Stream::read_choices(Region & region, Choices & choices, bool with_input) {
+    if (!queue_choices(region, choices, with_input)) {
+        return false;
+    }
+    const int64_t waits = nanoseconds();
+    synchronize();
+    decided_ = nanoseconds();
+    region.group->counters.wait_ns += decided_ - waits;
     return true;
 }
 
@@ -233,36 +239,43 @@ bool Stream::read_input(Region & region, bool wait) {
     return true;
 }
 
+bool Stream::make_positions(size_t size) {
+    if (size <= positions_bytes_) {
+        return true;
+    }
+    // All work that reads the old one is done: choices were just waited for.
+    if (positions_memory_) {
+        host_.ggml_backend_buffer_free(positions_memory_);
+        host_.ggml_free(positions_context_);
+        positions_memory_ = nullptr;
+        positions_context_ = nullptr;
+        positions_bytes_ = 0;
+        positions_by_shape_.clear();
+    }
+    const int64_t n = static_cast<int64_t>((size + 16383) / 16384 * 4096);
+    positions_context_ = host_.ggml_init(InitParams{host_.ggml_tensor_overhead() * 2, nullptr, true});
+    if (!positions_context_) {
+        renumber();
+        return false;
+    }
+    positions_ = host_.ggml_new_tensor(positions_context_, kI32, 1, &n);
+    positions_memory_ = host_.ggml_backend_alloc_ctx_tensors_from_buft(positions_context_, store_.inner_type);
+    if (!positions_memory_) {
+        host_.ggml_free(positions_context_);
+        positions_context_ = nullptr;
+        renumber();
+        return false;
+    }
+    renumber();
+    positions_bytes_ = static_cast<size_t>(n) * sizeof(int32_t);
+    return true;
+}
+
 bool Stream::upload_positions() {
     const size_t size = routing_.positions.size() * sizeof(int32_t);
     char * data = renamed_.room(size);
-    if (!data) {
+    if (!data || !make_positions(size)) {
         return false;
-    }
-    if (size > positions_bytes_) {
-        // All work that reads the old one is done: choices were just waited for.
-        if (positions_memory_) {
-            host_.ggml_backend_buffer_free(positions_memory_);
-            host_.ggml_free(positions_context_);
-            positions_memory_ = nullptr;
-            positions_context_ = nullptr;
-            positions_bytes_ = 0;
-            positions_by_shape_.clear();
-            renumber();
-        }
-        const int64_t n = static_cast<int64_t>((size + 16383) / 16384 * 4096);
-        positions_context_ = host_.ggml_init(InitParams{host_.ggml_tensor_overhead() * 2, nullptr, true});
-        if (!positions_context_) {
-            return false;
-        }
-        positions_ = host_.ggml_new_tensor(positions_context_, kI32, 1, &n);
-        positions_memory_ = host_.ggml_backend_alloc_ctx_tensors_from_buft(positions_context_, store_.inner_type);
-        if (!positions_memory_) {
-            host_.ggml_free(positions_context_);
-            positions_context_ = nullptr;
-            return false;
-        }
-        positions_bytes_ = static_cast<size_t>(n) * sizeof(int32_t);
     }
     std::memcpy(data, routing_.positions.data(), size);
 #if defined(ATSPLAN_HYBRID_FAULTS)
@@ -283,26 +296,35 @@ void Stream::renumber() {
             for (uint64_t & each : region->stage_uids) {
                 each = plan->uid ? host_.next_uid() : 0;
             }
+            if (region->ahead && !positions_memory_) {
+                region->ahead.reset();
+            } else if (region->ahead) {
+                region->before_uid = host_.next_uid();
+                region->ahead->renamed->buffer = positions_->buffer;
+                region->ahead->renamed->data = positions_->data;
+            }
         }
     }
 }
 
-Status Stream::run_device(Graph * graph, Region & region, const std::vector<Tensor *> & banks, uint64_t uid) {
-    // One tensor of every shape: captured graphs compare addresses.
-    Tensor * renamed = nullptr;
+// One tensor of every shape: captured graphs compare addresses.
+Tensor * Stream::renamed_for(const Region & region) {
     for (auto & shaped : positions_by_shape_) {
         if (shaped->ne[0] == region.n_places() && shaped->ne[1] == region.n_tokens()) {
-            renamed = shaped.get();
+            return shaped.get();
         }
     }
-    if (!renamed) {
-        positions_by_shape_.push_back(std::make_unique<Tensor>(*positions_));
-        renamed = positions_by_shape_.back().get();
-        renamed->ne[0] = region.n_places();
-        renamed->ne[1] = region.n_tokens();
-        renamed->nb[1] = static_cast<size_t>(region.n_places()) * sizeof(int32_t);
-        renamed->nb[2] = renamed->nb[3] = renamed->nb[1] * static_cast<size_t>(region.n_tokens());
-    }
+    positions_by_shape_.push_back(std::make_unique<Tensor>(*positions_));
+    Tensor * renamed = positions_by_shape_.back().get();
+    renamed->ne[0] = region.n_places();
+    renamed->ne[1] = region.n_tokens();
+    renamed->nb[1] = static_cast<size_t>(region.n_places()) * sizeof(int32_t);
+    renamed->nb[2] = renamed->nb[3] = renamed->nb[1] * static_cast<size_t>(region.n_tokens());
+    return renamed;
+}
+
+Status Stream::run_device(Graph * graph, Region & region, const std::vector<Tensor *> & banks, uint64_t uid) {
+    Tensor * renamed = renamed_for(region);
     Exchange exchange(region);
     for (size_t i = 0; i < region.products.size(); i++) {
         exchange.set(i, banks.empty() ? region.products[i].slots : banks[i], renamed);
@@ -318,6 +340,22 @@ void Stream::bring(const Matrix & matrix, Tensor * bank, const Upload & first, s
     matrix.group->counters.upload_bytes += static_cast<int64_t>(n * each);
 }
 
+// All matrices of one expert to where it is a guest.
+void Stream::bring_guest(const Region & region, const Upload & upload) {
+    for (const Strip & strip : region.strips) {
+        Matrix & matrix = *strip.first;
+        if (strip.n == 1) {
+            bring(matrix, matrix.slots, upload, 1);
+            continue;
+        }
+        const size_t each = matrix.tensor->nb[2];
+        const char * data = matrix.host() + static_cast<size_t>(upload.expert) * each;
+        inner_->iface.set_tensor_2d_async(inner_, matrix.slots, data, static_cast<size_t>(upload.position) * each, each, strip.n,
+                                          strip.device_step, strip.host_step);
+        matrix.group->counters.upload_bytes += static_cast<int64_t>(strip.n * each);
+    }
+}
+
 Status Stream::on_slots(Graph * graph, Region & region) {
     Group & group = *region.group;
     if (routing_.guests) {
@@ -325,10 +363,7 @@ Status Stream::on_slots(Graph * graph, Region & region) {
     }
     if (!routing_.uploads.empty()) {
         for (const Upload & upload : routing_.uploads) {
-            for (Product & product : region.products) {
-                Matrix & matrix = *product.matrix;
-                bring(matrix, matrix.slots, upload, 1);
-            }
+            bring_guest(region, upload);
         }
         group.counters.uploads += static_cast<int64_t>(routing_.uploads.size());
     }

@@ -36,8 +36,10 @@ std::string Store::describe(const Group & group, int model) const {
     const Counters & c = group.counters;
     const Residency * r = group.residency.get();
     size_t bytes = 0, each = 0;
+    for (const Place & place : group.places) {
+        bytes += host.ggml_backend_buffer_get_size(place.memory);
+    }
     for (const Matrix * matrix : group.matrices) {
-        bytes += matrix->memory ? host.ggml_backend_buffer_get_size(matrix->memory) : 0;
         each += matrix->tensor->nb[2];
     }
     std::ostringstream out;
@@ -48,6 +50,7 @@ std::string Store::describe(const Group & group, int model) const {
         << ",\"all_at_once\":" << c.all_at_once << ",\"uploads\":" << c.uploads << ",\"upload_bytes\":" << c.upload_bytes
         << ",\"staged\":" << c.staged << ",\"wait_ns\":" << c.wait_ns << ",\"cpu_ns\":" << c.cpu_ns
         << ",\"launch_ns\":" << c.launch_ns << ",\"lane_ns\":" << c.lane_ns
+        << ",\"ahead_ns\":" << c.ahead_ns << ",\"decide_ns\":" << c.decide_ns << ",\"rows_ns\":" << c.rows_ns
         << ",\"admitted\":" << (r ? r->admitted.load() : 0) << ",\"admitted_bytes\":" << (r ? r->bytes.load() : 0)
         << ",\"waited\":" << (r ? r->waited.load() : 0) << ",\"late\":" << (r ? r->late.load() : 0)
         << ",\"chosen\":" << list(c.chosen) << "}";

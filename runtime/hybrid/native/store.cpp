@@ -112,11 +112,8 @@ void Store::release(ExpertBuffer * buffer) {
         for (auto & [data, matrix] : buffer->matrices) {
             auto & of = matrix->group->matrices;
             of.erase(std::find(of.begin(), of.end(), matrix.get()));
-            if (matrix->memory) {
-                host.ggml_backend_buffer_free(matrix->memory);
-            }
-            if (matrix->context) {
-                host.ggml_free(matrix->context);
+            if (of.empty()) {
+                free_places(*matrix->group);
             }
         }
         for (Buffer * other : buffer->beside) {
@@ -172,6 +169,7 @@ Status Store::add(ExpertBuffer & buffer, Buffer * of, Tensor * tensor) {
     matrix->tensor = tensor;
     matrix->role = role;
     matrix->group = group_of(*model, block, kind, static_cast<int32_t>(tensor->ne[2]));
+    matrix->home = &buffer;
     if (!make_slots(*matrix)) {
         return kAllocFailed;
     }
@@ -254,30 +252,125 @@ void Store::set_table(Group & group) {
     }
 }
 
+// Slots of a block's matrices lie together, in the order of the matrices on the host: see Strip. Those that were there
+// before a matrix came are made again, as long as nothing was brought to them.
 bool Store::make_slots(Matrix & matrix) {
-    const int64_t count = matrix.group->n_slots + matrix.group->n_guests;
-    if (count == 0) {
+    Group & group = *matrix.group;
+    if (group.n_slots + group.n_guests == 0) {
         return true;
     }
-    const Tensor * tensor = matrix.tensor;
-    const int64_t shape[3] = {tensor->ne[0], tensor->ne[1], count};
-    matrix.context = host.ggml_init(InitParams{host.ggml_tensor_overhead() * 2, nullptr, true});
-    if (matrix.context) {
-        matrix.slots = host.ggml_new_tensor(matrix.context, tensor->type, 3, shape);
-        matrix.memory = host.ggml_backend_alloc_ctx_tensors_from_buft(matrix.context, inner_type);
+    std::vector<Matrix *> together{&matrix};
+    if (!group.used) {
+        together.insert(together.end(), group.matrices.begin(), group.matrices.end());
+        free_places(group);
     }
-    if (!matrix.memory) {
-        voice.fault("no " + mebibytes(static_cast<size_t>(count) * tensor->nb[2]) + " on the device for " +
-                    std::to_string(count) + " slots of " + tensor->name);
-        if (matrix.context) {
-            host.ggml_free(matrix.context);
+    std::sort(together.begin(), together.end(), [](const Matrix * a, const Matrix * b) { return a->host() < b->host(); });
+    bool placed = place_slots(group, together);
+    // Perhaps too much in one piece.
+    for (size_t i = 0; !placed && together.size() > 1 && i < together.size(); i++) {
+        if (!place_slots(group, {together[i]})) {
+            break;
         }
-        matrix.context = nullptr;
-        matrix.slots = nullptr;
+        placed = i + 1 == together.size();
+    }
+    if (!placed) {
+        const auto count = static_cast<size_t>(group.n_slots + group.n_guests);
+        voice.fault("no " + mebibytes(count * matrix.tensor->nb[2]) + " on the device for " + std::to_string(count) + " slots of " +
+                    matrix.tensor->name);
+    }
+    return placed;
+}
+
+bool Store::place_slots(Group & group, const std::vector<Matrix *> & matrices) {
+    const size_t alignment = host.ggml_backend_buft_get_alignment(inner_type);
+    std::vector<Tensor *> slots;
+    std::vector<size_t> sizes;
+    Place made;
+    made.context = host.ggml_init(InitParams{host.ggml_tensor_overhead() * (matrices.size() + 1), nullptr, true});
+    for (size_t i = 0; made.context && i < matrices.size(); i++) {
+        const Tensor * tensor = matrices[i]->tensor;
+        const int64_t shape[3] = {tensor->ne[0], tensor->ne[1], group.n_slots + group.n_guests};
+        slots.push_back(host.ggml_new_tensor(made.context, tensor->type, 3, shape));
+        sizes.push_back(host.ggml_backend_buft_get_alloc_size(inner_type, slots[i]));
+    }
+    // Matrices of equal experts at equal distances, however the device pads each.
+    size_t total = 0;
+    for (size_t i = 0; i < slots.size(); i++) {
+        for (size_t j = 0; j < slots.size(); j++) {
+            sizes[i] = slots[i]->nb[2] == slots[j]->nb[2] ? std::max(sizes[i], sizes[j]) : sizes[i];
+        }
+        sizes[i] = (sizes[i] + alignment - 1) / alignment * alignment;
+        total += sizes[i];
+    }
+    made.memory = made.context ? host.ggml_backend_buft_alloc_buffer(inner_type, total) : nullptr;
+    bool placed = made.memory != nullptr;
+    if (placed) {
+        host.ggml_backend_buffer_set_usage(made.memory, kUsageWeights);
+        auto * at = static_cast<char *>(host.ggml_backend_buffer_get_base(made.memory));
+        for (size_t i = 0; i < slots.size(); at += sizes[i], i++) {
+            slots[i]->buffer = made.memory;
+            slots[i]->data = at;
+            placed = placed && host.ggml_backend_buffer_init_tensor(made.memory, slots[i]) == kSuccess;
+        }
+    }
+    if (!placed) {
+        if (made.memory) {
+            host.ggml_backend_buffer_free(made.memory);
+        }
+        if (made.context) {
+            host.ggml_free(made.context);
+        }
         return false;
     }
-    host.ggml_backend_buffer_set_usage(matrix.memory, kUsageWeights);
+    for (size_t i = 0; i < slots.size(); i++) {
+        matrices[i]->slots = slots[i];
+    }
+    group.places.push_back(made);
     return true;
+}
+
+// For devices that look up slots by themselves; where residents follow the text they do not.
+void Store::write_table(Group & group) {
+    if (!config.ahead || group.residency || group.n_guests || !group.n_slots || group.whole()) {
+        return;
+    }
+    const auto n = static_cast<int64_t>(group.n_experts);
+    if (!group.table) {
+        const int64_t shape[2] = {1, n};
+        Place made;
+        made.context = host.ggml_init(InitParams{host.ggml_tensor_overhead() * 2, nullptr, true});
+        if (!made.context) {
+            return;
+        }
+        Tensor * table = host.ggml_new_tensor(made.context, kI32, 2, shape);
+        made.memory = host.ggml_backend_alloc_ctx_tensors_from_buft(made.context, inner_type);
+        if (!made.memory) {
+            host.ggml_free(made.context);
+            return;
+        }
+        group.places.push_back(made);
+        group.table = table;
+    }
+    std::vector<int32_t> slots(group.slot_of);
+    std::replace(slots.begin(), slots.end(), -1, 0);
+#if defined(ATSPLAN_HYBRID_FAULTS)
+    for (int32_t & slot : slots) {
+        slot = config.fault != Fault::kWrongSlot ? slot : slot ? slot - 1 : std::min(1, group.n_slots - 1);
+    }
+#endif
+    host.ggml_backend_tensor_set(group.table, slots.data(), 0, slots.size() * sizeof(int32_t));
+}
+
+void Store::free_places(Group & group) {
+    for (const Place & place : group.places) {
+        host.ggml_backend_buffer_free(place.memory);
+        host.ggml_free(place.context);
+    }
+    group.places.clear();
+    group.table = nullptr;
+    for (Matrix * matrix : group.matrices) {
+        matrix->slots = nullptr;
+    }
 }
 
 void Store::written(ExpertBuffer & buffer, const Tensor * tensor) {
@@ -401,7 +494,8 @@ void Store::fill_group(Group & group, Stream & stream, int64_t & bytes) {
             slot += n;
         }
     }
-    group.filled = true;
+    write_table(group);
+    group.filled = group.used = true;
 }
 
 std::string Store::set_residents(int number, int block, const std::string & kind, const std::vector<int32_t> & experts) {
@@ -453,6 +547,9 @@ std::string Store::set_residents(int number, int block, const std::string & kind
     }
     group->expert_in = experts;
     group->slot_of = slot_of;
+    if (group->table) {
+        write_table(*group);
+    }
     return "";
 }
 

@@ -30,11 +30,18 @@ struct Matrix {
     Tensor * tensor = nullptr;
     Role role = Role::kUp;
     Group * group = nullptr;
-    Context * context = nullptr;
+    struct ExpertBuffer * home = nullptr;  // where the tensor lies
     Tensor * slots = nullptr;  // slots, then guests; nullptr: none of either
-    Buffer * memory = nullptr;
 
     Weights weights() const;
+    const char * host() const { return static_cast<const char *>(tensor->data); }
+    const char * device() const { return static_cast<const char *>(slots->data); }
+};
+
+// Memory of slots on the device.
+struct Place {
+    Context * context = nullptr;
+    Buffer * memory = nullptr;
 };
 
 // Counts since the model was loaded. Choices of all experts at once (warm-up) are counted apart.
@@ -43,6 +50,8 @@ struct Counters {
     std::atomic<int64_t> uploads{0}, upload_bytes{0}, staged{0};
     // Waiting for choices, the CPU lane from start to end, the host queueing work meanwhile, and then at the lane.
     std::atomic<int64_t> wait_ns{0}, cpu_ns{0}, launch_ns{0}, lane_ns{0};
+    // The host alone: queueing what leads to the choices, dividing them until the lane begins, queueing the lane's rows.
+    std::atomic<int64_t> ahead_ns{0}, decide_ns{0}, rows_ns{0};
     std::vector<std::atomic<int64_t>> chosen;  // by expert
 };
 
@@ -53,7 +62,10 @@ struct Group {
     int32_t n_experts = 0, n_slots = 0, n_guests = 0;
     std::vector<int32_t> slot_of, expert_in;
     std::vector<Matrix *> matrices;
+    std::vector<Place> places;  // of the matrices' slots, and of the table
+    Tensor * table = nullptr;   // slot_of on the device, the first slot for experts without one; nullptr: not there
     bool filled = false;  // whether the slots hold what the table says
+    bool used = false;    // whether they ever did
     // Of a thousand experts without a slot, those that the last large batch chose, and its size.
     std::atomic<int> cold_used{1000};
     std::atomic<int64_t> cold_tokens{0};
@@ -108,6 +120,9 @@ class Store {
     // ---- for steps
     Matrix * find(const Tensor * weights) const;  // of a tensor in one of our buffers, or of a view of it
     bool owns(const Tensor * tensor) const;
+    // Whether the device takes rows at equal distances in one copy.
+    bool copies_strips() const { return copies_strips_.load(std::memory_order_relaxed); }
+    void set_copies_strips() { copies_strips_.store(true, std::memory_order_relaxed); }
     int64_t version() const { return version_.load(std::memory_order_acquire); }
     // Slots of a graph's experts that do not hold what their table says.
     void fill(Stream & stream, const Graph & graph);
@@ -141,6 +156,9 @@ class Store {
     Group * group_of(Model & model, int block, const std::string & kind, int32_t n_experts);
     Model * model_of(const std::string & name);
     bool make_slots(Matrix & matrix);
+    bool place_slots(Group & group, const std::vector<Matrix *> & matrices);
+    void free_places(Group & group);
+    void write_table(Group & group);
     void set_table(Group & group);
     void beside(ExpertBuffer & buffer, Tensor * tensor, Status & status);
     std::vector<Group *> unfilled_in(const Graph & graph) const;
@@ -151,7 +169,7 @@ class Store {
     Model * loading_ = nullptr;
     int next_model_ = 0;
     std::atomic<int64_t> version_{1};
-    std::atomic<bool> unfilled_{false};
+    std::atomic<bool> unfilled_{false}, copies_strips_{false};
     std::mutex streams_mutex_;
     std::vector<Stream *> streams_;
     std::vector<std::string> retired_;  // reports of blocks that were freed

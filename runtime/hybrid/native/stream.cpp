@@ -21,6 +21,29 @@ Graph slice(const Graph & graph, int begin, int end, uint64_t uid) {
     return part;
 }
 
+// Sources of the products whose experts all have slots, put back at the end.
+class Residents {
+  public:
+    explicit Residents(const Plan & plan) : plan_(plan) {
+        each([](const Product & product) { product.node->src[0] = product.slots; });
+    }
+    ~Residents() {
+        each([](const Product & product) { product.node->src[0] = product.source; });
+    }
+    Residents(const Residents &) = delete;
+    Residents & operator=(const Residents &) = delete;
+
+  private:
+    template <typename F>
+    void each(F f) const {
+        for (const auto & region : plan_.resident) {
+            std::for_each(region->products.begin(), region->products.end(), f);
+        }
+    }
+
+    const Plan & plan_;
+};
+
 }  // namespace
 
 // ---- life
@@ -29,12 +52,18 @@ Stream::Stream(Store & store, Pool & pool, Stage & stage, Backend * inner)
     : store_(store), host_(store.host), pool_(pool), stage_(stage), inner_(inner), prefetch_(store, stage, *this), ids_(store), input_(store),
       renamed_(store), rows_(store) {
     store_.join(this);
+    if (inner->iface.set_tensor_2d_async) {
+        store_.set_copies_strips();
+    }
 }
 
 Stream::~Stream() {
     synchronize();
     stage_.forget(this);
     store_.part(this);
+    if (read_) {
+        store_.inner->iface.event_free(store_.inner, read_);
+    }
     if (positions_memory_) {
         host_.ggml_backend_buffer_free(positions_memory_);
     }
@@ -128,6 +157,7 @@ Plan * Stream::plan_of(Graph * graph, std::string & fault) {
     if (plans_.size() >= kMostPlans) {
         plans_.erase(std::min_element(plans_.begin(), plans_.end(), [](auto & a, auto & b) { return a->used < b->used; }));
     }
+    plan_ahead(graph, *made);
     plans_.push_back(std::move(made));
     return plans_.back().get();
 }
@@ -142,21 +172,38 @@ Status Stream::compute(Graph * graph) {
         store_.voice.fault(fault);
         return kFailed;
     }
-    if (plan->regions.empty()) {
+    Status status;
+    if (plan->resident.empty()) {
+        status = compute_plan(graph, *plan, fault);
+    } else {
+        const Residents residents(*plan);
+        status = compute_plan(graph, *plan, fault);
+        count_resident(*plan);
+    }
+    if (!fault.empty()) {
+        store_.voice.fault(fault);
+    }
+    return status;
+}
+
+Status Stream::compute_plan(Graph * graph, Plan & plan, std::string & fault) {
+    if (plan.regions.empty()) {
         return inner_->iface.graph_compute(inner_, graph);
     }
-    prefetch_.begin(*plan);
+    prefetch_.begin(plan);
     bool awake = false;
     Status status = kSuccess;
     int at = 0;
-    for (auto & region : plan->regions) {
+    for (auto & region : plan.regions) {
         if (abort_ && abort_(abort_data_)) {
             status = kAborted;
             break;
         }
-        if (region->begin > at) {
-            status = run_nodes(graph, at, region->begin, region->before_uid);
+        const int64_t begin = nanoseconds();
+        if (region->begin > at || region->ahead) {
+            status = run_before(graph, *region, at);
         }
+        region->group->counters.ahead_ns += nanoseconds() - begin;
         if (!awake) {
             pool_.rouse(threads());  // it wakes while the device computes
             awake = true;
@@ -174,16 +221,32 @@ Status Stream::compute(Graph * graph) {
         pool_.rest();
     }
     if (status == kSuccess && at < graph->n_nodes) {
-        status = run_nodes(graph, at, graph->n_nodes, plan->after_uid);
-    }
-    if (!fault.empty()) {
-        store_.voice.fault(fault);
+        status = run_nodes(graph, at, graph->n_nodes, plan.after_uid);
     }
     return status;
 }
 
+void Stream::count_resident(const Plan & plan) {
+    for (const auto & region : plan.resident) {
+        Counters & counters = region->group->counters;
+        const int64_t n = region->n_places() * region->n_tokens();
+        counters.steps++;
+        (region->n_places() == region->group->n_experts ? counters.all_at_once : counters.hits) += n;
+    }
+}
+
 Status Stream::run_nodes(Graph * graph, int begin, int end, uint64_t uid) {
     Graph part = slice(*graph, begin, end, uid);
+    return inner_->iface.graph_compute(inner_, &part);
+}
+
+Status Stream::run_before(Graph * graph, const Region & region, int begin) {
+    if (!region.ahead) {
+        return run_nodes(graph, begin, region.begin, region.before_uid);
+    }
+    Graph part = slice(*graph, begin, region.begin, region.before_uid);
+    part.nodes = const_cast<Tensor **>(region.ahead->nodes.data());
+    part.n_nodes = static_cast<int>(region.ahead->nodes.size());
     return inner_->iface.graph_compute(inner_, &part);
 }
 

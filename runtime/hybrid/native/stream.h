@@ -54,22 +54,30 @@ class Stream {
     Plan * plan_of(Graph * graph, std::string & fault);
     Status compute_region(Graph * graph, Region & region, std::string & fault);
     void remember_cold(Region & region, const Table & table);
-    Status run_whole(Graph * graph, Region & region);
     Status run_device(Graph * graph, Region & region, const std::vector<Tensor *> & banks, uint64_t uid);
     Status run_others(Graph * graph, Region & region);
     Status run_nodes(Graph * graph, int begin, int end, uint64_t uid);
+    Status run_before(Graph * graph, const Region & region, int begin);
     bool read_choices(Region & region, Choices & choices, bool with_input);
+    bool queue_choices(Region & region, Choices & choices, bool with_input);
     bool read_input(Region & region, bool wait);
     Status on_slots(Graph * graph, Region & region);
     Status on_stage(Graph * graph, Region & region, const std::vector<Tensor *> & banks);
+    bool make_positions(size_t size);
     bool upload_positions();
+    void plan_ahead(Graph * graph, Plan & plan);
+    bool reads_input(const Region & region) const;
+    Tensor * renamed_for(const Region & region);
+    Status compute_ahead(Graph * graph, Region & region, std::string & fault);
     void renumber();
     Status on_prefetched(Graph * graph, Region & region, std::string & fault, bool & taken);
+    void bring_guest(const Region & region, const Upload & upload);
     void bring(const Matrix & matrix, Tensor * bank, const Upload & first, size_t n);
-    void describe_work(const Region & region, LaneWork & work) const;
     bool start_lane(Region & region);
     void finish_lane(Region & region, int64_t started);
     void write_rows(Region & region);
+    Status compute_plan(Graph * graph, Plan & plan, std::string & fault);
+    static void count_resident(const Plan & plan);
     void wait_for(Event * event, Stream * owner);
     void record(Event *& event);
     Costs costs(const Region & region) const;
@@ -97,7 +105,8 @@ class Stream {
     Lane lane_;
     Transfer ids_, input_, renamed_, rows_;
     std::vector<const float *> inputs_;
-    LaneWork work_;
+    int64_t decided_ = 0;  // when choices were read
+    Event * read_ = nullptr;  // when choices and input are on the host
     std::vector<int32_t> order_;  // pairs by token and place
     // Renamed choices on the device: one tensor serves every region, in the order of the queue.
     Context * positions_context_ = nullptr;
@@ -109,5 +118,7 @@ class Stream {
     bool (*abort_)(void *) = nullptr;
     void * abort_data_ = nullptr;
 };
+
+Table table_of(const Group & group);
 
 }  // namespace hybrid

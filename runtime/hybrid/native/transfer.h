@@ -17,6 +17,8 @@ class Transfer {
 
     // Room for `size` bytes; what was there is lost when it grows. nullptr: no memory.
     char * room(size_t size);
+    // Whether the device reads and writes it by itself.
+    bool locked(size_t size) { return room(size) && buffer_; }
     size_t bytes() const { return size_; }
 
   private:
