@@ -185,7 +185,7 @@ def schema_of(values: Mapping[str, Any]) -> int:
 def _not_of_kind(problem: ValidationError, text: str, kind: type[Record], path: str) -> FieldProblem:
     first = problem.errors(include_url=False)[0]
     where = tuple(first["loc"])
-    line = yaml_reader.line_of(text, where)
+    line = yaml_reader.Lines(text).of(*where)
     if where == ("schema",) and first["type"] == "less_than_equal":
         why = f"{first['input']} was written by a newer atsplan; this one reads up to {first['ctx']['le']}"
         return FieldProblem(path, line, "schema", why)

@@ -60,14 +60,21 @@ def spell(where: Location) -> str:
 
 
 class Lines:
-    """Line numbers of the values in one YAML text; the text is read again at the first question."""
+    """Line numbers of the values in one YAML text.
+
+    For the first question the text is read up to the answer, for the second as a whole, then no more.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
+        self._asked = False
         self._root: _Mark | None = None
 
     def of(self, *where: str | int) -> int:
         """Line (from 1) of the value at that path; of the nearest parent when it is not there."""
+        if not self._asked:
+            self._asked = True
+            return _line_of(self._text, where)
         if self._root is None:
             events = _events(self._text)
             self._root = next((_mark(e, events) for e in events if isinstance(e, yaml.NodeEvent)), 1)
@@ -86,8 +93,8 @@ class Lines:
         return line
 
 
-def line_of(text: str, where: Location) -> int:
-    """`Lines(text).of(*where)` for one place: what lies behind it is not read."""
+def _line_of(text: str, where: Location) -> int:
+    """The line of one place: what lies behind it is not read."""
     events = _events(text)
     root: Any = next((e for e in events if isinstance(e, yaml.NodeEvent)), None)
     return 1 if root is None else _line_at(root, events, where, int(root.start_mark.line) + 1)

@@ -18,7 +18,7 @@ from planner.machine.profile import Calibration, Profile
 from planner.model.inventory import Inventory, Shard, Tensor, from_text, to_text
 from planner.plan.plan import Plan
 from planner.records import Record, digest, dump, load
-from planner.yaml_reader import Lines, line_of, read
+from planner.yaml_reader import Lines, read
 from rewriter.manifest import Manifest
 
 TINY = Inventory(
@@ -171,9 +171,10 @@ def test_one_line_is_found_as_among_all() -> None:
     files = sorted(Path(__file__).parent.parent.glob("plans/**/*.yaml"))
     for text in [TEXT, *(file.read_text() for file in files[::29])]:
         lines = Lines(text)
+        lines.of()
         for where in [*_places(read(text, "x"))][::7]:
             for wanted in (where, (*where, "none", 3), (*where, 10**6)):
-                assert line_of(text, wanted) == lines.of(*wanted)
+                assert Lines(text).of(*wanted) == lines.of(*wanted)
 
 
 def _places(value: Any, where: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_tables import attention, dense, ends, table
 
-from planner.memory.compute_buffer import compute_bytes, pipeline_copies, staging_bytes
+from planner.memory.compute_buffer import compute_bytes, staging_bytes
 from planner.memory.kv_cache import KvTypeProblem, kv_bytes, state_bytes
 from planner.memory.reserves import (
     Extras,
@@ -176,12 +176,6 @@ def test_host_weights_are_staged_from_32_tokens_on() -> None:
     assert staging_bytes([seven_gib, 5], Workload(n_ubatch=512)) == seven_gib
     assert staging_bytes([seven_gib], Workload(), op_offload=False) == 0
     assert staging_bytes([], Workload()) == 0
-
-
-def test_copies_of_inputs_when_several_gpus_work_in_a_pipeline() -> None:
-    assert pipeline_copies(2, full_offload=True, overrides=False) == 4
-    assert pipeline_copies(2, full_offload=True, overrides=True) == 1
-    assert pipeline_copies(1, full_offload=True, overrides=False) == 1
 
 
 def test_a_draft_of_a_foreign_architecture_is_said_to_be_an_estimate(draft: Inventory) -> None:

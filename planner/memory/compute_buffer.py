@@ -83,8 +83,8 @@ def compute_items(
     """The compute buffer of a device that runs `layers` (None: all main ones) and, with `head`, the output.
 
     `outputs`: rows of logits the context may ask for (0: any of a batch, as the engine does by itself).
-    `staged_bytes` is what `staging_bytes` says of the tensors left in host memory; `copies` what
-    `pipeline_copies` says of the placement, `converts` what `converts_caches` says of the device.
+    `staged_bytes` is what `staging_bytes` says of the tensors left in host memory; `copies` is
+    PIPELINE_COPIES where several GPUs work in a pipeline, `converts` what `converts_caches` says of a device.
     """
     inventory, shape, tokens = structure.inventory, structure.layers, batch_tokens(workload)
     head = head and inventory.architecture not in ENCODERS
@@ -167,11 +167,6 @@ def staging_bytes(
     if not op_offload or batch_tokens(workload) < OFFLOAD_BATCH:
         return 0
     return sum(sorted(host_tensors)[-2 if hybrid else -1 :])
-
-
-def pipeline_copies(n_gpus: int, *, full_offload: bool, overrides: bool) -> int:
-    """Copies of split inputs: the engine pipelines several GPUs when nothing is left to the host."""
-    return PIPELINE_COPIES if n_gpus > 1 and full_offload and not overrides else 1
 
 
 def batch_tokens(workload: Workload) -> int:

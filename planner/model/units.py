@@ -145,11 +145,6 @@ def units_of(inventory: Inventory) -> UnitTable:
     return UnitTable(units, _edges(inventory, layers, units), _unknown(inventory, layers, parts, known))
 
 
-def holds_nextn(inventory: Inventory) -> bool:
-    """Whether the file has the tensors of a speculative block, not only the number of such blocks."""
-    return any(unit.kind is Kind.NEXTN for unit in units_of(inventory).units)
-
-
 def _bound_kind(layers: Layers, layer: int) -> Kind:
     """The unit that holds the norms of a layer."""
     if layers.attention[layer]:

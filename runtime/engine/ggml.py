@@ -148,8 +148,6 @@ PROTOTYPES: Mapping[str, str] = {
     "ggml_row_size": "ziq",
     "ggml_is_quantized": "bi",
     "ggml_op_name": "si",
-    "ggml_quantize_chunk": "zippqqqp",
-    "ggml_quantize_requires_imatrix": "bi",
     "ggml_version": "s",
     "ggml_commit": "s",
     "ggml_time_us": "q",
@@ -293,16 +291,6 @@ class Ggml:
         """A tensor of 1 to 4 dimensions, ne0 first."""
         create = getattr(self.lib, f"ggml_new_tensor_{len(shape)}d")
         return int(create(context, TYPE_NUMBERS[type_name], *shape))
-
-    def quantize(self, type_name: str, values: Any) -> bytes:
-        """Rows of float32 (numpy, shape rows × ne0) encoded as a ggml type."""
-        number = TYPE_NUMBERS[type_name]
-        rows, columns = values.shape
-        data = (c.c_char * (rows * self.lib.ggml_row_size(number, columns)))()
-        weights = (c.c_float * columns)(*[1.0] * columns)
-        imatrix = weights if self.lib.ggml_quantize_requires_imatrix(number) else None
-        self.lib.ggml_quantize_chunk(number, values.ctypes.data, data, 0, rows, columns, imatrix)
-        return bytes(data.raw)
 
     def compute(self, backend: Handle, graph: Handle) -> None:
         """Run a graph and wait; EngineProblem when the backend says it failed."""

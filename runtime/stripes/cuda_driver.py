@@ -86,7 +86,6 @@ _CALLS: Mapping[str, tuple[Any, ...]] = {
     "cuMemMap": (_Q, _Z, _Z, _Q, _Q),
     "cuMemUnmap": (_Q, _Z),
     "cuMemSetAccess": (_Q, _Z, _P, _Z),
-    "cuMemcpyDtoH_v2": (_P, _Q, _Z),
     "cuMemsetD8_v2": (_Q, c.c_ubyte, _Z),
     "cuPointerGetAttribute": (_P, _I, _Q),
     "cuGetErrorName": (_I, _P),
@@ -219,10 +218,6 @@ class Driver:
         """Read and write access to a mapped range for devices and for the processor."""
         rights = (AccessDesc * len(places))(*[AccessDesc(Location(p, n), _READ_WRITE) for p, n in places])
         self.call("cuMemSetAccess", address, size, rights, len(places))
-
-    def download(self, target: Address, source: Address, size: int) -> None:
-        """Copy from device to host addresses and wait."""
-        self.call("cuMemcpyDtoH_v2", target, source, size)
 
     def in_host_memory(self, address: Address) -> bool:
         """Whether the bytes at a device address lie in host memory."""
