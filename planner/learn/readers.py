@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from planner.errors import FileProblem
+from planner.learn.llama_bench import bench_test
 from planner.learn.samples import Kind, Sample
 
 _MS = 1_000_000
@@ -88,16 +89,16 @@ def _bench(data: Mapping[str, Any]) -> Iterator[Sample]:
 
 def _llama_bench(test: Mapping[str, Any]) -> Iterator[Sample]:
     """A test of prompt or generation alone; llama-bench warms up unless told not to."""
-    prompt, made, depth = (_count(test.get(key, 0)) for key in ("n_prompt", "n_gen", "n_depth"))
-    if (prompt > 0) == (made > 0):
+    what = bench_test(test)
+    if not what.alone:
         return
     times = test.get("samples_ns") or [test["avg_ns"]]
     for n, ns in enumerate(times):
         cold = n == 0 and bool(test.get("no_warmup"))
-        if made:
-            yield Sample(Kind.TOKEN, _ns(ns) // made, made, depth + made // 2, warm_up=cold)
-        elif prompt >= _FEW:
-            yield Sample(Kind.PROMPT, _ns(ns), prompt, depth, warm_up=cold)
+        if what.gen:
+            yield Sample(Kind.TOKEN, _ns(ns) // what.gen, what.gen, what.at, warm_up=cold)
+        elif what.prompt >= _FEW:
+            yield Sample(Kind.PROMPT, _ns(ns), what.prompt, what.at, warm_up=cold)
 
 
 def _of_log(text: str) -> Iterator[Sample]:

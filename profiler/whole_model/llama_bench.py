@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from planner.errors import FieldProblem, FileProblem
+from planner.learn.llama_bench import NotACount, bench_test, count
 from planner.machine.host_memory import HostMemory
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
@@ -31,6 +32,7 @@ _COLUMNS |= {name: name for name in ("n_batch", "type_k", "type_v")} | {
 _OTHERS = ("tensor_split", "tensor_buft_overrides", "no_kv_offload", "embeddings", "no_op_offload")
 _PLAIN = (None, "", "0", "0.00", "none", "None", 0, 0.0, False, "false")
 _MOST_ROWS = 1000
+_ALL = 999  # layers: newer builds say -1
 APART = (
     1.15  # two times of one setting, or of more work on the GPU, that differ by more contradict each other
 )
@@ -131,21 +133,28 @@ def contradictions(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _row(number: int, values: Mapping[str, Any], path: str) -> Row | None:
-    prompt, gen = _count(values, "n_prompt", 0, path, number), _count(values, "n_gen", 0, path, number)
-    if bool(prompt) == bool(gen):
+    try:
+        return _counted(number, values, path)
+    except NotACount as problem:
+        raise FieldProblem(path, 0, f"row {number}: {problem}", "expected a whole number") from None
+
+
+def _counted(number: int, values: Mapping[str, Any], path: str) -> Row | None:
+    test = bench_test(values)
+    if not test.alone:
         return None
-    depth, rate = _count(values, "n_depth", 0, path, number), values.get("avg_ts")
+    rate = values.get("avg_ts")
     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 1e-6 < rate < 1e9:
         raise FieldProblem(path, 0, f"row {number}: avg_ts", "expected tokens per second")
     spread = values.get("stddev_ts", 0)
     try:
         workload = Workload(
-            n_ctx=depth + prompt + gen,
-            depth=depth if prompt else depth + gen // 2,
-            prompt=prompt or 512,
-            gen=max(gen, 1),
-            n_batch=_count(values, "n_batch", 2048, path, number),
-            n_ubatch=_count(values, "n_ubatch", 512, path, number),
+            n_ctx=test.depth + test.prompt + test.gen,
+            depth=test.at,
+            prompt=test.prompt or 512,
+            gen=max(test.gen, 1),
+            n_batch=count(values, "n_batch", 2048),
+            n_ubatch=count(values, "n_ubatch", 512),
             type_k=values.get("type_k", "f16"),
             type_v=values.get("type_v", "f16"),
         )
@@ -154,23 +163,14 @@ def _row(number: int, values: Mapping[str, Any], path: str) -> Row | None:
         raise FieldProblem(path, 0, f"row {number}: {first['loc'][0]}", str(first["msg"]).lower()) from None
     return Row(
         number,
-        _count(values, "n_gpu_layers", 99, path, number),
-        _count(values, "n_cpu_moe", 0, path, number),
+        _ALL if values.get("n_gpu_layers") == -1 else count(values, "n_gpu_layers", 99),
+        count(values, "n_cpu_moe", 0),
         workload,
-        bool(prompt),
+        test.prompt > 0,
         float(rate),
         float(spread) / float(rate) if isinstance(spread, int | float) and 0 <= spread < 1e9 else 0.0,
         values.get("use_mmap", True) not in (False, 0),
     )
-
-
-def _count(values: Mapping[str, Any], name: str, default: int, path: str, number: int) -> int:
-    value = values.get(name, default)
-    if name == "n_gpu_layers" and value == -1:  # all, in newer builds
-        return 999
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-        raise FieldProblem(path, 0, f"row {number}: {name}", "expected a whole number")
-    return value
 
 
 def _from_json(text: str, path: str) -> Iterator[Mapping[str, Any]]:
