@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
-from planner.records import Count, Record
+from planner.records import Count, Many, Record
 
-KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+KvType = Annotated[str, Field(max_length=32)]
+
+
+class CacheType(Record):
+    """A type of the KV cache that a fork of the engine adds."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")
+    values: int = Field(gt=0, le=4096)  # of a block
+    block_bytes: int = Field(gt=0, le=1 << 16)
+    # Those that compute attention on it, by the beginnings of their names: CUDA, Vulkan0, CPU.
+    devices: Annotated[Many[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)]
 
 
 _MOST = 2**31 - 1  # the engine counts in 32 bits and takes what is above without a word
@@ -24,10 +37,27 @@ class Workload(Record):
     n_seq: int = Field(1, gt=0, le=_MOST)
     n_batch: int = Field(2048, gt=0, le=_MOST)
     n_ubatch: int = Field(512, gt=0, le=_MOST)
+    # Of a fork; absent: the engine's own alone. Before the types that may be of it.
+    cache_types: Annotated[Many[CacheType], Field(max_length=64)] | None = None
     type_k: KvType = "f16"
     type_v: KvType = "f16"
     flash_attn: bool = True
     mtp: bool = False  # load NextN/MTP blocks
+
+    @field_validator("type_k", "type_v")
+    @classmethod
+    def _known(cls, name: str, info: ValidationInfo) -> str:
+        known = (*KV_TYPES, *(one.name for one in info.data.get("cache_types") or ()))
+        if name not in known:
+            listed = ", ".join(repr(each) for each in known[:-1])
+            raise PydanticCustomError("kv_type", f"Input should be {listed} or {known[-1]!r}")
+        return name
+
+    @property
+    def forks(self) -> Mapping[str, CacheType]:
+        """The types of a fork that K or V have, by name."""
+        used = (self.type_k, self.type_v)
+        return {one.name: one for one in self.cache_types or () if one.name in used}
 
     @property
     def needed_cells(self) -> int:

@@ -171,6 +171,7 @@ def _question(
     """The question of a command line; OptionProblem for what makes no sense."""
     from pydantic import ValidationError
 
+    from commands.solve.request import forks_among
     from planner.machine.budgets import budgets_for, parse_budget
     from planner.model.layers import layers_of
     from planner.plan.request import Request
@@ -181,7 +182,9 @@ def _question(
     if not 0 < (whole(ctx) or 0) < 2**31:
         raise OptionProblem("--ctx", ctx, "expected a number of tokens, such as 32k")
     try:
-        workload = usual(n_ctx=int(ctx), type_k=types[0], type_v=types[1])
+        workload = usual(
+            n_ctx=int(ctx), cache_types=forks_among(profile, types), type_k=types[0], type_v=types[1]
+        )
     except ValidationError as problem:
         why = problem.errors(include_url=False)[0]["msg"].lower()
         raise OptionProblem("--kv-type", "/".join(types), why) from None

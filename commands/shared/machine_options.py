@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from planner.errors import OptionProblem
 if TYPE_CHECKING:
     from planner.machine.cards import Card
     from planner.machine.profile import Profile
+    from planner.workload import CacheType
 
 _PARTS = (
     click.option("--gpu", metavar="CARD", help="A card of `atsplan machines`: 'RTX 4070'; none: no GPU."),
@@ -28,6 +30,15 @@ _PARTS = (
     click.option("--cpu", "cores", type=click.IntRange(1, 512), metavar="CORES", help="Cores: 8."),
     click.option("--gpu-bandwidth", type=click.IntRange(1, 100_000), metavar="GB/S", help="Of another card."),
     click.option("--gpu-tflops", type=click.IntRange(1, 10_000), metavar="FP32", help="Of another card."),
+    click.option("--kv-kernels", type=click.Choice(["all"]), help="Of its engine's attention: all KV types."),
+    click.option(
+        "--kv-fork",
+        "kv_forks",
+        multiple=True,
+        callback=lambda context, option, given: " ".join(given) or None,
+        metavar="NAME=VALUES:BYTES:DEVICE,…",
+        help="A KV type that its engine adds: turbo4=32:18:CUDA,CPU; repeatable.",
+    ),
 )
 
 
@@ -43,11 +54,14 @@ class Described:
     cores: int | None
     gpu_bandwidth: int | None
     gpu_tflops: int | None
+    kv_kernels: str | None = None
+    kv_forks: str | None = None
 
     @property
     def other_machine(self) -> bool:
         """Whether a machine is described, and not only how fast the memory of this one is."""
-        return any(getattr(self, name) is not None for name in self.__slots__ if name != "ddr")
+        beside = ("ddr", "kv_kernels", "kv_forks")
+        return any(getattr(self, name) is not None for name in self.__slots__ if name not in beside)
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) is not None for name in self.__slots__)
@@ -66,7 +80,10 @@ def machine_parts(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-_WORDS = ("--gpu", "--vram", "--ram", "--memory", "--pcie", "--cpu", "--gpu-bandwidth", "--gpu-tflops")
+_WORDS = (
+    *("--gpu", "--vram", "--ram", "--memory", "--pcie", "--cpu", "--gpu-bandwidth", "--gpu-tflops"),
+    *("--kv-kernels", "--kv-fork"),
+)
 
 
 def words_of(parts: Described) -> list[str]:
@@ -130,7 +147,46 @@ def from_parts(parts: Described) -> Profile:
     card = None if (parts.gpu or "none").lower() == "none" else _card(parts, vram)
     ram = _bytes(parts.ram, "--ram")
     memory = vram or (card.memory << 30 if card else 0)
-    return described(Parts(card, memory, ram, parts.ddr, parts.pcie or "", parts.cores))
+    return _with_engine(described(Parts(card, memory, ram, parts.ddr, parts.pcie or "", parts.cores)), parts)
+
+
+def _with_engine(profile: Profile, parts: Described) -> Profile:
+    """The profile with what its engine computes attention on."""
+    words = [
+        words for words, given in (("kv-all", parts.kv_kernels), (parts.kv_forks, parts.kv_forks)) if given
+    ]
+    if not words:
+        return profile
+    devices = tuple(
+        d.model_copy(update={"all_kv_types": True}) if parts.kv_kernels and d.kind != "cpu" else d
+        for d in profile.devices
+    )
+    forks = tuple(_fork(text) for text in (parts.kv_forks or "").split()) or None
+    name = "-".join([profile.name, *(re.sub(r"[^a-z0-9.]+", ".", str(word).lower()) for word in words)])
+    return profile.model_copy(update={"name": name, "devices": devices, "cache_types": forks})
+
+
+def _fork(text: str) -> CacheType:
+    """One type of the KV cache, from NAME=VALUES:BYTES:DEVICE,DEVICE; OptionProblem for what is none."""
+    from pydantic import ValidationError
+
+    from planner.workload import KV_TYPES, CacheType
+
+    name, _, layout = text.partition("=")
+    values, _, rest = layout.partition(":")
+    size, _, devices = rest.partition(":")
+    whole = values.isascii() and values.isdecimal() and size.isascii() and size.isdecimal()
+    if not (name and whole and devices and len(values) < 9 and len(size) < 9) or name in KV_TYPES:
+        raise OptionProblem(
+            "--kv-fork", text, "expected a new NAME=VALUES:BYTES:DEVICE, as turbo4=32:18:CUDA"
+        )
+    try:
+        return CacheType(
+            name=name, values=int(values), block_bytes=int(size), devices=tuple(devices.split(","))
+        )
+    except ValidationError as problem:
+        first = problem.errors(include_url=False)[0]
+        raise OptionProblem("--kv-fork", text, f"{first['loc'][0]}: {first['msg'].lower()}") from None
 
 
 def _card(parts: Described, vram: int) -> Card:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from planner.plan.known import Known
     from planner.plan.plan import EngineFit, Plan
     from planner.plan.request import Request
+    from planner.workload import CacheType
 
 
 Watch = Callable[[int, int], None]
@@ -90,7 +91,7 @@ def inputs_of(asked: SolveOptions) -> Inputs:
     given = {} if asked.budget is None else parse_budget(asked.budget)
     inventory = load_inventory(asked.model)
     budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
-    workload = workload_of(asked, inventory)
+    workload = workload_of(asked, inventory, profile)
     if asked.mtp and (fault := nextn_fault(inventory)):
         raise OptionProblem("--mtp", "", f"the model {fault}")
     lowest = asked.ctx_min or (min(workload.needed_cells, workload.n_ctx) if asked.ctx == "max" else 0)
@@ -143,7 +144,12 @@ def _note_changes(profile: Profile, path: Path | None) -> None:
         say(f"note: if {path} is of this machine, profile again: {'; '.join(changes)}")
 
 
-def workload_of(asked: SolveOptions, inventory: Inventory) -> Workload:
+def forks_among(profile: Profile, types: tuple[str, ...]) -> tuple[CacheType, ...] | None:
+    """Those of a profile's cache types that are asked for; None for none."""
+    return tuple(one for one in profile.cache_types or () if one.name in types) or None
+
+
+def workload_of(asked: SolveOptions, inventory: Inventory, profile: Profile) -> Workload:
     """The workload of a command line; OptionProblem for what makes no sense."""
     from pydantic import ValidationError
 
@@ -158,6 +164,7 @@ def workload_of(asked: SolveOptions, inventory: Inventory) -> Workload:
         raise OptionProblem("--ctx", asked.ctx, "expected a number of tokens, or max")
     fields: dict[str, Any] = {
         "n_ctx": min(trained, 2**31 - 1) if asked.ctx == "max" else int(asked.ctx),
+        "cache_types": forks_among(profile, (type_k, type_v if slash else type_k)),
         "type_k": type_k,
         "type_v": type_v if slash else type_k,
         "n_ubatch": asked.ubatch,

@@ -207,7 +207,7 @@ def _solve(inputs: Inputs, asked: SolveOptions, swept: Range, points: list[Point
             bar.update(task, rate=f"{mib(size)}, context {n_ctx}")
             request = replace(inputs.request, budgets={**inputs.request.budgets, swept.device: size})
             if n_ctx != request.workload.n_ctx:
-                use = workload_of(replace(asked, ctx=str(n_ctx)), inputs.inventory)
+                use = workload_of(replace(asked, ctx=str(n_ctx)), inputs.inventory, inputs.profile)
                 request = replace(request, workload=use)
             here = replace(inputs.within(1 / (len(pairs) - n)), request=request)
 

@@ -14,10 +14,15 @@ _CUDA_LIKE = ("CUDA", "ROCm", "HIP", "MUSA", "RPC")
 
 
 def attends(device: Device, workload: Workload, timings: Iterable[OpTiming] = ()) -> bool:
-    """Whether a device has attention kernels for the workload's KV types: by table, or as it was timed.
+    """Whether a device has attention kernels for the workload's KV types: by table, as stated, or timed.
 
-    Without flash attention the engine needs V unquantised, which `kv_problem` refuses.
+    Without flash attention the engine needs V unquantised, which `kv_problem` refuses. A type of a fork is
+    computed where the profile says so, and nowhere else.
     """
+    if workload.forks:
+        return all(device.name.startswith(one.devices) for one in workload.forks.values())
+    if device.all_kv_types and workload.flash_attn:
+        return True
     if device.kind == "cpu" or not device.name.startswith(_CUDA_LIKE):
         return True
     if not workload.flash_attn:
@@ -39,6 +44,12 @@ def kv_note(devices: Iterable[Device], workload: Workload, timings: Iterable[OpT
     if not lacks:
         return ""
     asked = " and ".join(dict.fromkeys((workload.type_k, workload.type_v)))
+    if workload.forks:
+        there = ", ".join(dict.fromkeys(d for one in workload.forks.values() for d in one.devices))
+        return (
+            f"no attention on KV of type {asked} on {', '.join(lacks)}: layers with a cache stay off it; "
+            f"the profile says that {there} computes it, and every device takes {CUDA_TYPES[2]}"
+        )
     return (
         f"no attention on KV of type {asked} on {', '.join(lacks)}: layers with a cache stay off it; "
         f"K and V of one type of {', '.join(CUDA_TYPES)} could be there (--kv-type q8_0), for all layers"

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from planner.constants import CPU
 from planner.records import Bytes, Count, Many, Nanoseconds, Ppm, Rate, Record, Shape, digest, dump, load
 from planner.remember import remembered
+from planner.workload import CacheType
 
 
 class Device(Record):
@@ -30,6 +31,8 @@ class Device(Record):
     # Whose memory this is, where `memory_bytes` is all of it and others need a part: a Mac's, or that of any
     # other machine with one memory (a phone, an APU). Told of a remote device, which cannot tell itself.
     shared: Literal["macos", "unified"] | None = None
+    # True: attention kernels for every type of the KV cache, and any two of them (GGML_CUDA_FA_ALL_QUANTS).
+    all_kv_types: bool | None = None
 
 
 class Link(Record):
@@ -115,6 +118,8 @@ class Profile(Record):
     calibrations: Many[Calibration] = Field((), max_length=1024)
     doubts: Annotated[Many[Doubt], Field(max_length=256)] | None = None  # absent: nothing was fitted
     warnings: Many[str] = Field((), max_length=1024)
+    # Types of the KV cache that a fork of the engine adds; absent: the engine's own alone.
+    cache_types: Annotated[Many[CacheType], Field(max_length=64)] | None = None
 
     @field_validator("devices")
     @classmethod

@@ -15,8 +15,16 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from planner.machine.host_memory import OFFLOAD_BATCH
-from planner.memory.kv_cache import INDEXED, Cells, cells_of, head_widths, is_latent, kv_heads, state_widths
-from planner.model.ggml_types import row_bytes
+from planner.memory.kv_cache import (
+    INDEXED,
+    Cells,
+    cache_row_bytes,
+    cells_of,
+    head_widths,
+    is_latent,
+    kv_heads,
+    state_widths,
+)
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import CACHELESS, ENCODERS, Layers
 from planner.model.structure import Structure
@@ -299,7 +307,7 @@ def _cast_bytes(structure: Structure, workload: Workload, layer: int, swa_full: 
     rows = (cells.sliding if slides else cells.full) * cells.streams
     if not workload.flash_attn:
         value = head_widths(inventory, slides)[1] if is_latent(inventory) else 0
-        return rows * row_bytes(workload.type_k, value) if value else 0
+        return rows * cache_row_bytes(workload, workload.type_k, value) if value else 0
     heads = kv_heads(inventory, structure.layers.n_all)[layer]
     key, value = head_widths(inventory, slides)
     if "f32" in (workload.type_k, workload.type_v):

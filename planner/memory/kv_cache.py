@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from planner.block_names import within_block
 from planner.constants import CELL_STEP
 from planner.errors import InputError
-from planner.model.ggml_types import BY_NAME, row_bytes
+from planner.model.ggml_types import BY_NAME
 from planner.model.inventory import Inventory
 from planner.model.layers import CACHELESS
 from planner.model.sliding_window import window
@@ -108,12 +108,12 @@ def check_types(structure: Structure, workload: Workload) -> None:
     latent = is_latent(inventory) or inventory.architecture == "deepseek4"
     if latent and type_k != type_v:
         raise KvTypeProblem(type_k, type_v, "a latent attention (MLA) needs the same type for both")
-    if not workload.flash_attn and BY_NAME[type_v].block > 1:
+    if not workload.flash_attn and _layout(workload, type_v)[0] > 1:
         raise KvTypeProblem(type_k, type_v, "a quantised V (type_v) needs flash attention (flash_attn: true)")
     for slides in {s for s, a in zip(structure.slides, structure.layers.attention, strict=False) if a}:
         for type_name, width in zip((type_k, type_v), head_widths(inventory, slides), strict=True):
-            if width % BY_NAME[type_name].block:
-                why = f"blocks of {BY_NAME[type_name].block} values do not divide heads of {width}"
+            if width % _layout(workload, type_name)[0]:
+                why = f"blocks of {_layout(workload, type_name)[0]} values do not divide heads of {width}"
                 raise KvTypeProblem(type_k, type_v, why)
 
 
@@ -267,11 +267,11 @@ def _layer_kv(structure: Structure, workload: Workload, cells: Cells, layer: int
     heads = kv_heads(inventory, layers.n_all)
     key, value = head_widths(inventory, slides)
     rows = (cells.sliding if slides else cells.full) * cells.streams
-    total = _row(workload.type_k, key * heads[layer]) * rows
+    total = _row(workload, workload.type_k, key * heads[layer]) * rows
     if not is_latent(inventory):
         # Without flash attention values are stored transposed, all layers as wide as the widest.
         widest = value * heads[layer] if workload.flash_attn else _widest_value(structure)
-        total += _row(workload.type_v, widest) * rows
+        total += _row(workload, workload.type_v, widest) * rows
     return total + _indexer(inventory, workload, layer, layers.n_main) * rows
 
 
@@ -281,8 +281,22 @@ def _widest_value(structure: Structure) -> int:
     return max(width * n for width, n in zip(widths, heads, strict=True))
 
 
-def _row(type_name: str, width: int) -> int:
-    return row_bytes(type_name, width) if width else 0
+def _row(workload: Workload, type_name: str, width: int) -> int:
+    return cache_row_bytes(workload, type_name, width) if width else 0
+
+
+def cache_row_bytes(workload: Workload, name: str, values: int) -> int:
+    """Bytes of so many values of a type of the cache; ValueError where they are not whole blocks."""
+    block, size = _layout(workload, name)
+    if values % block:
+        raise ValueError(f"{values} values are not whole {name} blocks of {block}")
+    return values // block * size
+
+
+def _layout(workload: Workload, name: str) -> tuple[int, int]:
+    """Values and bytes of a block, of the engine's types and of those of a fork."""
+    fork = workload.forks.get(name)
+    return (fork.values, fork.block_bytes) if fork else (BY_NAME[name].block, BY_NAME[name].bytes)
 
 
 def _indexer(inventory: Inventory, workload: Workload, layer: int, n_main: int) -> int:
@@ -292,9 +306,9 @@ def _indexer(inventory: Inventory, workload: Workload, layer: int, n_main: int) 
         return 0
     if inventory.architecture == "glm5-next" and inventory.number("attention.indexer.kpool"):
         width *= 3  # key, gate and pooled value
-    row = _row(workload.type_k, width)
+    row = _row(workload, workload.type_k, width)
     if inventory.architecture in _INDEXED_VALUES:
-        row += _row(workload.type_v, head_widths(inventory, False)[1])
+        row += _row(workload, workload.type_v, head_widths(inventory, False)[1])
     return row
 
 
@@ -330,14 +344,14 @@ def _v4_ratio(inventory: Inventory, layer: int) -> int:
 def _v4_bytes(inventory: Inventory, workload: Workload, cells: Cells, layer: int) -> int:
     """DeepSeek-V4: keys of the sliding window, and compressed keys of the whole context."""
     key, _ = head_widths(inventory, False)
-    row = _row(workload.type_k, key * kv_heads(inventory, layer + 1)[layer])
+    row = _row(workload, workload.type_k, key * kv_heads(inventory, layer + 1)[layer])
     ratio = _v4_ratio(inventory, layer)
     total = row * cells.sliding
     if ratio in (_V4_FINE, _V4_COARSE):
         kept = padded(max(1, -(-cells.full // ratio)), CELL_STEP)
         total += row * kept
         if ratio == _V4_FINE:
-            total += _row(workload.type_k, inventory.number("attention.indexer.key_length")) * kept
+            total += _row(workload, workload.type_k, inventory.number("attention.indexer.key_length")) * kept
     return total * workload.n_seq
 
 

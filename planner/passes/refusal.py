@@ -8,6 +8,7 @@ from planner.constants import CPU
 from planner.cost.build_problem import Priced
 from planner.cost.layer_options import PER_DEVICE
 from planner.errors import AnswerIsNo
+from planner.machine.attention_kernels import CUDA_TYPES, attends
 from planner.machine.engine_builds import Fault, sentence
 from planner.memory.memory import Memory, together
 from planner.plan.request import Request
@@ -72,6 +73,8 @@ def unavoidable(priced: Priced, request: Request) -> Infeasible | None:
     """
     problem = priced.problem
     for decision in problem.decisions:
+        if not decision.options and (why := _no_kernels(priced)):
+            return Infeasible((), (f"--kv-type {CUDA_TYPES[2]}",), why)
         if not decision.options:
             why = f"{decision.name} has no allowed place under the pins, modes, KV and tensor types given"
             return Infeasible((), hints(priced, request), why)
@@ -89,6 +92,16 @@ def unavoidable(priced: Priced, request: Request) -> Infeasible | None:
     short.sort(key=lambda n: n.budget_bytes - n.total_bytes)  # the shortage that matters first
     lacks = short[0].total_bytes - short[0].budget_bytes
     return Infeasible(tuple(short), hints(priced, request, host, lacks))
+
+
+def _no_kernels(priced: Priced) -> str:
+    """Why no layer with a cache can be anywhere; "" where some device computes its attention."""
+    prices = priced.prices
+    devices = [prices.profile.device(d.device) for d in priced.problem.devices]
+    if any(attends(device, prices.workload, prices.profile.timings) for device in devices):
+        return ""
+    types = " and ".join(dict.fromkeys((prices.workload.type_k, prices.workload.type_v)))
+    return f"no device computes attention on KV of type {types}"
 
 
 def _hosts(problem: Problem) -> bool:

@@ -57,6 +57,10 @@ class Kept:
 def check(engine: Engine, spec: LoadSpec) -> None:
     """Refuse what the engine would abort on or silently ignore."""
     work = spec.workload
+    if work.forks:
+        raise EngineProblem(
+            engine.label, f"has no KV cache of type {', '.join(work.forks)}: it is a fork's (atsplan export)"
+        )
     if not work.flash_attn and work.type_v not in _PLAIN_V:
         raise InputError(
             f"workload: type_v {work.type_v} needs flash_attn: true (a quantised V cache aborts without it)"

@@ -242,6 +242,8 @@ llm = llama_cpp.Llama(
 
 def _python(plan: Plan, placed: Stock, model: str) -> str:
     spec, work = placed.spec, placed.spec.workload
+    if work.forks:
+        raise NotHeld("llama-cpp-python", f"knows no KV cache of type {', '.join(work.forks)}")
     values: dict[str, object] = {
         "n_gpu_layers": spec.n_gpu_layers,
         "tensor_split": list(spec.tensor_split) if len(spec.devices) > 1 else None,
