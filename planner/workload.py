@@ -49,8 +49,8 @@ class Workload(Record):
     def _known(cls, name: str, info: ValidationInfo) -> str:
         known = (*KV_TYPES, *(one.name for one in info.data.get("cache_types") or ()))
         if name not in known:
-            listed = ", ".join(repr(each) for each in known[:-1])
-            raise PydanticCustomError("kv_type", f"Input should be {listed} or {known[-1]!r}")
+            listed = ", ".join(f"'{each}'" for each in known[:-1])
+            raise PydanticCustomError("kv_type", f"Input should be {listed} or '{known[-1]}'")
         return name
 
     @property

@@ -14,6 +14,7 @@ from planner.machine.attention_kernels import attends
 from planner.machine.profile import Profile, from_text, to_text
 from planner.memory.kv_cache import kv_bytes
 from planner.model.inventory import to_text as inventory_text
+from planner.model.structure import structure_of
 from planner.plan.plan import from_text as plan_from
 from planner.workload import CacheType, Workload
 
@@ -35,8 +36,10 @@ def use(one: CacheType, **more: object) -> Workload:
 def test_its_blocks_are_counted() -> None:
     model = moe()
     same = Workload(n_ctx=8192, type_k="q4_0", type_v="q4_0")  # 18 bytes for 32 values too
-    assert kv_bytes(model, use(TURBO)) == kv_bytes(model, same)
-    assert sum(kv_bytes(model, use(ON_GPU))) * 18 == sum(kv_bytes(model, same)) * 10
+    assert kv_bytes(structure_of(model), use(TURBO)) == kv_bytes(structure_of(model), same)
+    assert (
+        sum(kv_bytes(structure_of(model), use(ON_GPU))) * 18 == sum(kv_bytes(structure_of(model), same)) * 10
+    )
 
 
 def test_layers_with_a_cache_go_where_it_is_computed() -> None:
@@ -48,7 +51,9 @@ def test_layers_with_a_cache_go_where_it_is_computed() -> None:
     assert all(entry.device == "CPU" for entry in kept.layers if entry.first in blocks)
     (note,) = [n for n in kept.notes if "no attention on KV" in n]
     assert "type turbo3 on CUDA0" in note and "CPU computes it" in note and "q8_0" in note
-    assert sum(d.kv_bytes for d in kept.devices if d.name == "CPU") == sum(kv_bytes(model, use(ON_CPU)))
+    assert sum(d.kv_bytes for d in kept.devices if d.name == "CPU") == sum(
+        kv_bytes(structure_of(model), use(ON_CPU))
+    )
     assert not [f for f in findings(kept, model, forked()) if f.severity.value == "error"]
 
 

@@ -13,7 +13,8 @@ from profiler.journal import Journal
 from profiler.operators.cases import Job, Place
 from profiler.runner import Line
 
-CASE = Case("MUL_MAT", "q8_0", (256, 256), 1)
+CASE = Case("MUL_MAT", "f16", (2048, 2048), 16)
+LEAST_NS = 2 * 2048 * 2048 * 16 * 10**9 // 10**12  # at 1 TFLOP/s, of one thread
 
 
 def test_a_case_is_timed_there(
@@ -26,3 +27,5 @@ def test_a_case_is_timed_there(
     runner.cases([job], str(computing_server), 1, time.monotonic() + 0.1, journal, lines.append)
     (found,) = [line for line in lines if line["kind"] == "case"]
     assert found["key"] == job.key and found["time_ns"] > 0
+    # The pass is waited for: 134 million operations take a thread longer than to send them.
+    assert found["time_ns"] > LEAST_NS
