@@ -149,7 +149,7 @@ COMPARED = {"model", "units", "experts", "devices", "engines"}
 # Said beside what is measured, or in what is exported.
 SPOKEN = {"machine", "predicted", "command", "projector", "speculation"}
 # How the decision came about.
-PAST = {"schema_", "version", "constraints", "baselines", "fit", "notes", "search"}
+PAST = {"schema_", "version", "constraints", "baselines", "untuned", "fit", "notes", "search"}
 
 
 def test_every_field_of_a_plan_is_passed_compared_or_about_the_past() -> None:

@@ -193,4 +193,7 @@ def test_a_slower_plan_gives_way_to_its_rule_unless_a_person_asked_for_it(tmp_pa
     assert "--n-cpu-moe" in data["arguments"] and "instead: the plan's stock rule n-cpu-moe" in said
     asked = plan.constraints.model_copy(update={"pins": ("blk.0.*=cpu",)})
     data, said = exported(changed(tmp_path, name, predicted=slow, constraints=asked))
+    assert "--override-tensor" in data["arguments"] and "stock rule" not in said  # none keeps the pin
+    edited = slow.model_copy(update={"status": "edited"})
+    data, said = exported(changed(tmp_path, name, predicted=edited))
     assert "--override-tensor" in data["arguments"] and "slower than the stock rule" in said

@@ -35,7 +35,7 @@ def test_the_plans_in_git_agree_with_themselves(path: Path) -> None:
         (r"(predicted:\n  tpot_ns: \d+)\d\n", r"\1\n", "cost"),
         (r"(predicted:\n  tpot_ns: \d+\n  prefill_ns: \d+)\d\n", r"\1\n", "cost"),
         (r"objective_ns: (\d+)\d", r"objective_ns: \1", "cost"),
-        (r"(name: CUDA0, .*weights_bytes: )\d(\d+)", r"\g<1>\2", "memory"),
+        (r"(name: CUDA0, .*weights_bytes: \d+)\d", r"\1", "memory"),
         (r"(name: CPU, .*weights_bytes: \d)", r"\g<1>9", "memory"),
         (r"(- \{unit: blk\.3\.attention, site: )'gpu:CUDA0'", r"\1'gpu:CUDA1'", "sites"),
         (r"(- \{unit: blk\.3\.experts, site: )cpu", r"\1'gpu:CUDA0'", "overrides"),

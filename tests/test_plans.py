@@ -48,7 +48,7 @@ def test_assumed_machines_are_said_to_be_assumed(plans: dict[str, Plan]) -> None
 
 
 def test_no_plan_is_priced_above_a_stock_rule(plans: dict[str, Plan]) -> None:
-    """The best stock rule by the plan's own objective; plans not told apart from it are it."""
+    """The best stock rule by the plan's own objective, under its flags."""
     for name, plan in plans.items():
         stock = [
             plan.workload.gen * b.tpot_ns + b.prefill_ns

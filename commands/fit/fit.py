@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.fit.levers import Lever, flags, lever_bars, levers, most
+from commands.fit.levers import Lever, lever_bars, levers, most
 from commands.shared.console import mib, out, out_json, out_table, out_text, progress, say, table
 from commands.shared.machine_options import Described, machine_parts, profile_of, with_found, words_of
 from commands.shared.models import load_inventory
@@ -314,6 +314,8 @@ def _show(answer: Answer, inventory: Inventory, model: Path, words: Words) -> No
 
 def _show_levers(answer: Answer) -> None:
     """What each change alone brings, and the flags whose gain is in the plan's time already."""
+    from planner.check.gains import flags_of, gains_text
+
     if not answer.levers:
         return
     made = table("lever", "option", "tokens/s", "gain", "costs")
@@ -323,11 +325,14 @@ def _show_levers(answer: Answer) -> None:
         made.add_row(lever.name, lever.option, rate, brings, lever.costs)
     out_table(made)
     out(most(answer.levers))
-    if set_by_plan := flags(answer.plan):
+    if set_by_plan := flags_of(answer.plan):
         out(f"flags whose gain is in the plan's time: {' '.join(set_by_plan)}")
+        out(gains_text(answer.plan))
 
 
 def _data(answer: Answer, inventory: Inventory, model: Path, words: Words) -> dict[str, Any]:
+    from planner.check.gains import flags_of
+
     text, notes = pasted(answer.plan, inventory, model, words)
     return {
         "feasible": True,
@@ -347,7 +352,7 @@ def _data(answer: Answer, inventory: Inventory, model: Path, words: Words) -> di
             }
             for each in answer.levers
         ],
-        "flags": flags(answer.plan),
+        "flags": flags_of(answer.plan),
         "n_ctx": answer.plan.workload.n_ctx,
         "largest_ctx": answer.largest_ctx,
         "command": text.strip(),

@@ -109,15 +109,3 @@ def _next_smaller(inventory: Inventory) -> tuple[str, Inventory] | None:
         if made.size_bytes < 0.9 * inventory.size_bytes:
             return name, made
     return None
-
-
-def flags(plan: Plan) -> tuple[str, ...]:
-    """Flags of the engine that the plan sets and a stock rule does not; their gain is in the plan's time."""
-    from planner.plan.load_spec import pins_host_weights
-
-    found = (
-        ("--no-op-offload", not plan.op_offload),
-        ("--no-repack", plan.repack is False),
-        ("--no-mmap", pins_host_weights(plan)),
-    )
-    return tuple(flag for flag, is_set in found if is_set)

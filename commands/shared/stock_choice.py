@@ -44,6 +44,7 @@ def choose(plan: Plan, path: str, inputs: Inputs, spell: Spell) -> tuple[Plan, S
     `spell` gives the options of a plan. Raises NothingFits.
     """
     from planner.check.recorded_rules import usable_rules
+    from planner.model.structure import structure_of
 
     mine = spell(plan)
     for note in mine.notes:
@@ -52,24 +53,37 @@ def choose(plan: Plan, path: str, inputs: Inputs, spell: Spell) -> tuple[Plan, S
     for each in over:
         say(f"not exported: {each}")
     whys = list(over) if _same_memory(plan, mine) else [*mine.notes, *over]
-    rules = usable_rules(plan)
+    units = structure_of(inputs.inventory).units if inputs.inventory is not None else ()
+    rules = usable_rules(plan, units)
     best = rules[0] if rules else None
-    if not whys and (best is None or not _slower(plan, best) or _asked_for(plan)):
+    edited = plan.predicted.status == "edited"
+    if not whys and (best is None or not _slower(plan, best) or edited):
         if best is not None and _slower(plan, best):
-            say(f"note: its pins or edits make it slower than the stock rule {best.name} ({best.setting})")
+            say(f"note: its edits make it slower than the stock rule {best.name} ({best.setting})")
         return plan, mine
     solved = _solved(plan, inputs, spell, mine)
-    if solved is not None and (best is None or _faster(solved[0], best)):
-        was, now = plan.predicted.tpot_ns, solved[0].predicted.tpot_ns
-        say(f"{_SOLVED}: predicted {ms(now)} a token, the plan itself {ms(was)}")
-        return solved
+    if solved is not None and best is not None and not _faster(solved[0], best):
+        solved = None
     near = _nearest(plan, inputs, spell, mine, whys) if whys != over else None
-    if near is not None and (best is None or not _slower(near[0], best)):
-        return near
+    if near is not None and best is not None and _slower(near[0], best):
+        near = None
+    if found := min(filter(None, (solved, near)), key=lambda each: _request_ns(each[0]), default=None):
+        _say_instead(plan, found)
+        return found
     for rule in rules:
         if found := _rule(plan, rule, inputs, spell, mine, whys):
             return found
     raise NothingFits(path, tuple(whys))
+
+
+def _request_ns(plan: Plan) -> int:
+    """What a request of the plan's workload takes."""
+    return plan.predicted.tpot_ns * plan.workload.gen + plan.predicted.prefill_ns
+
+
+def _say_instead(plan: Plan, found: tuple[Plan, Stock]) -> None:
+    was, now = plan.predicted.tpot_ns, found[0].predicted.tpot_ns
+    say(f"{found[1].notes[-1]}: predicted {ms(now)} a token, the plan itself {ms(was)}")
 
 
 def _same_memory(plan: Plan, mine: Stock) -> bool:
@@ -105,22 +119,14 @@ def _slower(plan: Plan, rule: Baseline) -> bool:
     """Whether a request of the plan's workload takes longer than by a rule."""
     from planner.check.recorded_rules import objective_ns
 
-    mine = plan.predicted.tpot_ns * plan.workload.gen + plan.predicted.prefill_ns
-    return mine > objective_ns(plan, rule)
-
-
-def _asked_for(plan: Plan) -> bool:
-    """Whether a person asked for this placement whatever it costs."""
-    free = plan.constraints
-    return bool(free.pins) or free.contiguous or free.no_cpu or plan.predicted.status == "edited"
+    return _request_ns(plan) > objective_ns(plan, rule)
 
 
 def _faster(plan: Plan, rule: Baseline) -> bool:
     """Whether a plan beats a rule by more than a hundredth: else the rule, which is simpler, stands."""
     from planner.check.recorded_rules import objective_ns
 
-    mine = plan.predicted.tpot_ns * plan.workload.gen + plan.predicted.prefill_ns
-    return 100 * mine < 99 * objective_ns(plan, rule)
+    return 100 * _request_ns(plan) < 99 * objective_ns(plan, rule)
 
 
 def _solved(plan: Plan, inputs: Inputs, spell: Spell, mine: Stock) -> tuple[Plan, Stock] | None:
@@ -160,8 +166,6 @@ def _nearest(
     if _layers(again, len(plan_layer_devices(legal))) != plan_layer_devices(legal)[:-1]:
         whys.append(f"the nearest plan: {'; '.join(again.notes)}")
         return None
-    was, now = plan.predicted.tpot_ns, legal.predicted.tpot_ns
-    say(f"nearest plan of a stock tool: predicted {ms(now)} a token, the plan itself {ms(was)}")
     done = "instead: as many layers on the CPU as planned, but the first ones"
     if legal.layers == plan.layers:
         done = "instead: the experts of whole layers on the CPU"
@@ -181,9 +185,10 @@ def _rule(
     """A recorded rule, with the inputs at hand priced again; None when that says it does not fit."""
     from planner.check.recorded_rules import flags, objective_ns, rule_plan
     from planner.check.reprice import edited
+    from planner.model.structure import structure_of
     from runtime.tools.expert_rule import ExpertRule, patterns
 
-    told = rule_plan(plan, rule)
+    told = rule_plan(plan, rule, structure_of(inputs.inventory).units if inputs.inventory else ())
     if inputs.inventory is not None and inputs.profile is not None and not inputs.heat_missing(plan):
         try:
             told = edited(told, inputs.inventory, inputs.profile, inputs.known)
@@ -191,16 +196,15 @@ def _rule(
             whys.append(f"the stock rule {rule.name} ({rule.setting}): {_in_mib(str(problem))}")
             return None
         if _slower(told, rule):
-            now = told.predicted.tpot_ns * told.workload.gen + told.predicted.prefill_ns
             whys.append(
-                f"the stock rule {rule.name} ({rule.setting}): a request takes {ms(now)}, "
+                f"the stock rule {rule.name} ({rule.setting}): a request takes {ms(_request_ns(told))}, "
                 f"recorded are {ms(objective_ns(plan, rule))}"
             )
             return None
     asked = flags(rule.setting)
     assert asked is not None
     placed = spell(told)
-    if asked.experts or asked.every:
+    if (asked.experts or asked.every) and not asked.pins:
         n_blocks = told.layers[-1].last
         count = n_blocks if asked.every else asked.experts
         own = ExpertRule(count, asked.every, ())

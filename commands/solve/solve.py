@@ -137,6 +137,9 @@ def _show_devices(plan: Plan) -> None:
 
 
 def _show_speed(plan: Plan) -> None:
+    from planner.check.gains import gains_text
+    from planner.plan.stock_rule import NOT_KEPT
+
     speed = table("placement", "setting", "ms/token", "tokens/s", "prompt ms", "GPU memory")
     p = plan.predicted
     used = sum(d.used_bytes for d in plan.devices if d.kind != "cpu")
@@ -145,8 +148,10 @@ def _show_speed(plan: Plan) -> None:
         if b.feasible:
             speed.add_row(b.name, b.setting, *_speed(b.tpot_ns, b.prefill_ns), mib(b.vram_bytes))
         else:
-            speed.add_row(b.name, b.setting, "does not fit", "", "", "")
+            speed.add_row(b.name, b.setting, "-" if b.setting == NOT_KEPT else "does not fit", "", "", "")
     out_table(speed)
+    if text := gains_text(plan):
+        out(text)
 
 
 def _speed(tpot_ns: int, prefill_ns: int) -> tuple[str, str, str]:

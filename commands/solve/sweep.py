@@ -48,11 +48,9 @@ class Point:
     @property
     def best_stock(self) -> Baseline | None:
         """The stock rule that answers a request first, as the plan is chosen by it; None when none fits."""
-        from planner.check.recorded_rules import objective_ns
+        from planner.check.gains import best_rule
 
-        plan = self.plan
-        rules = [b for b in plan.baselines if b.feasible] if plan else []
-        return min(rules, key=lambda b: objective_ns(plan, b), default=None) if plan else None
+        return best_rule(self.plan) if self.plan else None
 
     @property
     def gain_ppm(self) -> int:
@@ -61,9 +59,7 @@ class Point:
 
         if self.plan is None or self.best_stock is None:
             return 0
-        gain = PPM * objective_ns(self.plan, self.best_stock) // max(self.plan.predicted.objective_ns, 1)
-        # A plan that is itself a stock rule, though a simpler one than the fastest, gains nothing.
-        return max(gain, PPM) if self.plan.predicted.status == "baseline" else gain
+        return PPM * objective_ns(self.plan, self.best_stock) // max(self.plan.predicted.objective_ns, 1)
 
 
 @dataclass(frozen=True, slots=True)

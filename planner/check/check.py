@@ -21,7 +21,6 @@ from planner.model.inventory import Inventory
 from planner.model.structure import Structure, structure_of
 from planner.model.units import foreign_note
 from planner.passes.make_plan import make_plan
-from planner.passes.margin import STOCK_TOLERANCE_PPM
 from planner.passes.prompt_pipeline import restated
 from planner.passes.refusal import OutOfTime
 from planner.plan.difference import Change, difference
@@ -336,7 +335,7 @@ def _optimal(
         message = f"edited by hand: {loss:.2f} % above the best placement found"
         report.add("optimal", message, "predicted", "status", severity=Severity.NOTE)
         return
-    slack = mine * (plan.predicted.gap_ppm + _tolerance(plan, best)) // PPM
+    slack = mine * plan.predicted.gap_ppm // PPM
     if found < mine - slack:
         report.add(
             "optimal",
@@ -352,11 +351,6 @@ def _optimal(
         and best.predicted.status != "feasible"
     ):
         report.add("optimal", "the recorded bound cannot be proven again", "predicted", "bound_ns")
-
-
-def _tolerance(plan: Plan, best: Plan) -> int:
-    """A stock rule is kept where the solver's answer cannot be told apart from it (at most 2 %)."""
-    return STOCK_TOLERANCE_PPM if "baseline" in (plan.predicted.status, best.predicted.status) else 0
 
 
 def _stale(profile: Profile, options: CheckOptions, report: _Report) -> None:

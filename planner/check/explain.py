@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.block_names import layer_of, stem_of
+from planner.check.gains import gains_text
 from planner.check.reprice import known_of, request_of, settings_of
 from planner.constants import PPM
 from planner.cost import hybrid_slots
@@ -21,6 +22,7 @@ from planner.plan.adaptation import Policy
 from planner.plan.known import Known
 from planner.plan.load_spec import pins_host_weights, works_from_host
 from planner.plan.plan import Baseline, DeviceUse, Plan, Speculation
+from planner.plan.stock_rule import NOT_KEPT
 from planner.site import ON_CPU, Site, SiteKind
 from planner.solver.clock import Clock
 
@@ -147,6 +149,8 @@ def sentences(plan: Plan, larger: Plan | None = None, parts: Breakdown | None = 
     yield from _limit(plan, larger)
     yield from _proof(plan)
     yield from (_against(plan, baseline) for baseline in plan.baselines)
+    if text := gains_text(plan):
+        yield text
 
 
 def _range(ns: int, error_ppm: int) -> str:
@@ -305,7 +309,8 @@ def _proof(plan: Plan) -> Iterator[str]:
 def _against(plan: Plan, baseline: Baseline) -> str:
     name = f"{baseline.name} ({baseline.setting})"
     if not baseline.feasible:
-        return f"{name} does not fit."
+        kept = baseline.setting != NOT_KEPT
+        return f"{name} does not fit." if kept else f"{baseline.name} {NOT_KEPT}."
     mine = _request(plan, plan.predicted.tpot_ns, plan.predicted.prefill_ns)
     theirs = _request(plan, baseline.tpot_ns, baseline.prefill_ns)
     if mine == theirs:
@@ -313,15 +318,14 @@ def _against(plan: Plan, baseline: Baseline) -> str:
     faster = theirs / max(mine, 1)
     token = baseline.tpot_ns - plan.predicted.tpot_ns
     prompt = baseline.prefill_ns - plan.predicted.prefill_ns
-    kept = " It does not keep to what was asked." if theirs < mine and _asked_for(plan) else ""
     return (
         f"{name} takes {faster:.2f} times as long for a request: {_signed(token)} a token, "
-        f"{_signed(prompt)} for the prompt, with {_mib(baseline.vram_bytes)} MiB of GPU memory.{kept}"
+        f"{_signed(prompt)} for the prompt, with {_mib(baseline.vram_bytes)} MiB of GPU memory."
     )
 
 
 def _asked_for(plan: Plan) -> bool:
-    """Whether placements were limited by more than memory: stock rules know no pins."""
+    """Whether placements were limited by more than memory."""
     limits = plan.constraints
     return bool(limits.pins or limits.contiguous or limits.no_cpu)
 

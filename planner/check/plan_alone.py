@@ -18,12 +18,11 @@ from planner.machine.host_memory import HostMemory
 from planner.model.units import is_table
 from planner.plan.load_spec import HYBRID_GUESTS, LayerGap, plan_layer_devices
 from planner.plan.patterns import listed
-from planner.plan.plan import DeviceUse, Placement, Plan
+from planner.plan.plan import NOT_LOADED, DeviceUse, Placement, Plan
 from planner.site import NoSite, Site, SiteKind
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NORM = 2**20  # no norm is larger
-_NOT_LOADED = "not loaded"  # the reason of units that the engine leaves in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def _names(plan: Plan) -> Iterator[Fault]:
     known = {CPU, *(use.name for use in plan.devices)}
     seen: set[str] = set()
     for i, placed in enumerate(plan.units):
-        if placed.site.device not in known and placed.why != _NOT_LOADED:
+        if placed.site.device not in known and placed.why != NOT_LOADED:
             yield Fault("sites", f"{placed.unit}: {placed.site}: no such device in devices", ("units", i))
         if placed.unit in seen:
             yield Fault("units", f"{placed.unit} appears twice", ("units", i))
@@ -97,7 +96,7 @@ def _weights(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
         if (have := use.tables_bytes or 0) != (wanted := tables if use.name == CPU else 0):
             what = f"{use.name}: mapped tables of {have} bytes, its units hold {wanted}"
             yield Fault("memory", what, ("devices", i))
-        loaded = [p for p in plan.units if p.why != _NOT_LOADED]
+        loaded = [p for p in plan.units if p.why != NOT_LOADED]
         whole = sum(p.size_bytes for p in loaded if _on(p, use))
         parts = sum(_divided_at_most(p) for p in loaded if p.site.divided and not p.site.on_host)
         # A head without a tensor of its own is a copy of the embedding.
@@ -147,7 +146,7 @@ def _times(plan: Plan) -> Iterator[Fault]:
     free = plan.constraints
     # A fault of the engine keeps a plan from what its stock rules do all the same.
     fault = mixing_fault(plan.model.architecture, plan.machine.engine, free.budgets)
-    asked = free.pins or free.contiguous or free.no_cpu or told.status == "edited" or fault
+    asked = told.status == "edited" or fault
     best = min((r for r in plan.baselines if r.feasible), key=lambda r: objective_ns(plan, r), default=None)
     if best is not None and not asked and request > objective_ns(plan, best):
         what = f"slower than the stock rule {best.name} ({best.setting}) that it records"
@@ -171,11 +170,11 @@ def _overrides(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
     wanted = {
         (layer, p.site.buffer)
         for p in plan.units
-        if (layer := block_of(p.unit)) is not None and p.why != _NOT_LOADED
+        if (layer := block_of(p.unit)) is not None and p.why != NOT_LOADED
     }
     for i, placed in enumerate(plan.units):
         layer = block_of(placed.unit)
-        if layer is None or placed.why == _NOT_LOADED:
+        if layer is None or placed.why == NOT_LOADED:
             continue
         buffer = placed.site.buffer
         if buffer != layers[min(layer, len(layers) - 1)] and (layer, buffer) not in reached:

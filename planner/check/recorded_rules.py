@@ -7,21 +7,23 @@ unit goes, so a rule can be written as a plan of its own and priced and checked 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.block_names import block_of
 from planner.constants import CPU
+from planner.cost.pins import Wanted, parse_pin, pinned
+from planner.model.units import Unit
 from planner.plan.engine_rules import layers_by_ngl
 from planner.plan.load_spec import layer_ranges, plan_layer_devices
-from planner.plan.plan import Baseline, DeviceUse, Placement, Plan
-from planner.plan.stock_rule import PLAIN
+from planner.plan.plan import NOT_LOADED, Baseline, DeviceUse, Placement, Plan
+from planner.plan.stock_rule import PINS, PLAIN
 from planner.site import ON_CPU, Site
 
 _FLAGS = re.compile(
     r"(?:--device (?P<device>\S+) )?-ngl (?P<ngl>\d{1,5})(?P<none> --device none)?"
     r"(?: --n-cpu-moe (?P<moe>\d{1,5})| --n-cpu-ffn (?P<ffn>\d{1,5})| (?P<every>--cpu-moe))?"
-    rf"(?P<plain> {PLAIN})?"
+    rf"(?P<pins> {re.escape(PINS)})?(?P<plain> {PLAIN})?"
 )
 
 
@@ -35,6 +37,7 @@ class Flags:
     experts: int = 0  # of the first layers, on the CPU
     every: bool = False  # all experts on the CPU
     ffns: int = 0  # of the largest dense FFNs, on the CPU
+    pins: bool = False  # pins move units that the rule alone has elsewhere
     plain: bool = False  # prompts are computed where the weights are
 
 
@@ -50,6 +53,7 @@ def flags(setting: str) -> Flags | None:
         int(found["moe"] or 0),
         found["every"] is not None,
         int(found["ffn"] or 0),
+        found["pins"] is not None,
         found["plain"] is not None,
     )
 
@@ -59,17 +63,28 @@ def objective_ns(plan: Plan, of: Baseline) -> int:
     return of.tpot_ns * plan.workload.gen + of.prefill_ns
 
 
-def usable_rules(plan: Plan) -> list[Baseline]:
-    """The recorded rules that fit and can be written again, best first."""
+def usable_rules(plan: Plan, units: Sequence[Unit] = ()) -> list[Baseline]:
+    """The recorded rules that fit and can be written again, best first.
+
+    Pins name units and tensors: of a plan with pins only the model's `units` tell which rules keep them.
+    """
     found = [b for b in plan.baselines if b.feasible and flags(b.setting) is not None]
+    if plan.constraints.pins:
+        wanted = _pinned(plan, units) if units else {}
+        found = [b for b in found if units and _keeps(rule_plan(plan, b, units), wanted)]
     return sorted(found, key=lambda b: objective_ns(plan, b))
 
 
-def rule_plan(plan: Plan, rule: Baseline) -> Plan:
+def _keeps(plan: Plan, pins: Mapping[str, Wanted]) -> bool:
+    return all(pins[p.unit].admits(p.site) for p in plan.units if p.unit in pins)
+
+
+def rule_plan(plan: Plan, rule: Baseline, units: Sequence[Unit] = ()) -> Plan:
     """The plan with the rule's decisions in place of its own, and the rule's recorded cost.
 
     Layers and sites are exact; what follows from them (overrides, memory) is not there until it is priced
-    (planner.check.reprice.edited). Raises ValueError for a rule whose setting is no flags.
+    (planner.check.reprice.edited). `units` of the model are for a rule that pins change. Raises ValueError
+    for a rule whose setting is no flags.
     """
     told = flags(rule.setting)
     if told is None:
@@ -81,7 +96,7 @@ def rule_plan(plan: Plan, rule: Baseline) -> Plan:
     predicted = plan.predicted.model_copy(update={"tpot_ns": rule.tpot_ns, "prefill_ns": rule.prefill_ns})
     changed = {
         "layers": layer_ranges(devices),
-        "units": _placed(plan, told, devices),
+        "units": _placed(plan, told, devices, _pinned(plan, units) if told.pins else {}),
         "overrides": (),
         "experts": (),
         "op_offload": not told.plain,
@@ -111,7 +126,15 @@ def _order(plan: Plan) -> list[str]:
     return list(dict.fromkeys([*(use.name for use in plan.devices), *plan.constraints.budgets]))
 
 
-def _placed(plan: Plan, told: Flags, devices: tuple[str, ...]) -> tuple[Placement, ...]:
+def _pinned(plan: Plan, units: Sequence[Unit]) -> Mapping[str, Wanted]:
+    placed = {p.unit for p in plan.units if p.why != NOT_LOADED}
+    pins = [parse_pin(text) for text in plan.constraints.pins]
+    return pinned(pins, [u for u in units if u.name in placed], list(plan.constraints.budgets))
+
+
+def _placed(
+    plan: Plan, told: Flags, devices: tuple[str, ...], pins: Mapping[str, Wanted]
+) -> tuple[Placement, ...]:
     on_host = _on_host(plan, told)
     found = []
     for placed in plan.units:
@@ -120,7 +143,10 @@ def _placed(plan: Plan, told: Flags, devices: tuple[str, ...]) -> tuple[Placemen
         # Input tables stay in host memory under every rule.
         inputs = layer is None and placed.site == ON_CPU and placed.unit != "output"
         away = inputs or placed.unit in on_host
-        found.append(placed.model_copy(update={"site": ON_CPU if away else Site.on(home)}))
+        site, wanted = ON_CPU if away else Site.on(home), pins.get(placed.unit)
+        if wanted is not None and not inputs and not wanted.admits(site):
+            site = wanted.what if isinstance(wanted.what, Site) else Site.on(home)
+        found.append(placed.model_copy(update={"site": site}))
     return tuple(found)
 
 

@@ -16,9 +16,9 @@ from planner.model.structure import structure_of
 from planner.passes import stock_rules
 from planner.passes.case import Case, loading_of
 from planner.passes.chosen import Chosen
-from planner.passes.placements import baselines, cpu_alone
+from planner.passes.placements import baselines, cpu_alone, untuned
 from planner.passes.predict import Breakdown, breakdown
-from planner.passes.record import record
+from planner.passes.record import baseline_of, record
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import Plan
@@ -114,22 +114,24 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
     case = Case(structure_of(inventory), profile, request_of(plan), known_of(plan, known))
     settings = settings_of(plan)
     loading = loading_of(case, case.analysed(settings), settings)
-    everything = loading.free(settings)
+    everything = loading.asked(settings)
     stock = stock_rules.candidates(everything, case.known.fit)
     alone = cpu_alone(loading, replace(settings, gpus=False))
     decided = replace(settings, op_offload=plan.op_offload)
     if not plan.op_offload:
-        stock = stock_rules.either_way(stock, stock_rules.candidates(loading.free(decided)))
-    same = decided == settings and loading.limits == case.request.unconstrained()
+        stock = stock_rules.either_way(stock, stock_rules.candidates(loading.asked(decided)))
+    same = decided == settings and loading.limits == case.request
     priced = everything if same else loading.constrained(decided)
     devices = {use.name for use in plan.devices}
     if plan.op_offload and alone is not None and devices <= {d.device for d in alone[0].problem.devices}:
         # No GPU is opened: its compute buffer is not there either.
         stored = replace(settings, gpus=False, repack=False)
-        priced = loading.free(stored) if plan.repack is False else alone[0]
+        priced = loading.unlimited(stored) if plan.repack is False else alone[0]
     chosen = _chosen(plan, priced)
     made = record(chosen, baselines(alone, stock), profile, case.request, case.known)
-    told = made.model_copy(update={"notes": plan.notes, "search": plan.search})
+    plain = untuned(loading, made)
+    own = baseline_of(plain) if plain else None
+    told = made.model_copy(update={"notes": plan.notes, "search": plan.search, "untuned": own})
     if plan.speculation is not None and plan.speculation.step_ns:
         told = with_step_times(told, inventory, profile, known)
     return Repriced(told, chosen)

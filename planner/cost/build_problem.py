@@ -113,6 +113,7 @@ class Priced:
     prices: Prices
     ledger: Ledger  # the parts of the memory that the problem counts in totals
     settings: EngineSettings
+    pins: Mapping[str, Wanted]  # by unit: where it was asked to be
 
     @property
     def copies(self) -> bool:
@@ -143,13 +144,16 @@ def build_problem(
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
     idle = [u for u in model.units if u.name not in loaded]
-    wanted |= pinned(request.pins, units, [d.name for d in devices], idle)
+    asked = pinned(request.pins, units, [d.name for d in devices], idle)
+    wanted |= asked
     sharing = Sharing(model.owners, model.kv, devices, prices, len(fixed))
     fixed += [(share, NOTHING) for share in sharing.shares()]
+    every = {name: _every(chooser, model, name, units) for name, units in model.groups}
     placed = {
-        name: sharing.with_shares(name, _placed(chooser, model, name, units, request, wanted))
+        name: sharing.with_shares(name, _left(chooser, every[name], name, units, request, wanted))
         for name, units in model.groups
     }
+    fastest = sum(min((p.option.decode_ns for p in found), default=0) for found in every.values())
     alike = {id(found): tuple(p.option for p in found) for found in placed.values()}
     decisions = tuple(
         Decision(name, tuple(u.name for u in units), alike[id(placed[name])], name != INPUT)
@@ -183,7 +187,7 @@ def build_problem(
         host_leads=settings.op_offload and _streams(devices, workload),
         contiguous=request.contiguous,
     )
-    return Priced(model, rounded(problem), prices, ledger, settings)
+    return Priced(model, rounded(problem, fastest), prices, ledger, settings, asked)
 
 
 def devices_of(profile: Profile, budgets: Mapping[str, int], settings: EngineSettings) -> tuple[Device, ...]:
@@ -235,21 +239,23 @@ def _pool_index(pools: tuple[Pool, ...], device: Device) -> int:
     return next((i for i, pool in enumerate(pools) if pool.name == device.memory_pool), -1)
 
 
-def _placed(
+def _every(chooser: Chooser, model: Model, name: str, units: tuple[Unit, ...]) -> list[Placed]:
+    """The options of a decision."""
+    if name == INPUT:
+        return chooser.on_host(units, Memory(compute=inputs_bytes(model.structure, model.workload)))
+    kept = Memory(kv=model.kv.get(name, 0), state=model.state.get(name, 0))
+    return chooser.layer(units, kept, reads=name in model.owners)
+
+
+def _left(
     chooser: Chooser,
-    model: Model,
+    found: list[Placed],
     name: str,
     units: tuple[Unit, ...],
     request: Request,
     wanted: Mapping[str, Wanted],
 ) -> list[Placed]:
     """The options of a decision that constraints leave."""
-    if name == INPUT:
-        inputs = Memory(compute=inputs_bytes(model.structure, model.workload))
-        found = chooser.on_host(units, inputs)
-    else:
-        kept = Memory(kv=model.kv.get(name, 0), state=model.state.get(name, 0))
-        found = chooser.layer(units, kept, reads=name in model.owners)
     left = [p for p in found if _allowed(chooser, p.option, name, units, request, wanted)]
     return left if len(left) < len(found) else found  # where all are left, layers that are alike share them
 

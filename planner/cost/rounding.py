@@ -9,20 +9,21 @@ from planner.solver.problem import Edge, Matrix, Option, Problem
 _FIGURES = 10_000  # times are rounded to this share of a token, at least: finer is noise, and slow to prove
 
 
-def _tick(problem: Problem) -> int:
+def _tick(fastest: int) -> int:
     """The rounding step of decode times: a power of ten, at most 1/10000 of the fastest token."""
-    fastest = problem.decode_ns + sum(
-        min((o.decode_ns for o in d.options), default=0) for d in problem.decisions
-    )
     tick = 1
     while tick * 10 * _FIGURES <= fastest:
         tick *= 10
     return tick
 
 
-def rounded(problem: Problem) -> Problem:
-    """Times rounded to a step far below any measurement's error, so that optimality can be proven."""
-    decode = _tick(problem)
+def rounded(problem: Problem, fastest_ns: int) -> Problem:
+    """Times rounded to a step far below any measurement's error, so that optimality can be proven.
+
+    `fastest_ns`: the least that the decisions of a token take together whatever pins and limits leave, or
+    these would change what other placements cost.
+    """
+    decode = _tick(problem.decode_ns + fastest_ns)
     prefill = decode * max(problem.decode_weight, 1)
 
     def near(ns: int, step: int) -> int:

@@ -12,7 +12,7 @@ from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.structure import Structure
 from planner.passes.chosen import Chosen
-from planner.passes.margin import simplest_within_error
+from planner.passes.margin import choice
 from planner.passes.stock_rules import Candidate
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
@@ -76,15 +76,19 @@ class Loading:
         """The problem of the request."""
         return build_problem(self.model, self.case.profile, self.limits, settings, self.case.known)
 
-    def free(self, settings: EngineSettings) -> Priced:
-        """The problem of the stock rules, which know no limits but memory."""
+    def asked(self, settings: EngineSettings) -> Priced:
+        """The problem of the stock rules: what was asked, whether or not the engine can keep it."""
+        return build_problem(self.model, self.case.profile, self.case.request, settings, self.case.known)
+
+    def unlimited(self, settings: EngineSettings) -> Priced:
+        """The problem without limits but memory."""
         free = self.case.request.unconstrained()
         return build_problem(self.model, self.case.profile, free, settings, self.case.known)
 
     @property
     def best(self) -> Chosen | None:
         """The best placement so far."""
-        return simplest_within_error(self.found) if self.found else None
+        return choice(self.found) if self.found else None
 
 
 def loading_of(case: Case, model: Model, settings: EngineSettings) -> Loading:

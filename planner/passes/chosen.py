@@ -8,6 +8,7 @@ from planner.block_names import block_name
 from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Priced
 from planner.machine.host_memory import HostMemory
+from planner.site import sites
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Decision, Option, Solution
 
@@ -30,13 +31,18 @@ class Chosen:
         return self.evaluation.objective_ns + self.doubt_ns
 
     @property
-    def rank(self) -> tuple[bool, ...]:
-        """What it asks of the engine beyond a stock rule, and of the host for tables; less is simpler."""
+    def way(self) -> tuple[bool, ...]:
+        """What it asks of the engine beyond its own settings, and of the host for tables; less is simpler."""
         settings = self.priced.settings
         drafts = settings.speculation is not None and settings.speculation.tokens > 0
         follows = settings.following is not None and not self.rule
         pins_tables = self.priced.model.tables_bytes > 0 and settings.host_memory is HostMemory.PINNED
-        return drafts, follows, not settings.repack, not settings.op_offload, not self.rule, pins_tables
+        return drafts, follows, self.divided, not settings.repack, not settings.op_offload, pins_tables
+
+    @property
+    def divided(self) -> bool:
+        """Whether single experts lie apart from others, which stock tools cannot be told."""
+        return any(site.divided for _, option in self.pairs() for site in sites(option.sites))
 
     @property
     def opens_gpus(self) -> bool:

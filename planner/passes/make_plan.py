@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.constants import PPM
 from planner.errors import InputError
@@ -12,12 +12,13 @@ from planner.machine.profile import Profile
 from planner.memory.reserves import PROJECTOR
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
+from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
 from planner.passes.largest_context import Keep
-from planner.passes.margin import simplest_within_error
-from planner.passes.placements import placements
-from planner.passes.record import record, search_of
+from planner.passes.margin import choice
+from planner.passes.placements import placements, untuned
+from planner.passes.record import baseline_of, record, search_of
 from planner.passes.remedies import with_remedies
 from planner.passes.settings_to_try import AskEngine, settings_to_try, ways_expected
 from planner.passes.stock_rules import either_way
@@ -64,15 +65,35 @@ def make_plan(
         raise NothingToPlace(inventory.name, inventory.architecture)
     case = Case(structure, profile, request, known or Known(), clock or Clock(), tell)
     start = start or EngineSettings()
+    tried = _tried(case, start, ask_engine)
+    if not tried.found:
+        raise with_remedies(tried.refusals[0], case, start) if advise else tried.refusals[0]
+    chosen = choice(tried.found)
+    if request.limited and any(chosen.way):
+        chosen = _no_faster_than_free(chosen, tried, case, start)
+    return _recorded(chosen, tried, case.clock.deadline)
+
+
+def _tried(case: Case, start: EngineSettings, ask_engine: AskEngine | None) -> Tried:
+    """All placements worth a look, of every way to run the engine."""
     tried, expected = Tried(), ways_expected(case)
     for done, (loading, settings) in enumerate(settings_to_try(case, start, tried, ask_engine)):
         case.clock.watch(done, max(expected, done + 1))
         found = list(placements(loading, settings, tried))  # build the problem, solve, tie-break, evaluate
         loading.found.extend(found)
-    if not tried.found:
-        raise with_remedies(tried.refusals[0], case, start) if advise else tried.refusals[0]
-    chosen = simplest_within_error(tried.found)
-    return _recorded(chosen, tried, case.clock.deadline)
+    return tried
+
+
+def _no_faster_than_free(chosen: Chosen, tried: Tried, case: Case, start: EngineSettings) -> Chosen:
+    """The choice under pins and limits; not a way that would be dismissed without them.
+
+    A way that is dismissed for its doubts may be the best that pins leave, and then look faster than the plan
+    without pins.
+    """
+    quiet = replace(case, request=case.request.unconstrained(), tell=lambda text: None)
+    free = choice(found).evaluation.objective_ns if (found := _tried(quiet, start, None).found) else 0
+    others = [each for each in tried.found if each.evaluation.objective_ns >= free]
+    return choice(others) if chosen.evaluation.objective_ns < free and others else chosen
 
 
 def _recorded(chosen: Chosen, tried: Tried, deadline: Deadline) -> Plan:
@@ -82,12 +103,30 @@ def _recorded(chosen: Chosen, tried: Tried, deadline: Deadline) -> Plan:
     copies = chosen.priced.settings.op_offload
     stock = loading.stock if copies else either_way(loading.stock, loading.plain)
     made = record(chosen, stock, case.profile, case.request, case.known)
+    plain = untuned(loading, made)
+    made = made.model_copy(update={"untuned": baseline_of(plain) if plain else None})
     if case.keeps:
         case.tell(_largest(made, case.keeps))
     search = search_of(deadline)
     left_out = [f"nothing partly on the CPU: {sentence(loading.fault)}"] if loading.fault else []
+    left_out += _asked_costs(made, loading)
     notes = (*made.notes, *left_out, *_draft_lengths(tried.loadings), *_following(made, tried.loadings))
     return made.model_copy(update={"notes": notes, "search": search})
+
+
+def _asked_costs(plan: Plan, loading: Loading) -> list[str]:
+    """What pins and limits cost, where the plan without them would be faster than this one by a mere rule."""
+    if not loading.case.request.limited:
+        return []
+    free = stock_rules.candidates(loading.unlimited(loading.settings), loading.case.known.fit)
+    best = min((c for c in free if c.feasible), key=stock_rules.request_ns, default=None)
+    if best is None or stock_rules.request_ns(best) >= plan.predicted.objective_ns:
+        return []
+    times = plan.predicted.objective_ns / max(stock_rules.request_ns(best), 1)
+    return [
+        f"without what was asked (pins, limits) the stock rule {best.name} ({best.setting}) answers a "
+        f"request {times:.2f} times as fast"
+    ]
 
 
 def _largest(plan: Plan, keeps: str) -> str:
@@ -122,7 +161,7 @@ def _draft_lengths(loadings: list[Loading]) -> list[str]:
     for loading in loadings:
         drafts = loading.settings.speculation
         if drafts is not None and loading.found:
-            found = simplest_within_error(loading.found).evaluation.decode_ns
+            found = choice(loading.found).evaluation.decode_ns
             times[drafts.tokens] = min(found, times.get(drafts.tokens, found))
     if not times or loadings[0].case.request.extra_models is None:
         return []

@@ -1,4 +1,6 @@
-"""The one rule by which placements are told apart: the simplest of those that the error cannot separate."""
+"""The one rule by which one of several placements is chosen: the fastest of each way to run the engine, the
+simplest way of those that the error cannot separate.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,6 @@ from planner.solver.problem import Capacity
 _LEAST_PPM, _MOST_PPM = 5_000, 20_000
 _UNCALIBRATED_PPM = 10_000
 _FULL_PPM = 950_000  # of a card
-STOCK_TOLERANCE_PPM = _MOST_PPM  # how far a kept stock rule may be from the best that another run finds
 
 
 def error_ppm(priced: Priced, found: Evaluation, token: tuple[Part, ...]) -> int:
@@ -56,12 +57,22 @@ def indistinct_ppm(calibration: Calibration) -> int:
     return min(max(residual // 3, _LEAST_PPM), _MOST_PPM) if residual else _UNCALIBRATED_PPM
 
 
-def simplest_within_error(found: Sequence[Chosen]) -> Chosen:
-    """Of the placements within the error of the best the simplest; of these the fastest, the first of equals.
+def choice(found: Sequence[Chosen]) -> Chosen:
+    """The fastest placement of the simplest way that is not slower than the fastest by more than the error.
 
-    `found` is not empty, its placements are priced with one calibration.
+    Within one way nothing is slower than another placement of it, or a pin might make a plan faster; of
+    equals a stock rule is kept. `found` is not empty, its placements are priced with one calibration.
     """
-    best = min(each.doubted_ns for each in found)
+    ways: dict[tuple[bool, ...], list[Chosen]] = {}
+    for each in found:
+        ways.setdefault(each.way, []).append(each)
+    fastest = [min(alike, key=_first) for alike in ways.values()]
+    best = min(each.doubted_ns for each in fastest)
     limit = best + best * indistinct_ppm(found[0].priced.prices.calibration) // PPM
-    near = [each for each in found if each.doubted_ns <= limit]
-    return min(near, key=lambda each: (each.rank, each.evaluation.objective_ns, each.opens_gpus))
+    return min(
+        (each for each in fastest if each.doubted_ns <= limit), key=lambda each: (each.way, _first(each))
+    )
+
+
+def _first(each: Chosen) -> tuple[int, bool, bool]:
+    return each.doubted_ns, not each.rule, each.opens_gpus

@@ -54,7 +54,7 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
     if not profile.measured:
         found.append(f"assumed, not measured: {profile.name}")
     if subject.rule:
-        found.append(f"same as the stock rule {subject.rule}, or not told apart from it")
+        found.append(f"same as the stock rule {subject.rule}")
     if not any(r.name.startswith("projector") for r in settings.reserves):
         found.append("no memory reserved for a vision projector (--mmproj)")
     if settings.projector is not None and settings.projector.device == CPU:

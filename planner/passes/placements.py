@@ -8,13 +8,19 @@ from dataclasses import replace
 from planner.constants import PPM
 from planner.cost.build_problem import Priced
 from planner.cost.evidence import of_prompt
+from planner.cost.pins import pinned
+from planner.machine.host_memory import HostMemory
 from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
-from planner.passes.margin import prompt_error_ppm
+from planner.passes.margin import choice, prompt_error_ppm
 from planner.passes.refusal import OutOfTime, because, overfilled_by_extras, refuse, unavoidable
-from planner.passes.stock_rules import Candidate, translated
+from planner.passes.stock_rules import Candidate, request_ns, translated
 from planner.plan.engine_settings import EngineSettings
+from planner.plan.load_spec import pins_host_weights
+from planner.plan.plan import Plan
+from planner.plan.stock_rule import NOT_KEPT
+from planner.site import ON_CPU
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Option, Solution
 from planner.solver.solve import Solved, solve
@@ -37,22 +43,23 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
     """The solver's answer and every stock rule that keeps the request."""
     case = loading.case
     began = case.clock.deadline.look()
-    free = loading.free(settings)
-    loading.stock = stock_rules.candidates(free, case.known.fit)
-    same = loading.limits == case.request.unconstrained()
-    priced = free if same else loading.constrained(settings)
+    asked = loading.asked(settings)
+    loading.stock = stock_rules.candidates(asked, case.known.fit)
+    priced = asked if loading.limits == case.request else loading.constrained(settings)
     if full := overfilled_by_extras(priced, case.request):
         loading.crowded = True
         tried.refusals.append(full)
         return
     loading.copying = priced if priced.copies and not loading.fault else None
-    usable = [c for c in (translated(priced, each, free) for each in loading.stock) if c and c.feasible]
+    usable = [c for c in (translated(priced, each, asked) for each in loading.stock) if c and c.feasible]
     refusal = unavoidable(priced, loading.limits)
     case.clock.deadline.keep(began, _AFTER)
     solved = Solved("infeasible", None, 0, 0) if refusal else _solved(case, priced, usable)
     if solved.solution is not None:
         loading.bound_ns = solved.bound_ns
-        yield _chosen(priced, break_ties(priced.problem, solved.solution), solved)
+        found = _chosen(priced, break_ties(priced.problem, solved.solution), solved)
+        yield found
+        yield from _undivided(loading, settings, found, usable)
     for stock in usable:
         yield _baseline(priced, stock, solved.bound_ns)
     if solved.solution is None and not usable:
@@ -61,9 +68,29 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
         tried.refusals.append(OutOfTime() if late else because(loading.fault, reason))
 
 
+def _undivided(
+    loading: Loading, settings: EngineSettings, found: Chosen, usable: list[Candidate]
+) -> Iterator[Chosen]:
+    """The best without single experts on a GPU, where the error cannot tell some stock rule from `found`:
+    what is simpler is not to be slower than another placement as simple.
+    """
+    if not found.divided or settings.slots:
+        return
+    rules = [_baseline(found.priced, stock, found.bound_ns) for stock in usable]
+    if not rules or choice([found, *rules]) is found:
+        return
+    case = loading.case
+    whole = replace(case, request=replace(case.request, stripes=False), known=replace(case.known, cache=()))
+    priced = replace(loading, case=whole).constrained(settings)
+    kept = [c for c in (translated(priced, each, found.priced) for each in usable) if c and c.feasible]
+    solved = _solved(whole, priced, kept, 1.0)
+    if solved.solution is not None:
+        yield _chosen(priced, break_ties(priced.problem, solved.solution), solved)
+
+
 def _solved(case: Case, priced: Priced, usable: list[Candidate], share: float = 0.7) -> Solved:
     """The solver's answer, started from the best of the placements that are at hand."""
-    hint = min(usable, key=lambda c: c.evaluation.objective_ns if c.evaluation else 0, default=None)
+    hint = min(usable, key=request_ns, default=None)
     return solve(priced.problem, hint.solution if hint else None, case.clock.limits(share))
 
 
@@ -79,7 +106,8 @@ def _baseline(priced: Priced, stock: Candidate, bound_ns: int) -> Chosen:
 
 
 def cpu_alone(loading: Loading, settings: EngineSettings) -> tuple[Priced, Candidate] | None:
-    """Everything on the CPU, GPUs not even opened: a problem of its own with a single answer.
+    """Everything on the CPU, GPUs not even opened: a problem of its own with a single answer, which pins and
+    limits may forbid.
 
     There is none where a projector or a draft model opens a GPU anyway.
     """
@@ -88,8 +116,33 @@ def cpu_alone(loading: Loading, settings: EngineSettings) -> tuple[Priced, Candi
     opened = any(r.opens and r.device not in hosts for r in settings.reserves)
     if not hosts & set(case.request.budgets) or opened:
         return None
-    priced = loading.free(settings)
-    return priced, stock_rules.candidates(priced)[0]
+    priced = loading.unlimited(settings)
+    found = stock_rules.candidates(priced)[0]
+    if case.request.no_cpu or not _all_on_host(loading):
+        found = replace(found, setting=NOT_KEPT, solution=None, evaluation=None)
+    return priced, found
+
+
+def _all_on_host(loading: Loading) -> bool:
+    """Whether pins and limits allow that everything is on the CPU."""
+    request = loading.case.request
+    units = [unit for _, group in loading.model.groups for unit in group]
+    loaded = {unit.name for unit in units}
+    idle = [unit for unit in loading.model.units if unit.name not in loaded]
+    asked = pinned(request.pins, units, list(request.budgets), idle)
+    return request.first_on_cpu is None and all(wanted.admits(ON_CPU) for wanted in asked.values())
+
+
+def untuned(loading: Loading, plan: Plan) -> Candidate | None:
+    """The best stock rule as the engine runs it unless told: host weights mapped and repacked, prompts
+    copied to a GPU. None where the plan runs it no other way, or none fits.
+    """
+    if plan.op_offload and plan.repack is not False and not pins_host_weights(plan):
+        return None
+    own = replace(loading.settings, op_offload=True, repack=True, host_memory=HostMemory.MAPPED)
+    alone = cpu_alone(loading, replace(own, gpus=False))
+    found = baselines(alone, stock_rules.candidates(loading.asked(own), loading.case.known.fit))
+    return min((c for c in found if c.feasible), key=request_ns, default=None)
 
 
 def baselines(alone: tuple[Priced, Candidate] | None, stock: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
@@ -98,8 +151,7 @@ def baselines(alone: tuple[Priced, Candidate] | None, stock: tuple[Candidate, ..
 
 
 def _on_the_cpu(loading: Loading, settings: EngineSettings) -> Iterator[Chosen]:
-    """The CPU alone, where what was asked for allows it: pins and modes speak of GPUs."""
-    case = loading.case
+    """The CPU alone, where what was asked for allows it."""
     alone = cpu_alone(loading, settings)
     if alone is None:
         return
@@ -108,7 +160,7 @@ def _on_the_cpu(loading: Loading, settings: EngineSettings) -> Iterator[Chosen]:
         loading.stock = baselines(alone, loading.stock)
     best = loading.best
     unopened = best is not None and best.on_host_alone
-    if not candidate.feasible or ((case.request.no_cpu or case.request.pins) and not unopened):
+    if not candidate.feasible:
         return
     assert candidate.solution is not None and candidate.evaluation is not None
     own = candidate.evaluation.objective_ns
@@ -139,9 +191,9 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     worth = streamed is None or _roomier(streamed, start, plain) or _faster(loading.copying, plain)
     if not worth or unavoidable(plain, case.request) is not None:
         return
-    free = loading.free(settings)
-    loading.plain = stock_rules.candidates(free)
-    usable = [c for c in (translated(plain, each, free) for each in loading.plain) if c and c.feasible]
+    asked = loading.asked(settings)
+    loading.plain = stock_rules.candidates(asked)
+    usable = [c for c in (translated(plain, each, asked) for each in loading.plain) if c and c.feasible]
     if start is not None and start.feasible:
         usable.append(start)
     solved = _solved(case, plain, usable, 1.0)

@@ -29,6 +29,7 @@ from planner.plan.known import Known
 from planner.plan.load_spec import layer_ranges
 from planner.plan.overrides import overrides_of
 from planner.plan.plan import (
+    NOT_LOADED,
     Baseline,
     Constraints,
     DeviceUse,
@@ -109,7 +110,7 @@ def _recorded(
         following=settings.following if any(p.site.kind is SiteKind.HYBRID for p in placements) else None,
         speculation=settings.speculation,
         predicted=prediction(chosen),
-        baselines=tuple(map(_baseline, stock)),
+        baselines=tuple(map(baseline_of, stock)),
         fit=known.fit,
         notes=notes_of(subject, request, known),
         units=placements,
@@ -260,7 +261,8 @@ def _use(chosen: Chosen, d: int, request: Request, copies: int) -> DeviceUse | N
     )
 
 
-def _baseline(candidate: Candidate) -> Baseline:
+def baseline_of(candidate: Candidate) -> Baseline:
+    """A stock rule as a plan records it."""
     found = candidate.evaluation
     return Baseline(
         name=candidate.name,
@@ -283,7 +285,7 @@ def _placements(chosen: Chosen, placed: Mapping[str, Site]) -> tuple[Placement, 
 
 def _placement(chosen: Chosen, unit: Unit, site: Site, holder: tuple[Decision, Option] | None) -> Placement:
     if holder is None:
-        return Placement(unit=unit.name, site=site, size_bytes=unit.size_bytes, time_ns=0, why="not loaded")
+        return Placement(unit=unit.name, site=site, size_bytes=unit.size_bytes, time_ns=0, why=NOT_LOADED)
     decision, option = holder
     index = decision.units.index(unit.name)
     return Placement(

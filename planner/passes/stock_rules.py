@@ -1,8 +1,10 @@
-"""What stock rules would do with the same memory: full placements, with the engine's exact counting.
+"""What stock rules would do with the same memory, pins and limits: full placements, with the engine's exact
+counting.
 
 `-ngl N` offloads the last N of the layers (speculative blocks included) and counts the output head as
 the last of them; several GPUs take consecutive layers in proportion to their memory. `--n-cpu-moe N`
-keeps the experts of the first N layers on the CPU, `--n-cpu-ffn N` the N largest dense FFNs.
+keeps the experts of the first N layers on the CPU, `--n-cpu-ffn N` the N largest dense FFNs. A pin is one
+more override before those of the rule, where the rule alone does not keep it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,19 @@ from planner.passes.engine_fit import fit_rules
 from planner.passes.prompt_pipeline import pipeline_of
 from planner.plan.engine_rules import layers_by_ngl
 from planner.plan.plan import EngineFit
-from planner.plan.stock_rule import ALL_CPU, CPU_MOE, FIT, N_CPU_FFN, N_CPU_MOE, NGL, ONE_GPU, PLAIN, Rule
+from planner.plan.stock_rule import (
+    ALL_CPU,
+    CPU_MOE,
+    FIT,
+    N_CPU_FFN,
+    N_CPU_MOE,
+    NGL,
+    NOT_KEPT,
+    ONE_GPU,
+    PINS,
+    PLAIN,
+    Rule,
+)
 from planner.site import ON_CPU, Site
 from planner.solver.evaluate import Evaluation, evaluate
 from planner.solver.problem import Decision, Solution
@@ -41,15 +55,22 @@ class Candidate:
         return self.evaluation is not None and self.evaluation.feasible
 
 
+def request_ns(candidate: Candidate) -> int:
+    """What the solver minimises; 0 of one that was not priced."""
+    return candidate.evaluation.objective_ns if candidate.evaluation else 0
+
+
 def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate, ...]:
     """The best feasible setting of each stock rule, in order of simplicity.
 
-    A rule without a feasible setting appears once, infeasible. The engine's own `--fit` comes last.
+    A rule without a feasible setting appears once, infeasible. The engine's own `--fit` comes last: it takes
+    no overrides beside its own.
     """
     found: list[Candidate] = []
     placer, totals = Placer(priced), Totals(priced.problem)
     for name, rules in itertools.groupby(_rules(priced.model, priced), key=lambda rule: rule.name):
-        found.append(_best(placer, totals, name, list(rules)))
+        kept = [again for rule in rules if (again := _with_pins(placer, rule)) is not None]
+        found.append(_best(placer, totals, name, kept))
     if fit is not None:
         read = fit_rules(priced.model.structure, fit, priced.prices.workload)
         none = Candidate(FIT, "finds no placement", None, None)
@@ -84,13 +105,31 @@ def _best(placer: Placer, totals: Totals, name: str, rules: Sequence[Rule]) -> C
     placed = [(rule, placer.solution(rule.layer_devices, rule.sites)) for rule in rules]
     possible = [(rule, solution) for rule, solution in placed if solution is not None]
     if not possible:
-        return Candidate(name, rules[0].setting, None, None)
+        return Candidate(name, NOT_KEPT, None, None)
     objective, fits = totals.of([solution for _, solution in possible])
     order = objective.argsort(kind="stable").tolist()
     for n in order:
         if fits[n] and (found := _candidate(placer.priced, name, *possible[n])).feasible:
             return found
     return _candidate(placer.priced, name, *possible[order[0]])
+
+
+def _with_pins(placer: Placer, rule: Rule) -> Rule | None:
+    """The rule with the pins that it does not keep by itself; None where no override would keep one."""
+    sites = dict(rule.sites)
+    for unit, wanted in placer.priced.pins.items():
+        layer = placer.layer_of(unit)
+        if layer is None:
+            continue
+        home = rule.layer_devices[layer]
+        if wanted.admits(sites.get(unit, Site.on(home))):
+            continue
+        there = wanted.what if isinstance(wanted.what, Site) else Site.on(home)
+        if not wanted.admits(there) or there.divided:
+            return None
+        sites[unit] = there
+    same = sites == dict(rule.sites)
+    return rule if same else replace(rule, setting=f"{rule.setting} {PINS}", sites=sites)
 
 
 def _candidate(priced: Priced, name: str, rule: Rule, solution: Solution) -> Candidate:
@@ -121,6 +160,11 @@ class Placer:
         self._known: dict[tuple[object, ...], int | None] = {}
         self._homes: dict[tuple[str, ...], tuple[list[str], list[int | None]]] = {}
         self._whole: dict[str, list[int | None]] = {}  # by layer device: each decision all there
+
+    def layer_of(self, unit: str) -> int | None:
+        """The layer of a unit, the head's one after the last; None of input tables, which have no device."""
+        number = self._holder.get(unit)
+        return None if number is None else self._rows[number][2]
 
     def solution(self, layer_devices: Sequence[str], sites: Mapping[str, Site]) -> Solution | None:
         """The placement, all other units on their layer's device; None when a decision has no such option.
@@ -170,7 +214,7 @@ def realise(priced: Priced, layer_devices: Sequence[str], sites: Mapping[str, Si
 
 
 def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate | None:
-    """A placement of the problem `free` in another; None when that has no such option, as for a pin."""
+    """A placement of the problem `free` in another; None when that has no such option, as for a limit."""
     if candidate.solution is None:
         return None
     choices = []

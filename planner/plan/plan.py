@@ -23,6 +23,7 @@ MAX_RANGES = 1024  # the engine takes 512 layers
 MAX_UNITS = 16_384  # a model of 512 layers has some 3,000 units, and as many striped tensors
 MAX_EXPERTS = 4096  # of a layer; models have up to some 900
 MAX_NOTES = 1024
+NOT_LOADED = "not loaded"  # the reason of units that the engine leaves in the file
 
 
 class ModelRef(Record):
@@ -328,6 +329,7 @@ class Plan(Record):
     speculation: Speculation | None = None  # times of a token are then those of an accepted one
     predicted: Prediction
     baselines: Many[Baseline] = Field(max_length=MAX_DEVICES)
+    untuned: Baseline | None = None  # the best as the engine runs it unless told; absent: no other way
     search: Search | None = None  # absent: no clock was looked at, so that every run gives this plan
     fit: EngineFit | None = None  # asked of an engine with solve --fit
     notes: Many[str] = Field((), max_length=MAX_NOTES)

@@ -49,5 +49,10 @@ class Request:
     command: str = ""
 
     def unconstrained(self) -> Request:
-        """The same without limits but memory, as stock rules see it."""
+        """The same without limits but memory."""
         return replace(self, pins=(), contiguous=False, no_cpu=False, first_on_cpu=None)
+
+    @property
+    def limited(self) -> bool:
+        """Whether placements are limited by more than memory."""
+        return self != self.unconstrained()

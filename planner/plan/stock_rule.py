@@ -14,6 +14,8 @@ CPU_MOE = "cpu-moe"  # -ngl N, all experts on the CPU
 N_CPU_MOE = "n-cpu-moe"  # all layers on GPUs, the experts of the first N on the CPU
 N_CPU_FFN = "n-cpu-ffn"  # the same with the N largest dense FFNs
 FIT = "fit"  # what the engine's own --fit chooses
+PINS = "-ot (the pins)"  # in a setting whose placement the pins change
+NOT_KEPT = "cannot keep what was asked"  # in place of a setting: none of the rule keeps pins and limits
 PLAIN = "--no-op-offload"  # a setting's last word where prompts are not copied to a GPU
 
 
