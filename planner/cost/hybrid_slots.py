@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from planner.constants import PPM
 from planner.plan.plan import FollowedLayer
@@ -121,11 +122,12 @@ def served(layer: FollowedLayer, k: int, n: int) -> tuple[float, float]:
     return 1.0, 0.0
 
 
+@lru_cache(maxsize=1 << 14)
 def _touched(rate: float, tokens: int) -> float:
     """The probability that one of `tokens` chooses an expert that a token chooses with probability `rate`."""
-    missed = 1.0
+    missed, by_one = 1.0, 1.0 - min(rate, 1.0)
     for _ in range(tokens):
-        missed *= 1.0 - min(rate, 1.0)
+        missed *= by_one
     return 1.0 - missed
 
 
