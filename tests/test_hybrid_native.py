@@ -32,6 +32,7 @@ TESTS = (
     "begins_ahead",
     "guests_come_in_one_piece",
     "is_not_cut_where_all_is_resident",
+    "memory_is_refused",
     "faults_are_returned",
     "reports_what_was_done",
 )

@@ -634,6 +634,51 @@ void is_not_cut_where_all_is_resident() {
     backend->iface.free(backend);
 }
 
+// A device that has memory for so many buffers only: slots that do not fit are said in one line, a stage that does not is done
+// without, and nothing is left behind.
+void memory_is_refused() {
+    Shape shape;
+    const std::string costs = "slots 3\ncpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nstage ";
+    for (const bool with_stage : {true, false}) {
+        for (int left = 0; left < 12; left++) {
+            Bench bench(costs + (with_stage ? "-1" : "0"), true);
+            const std::string before = bench.wrapper->store.voice.last_fault();
+            const int there = bench.slow_device.n_buffers;
+            Reference reference(shape, 5);
+            Backend * backend = bench.backend();
+            {
+                bench.slow_device.n_left = left;
+                Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
+                const std::string said = bench.wrapper->store.voice.last_fault();
+                // Slots are made again as matrices come; a bias lies on the device too.
+                CHECK(layer.ok == (left >= 4));
+                const bool fits = said.empty();
+                CHECK(fits || (said.find("on the device for 3 slots of blk.0.ffn_") != std::string::npos && said.find('\n') == std::string::npos));
+                CHECK(fits == (left >= 3));
+                if (layer.ok) {
+                    bench.slow_device.n_left = -1;
+                    Pass pass(Bench::host(), layer, 12, 4, bench.inner_type);
+                    std::mt19937 dice(3);
+                    const auto x = random_values(dice, static_cast<size_t>(shape.n_in * 12));
+                    const auto ids = random_choices(dice, 12, 4, shape.n_experts, true);
+                    pass.set(backend, x, ids);
+                    bench.slow_device.n_left = left - 4;
+                    const Status status = pass.compute(backend);
+                    bench.slow_device.n_left = -1;
+                    CHECK(status == kSuccess || (status == kAllocFailed && !bench.wrapper->store.voice.last_fault().empty()));
+                    if (status == kSuccess) {
+                        CHECK(difference(reference.compute(12, 4, x, ids, true), pass.output(backend)) < kClose);
+                    }
+                    CHECK(left < 11 || status == kSuccess);
+                }
+            }
+            backend->iface.free(backend);
+            bench.wrapper.reset();
+            CHECK(bench.slow_device.n_buffers == there);
+        }
+    }
+}
+
 void faults_are_returned() {
     Shape shape;
     Bench bench("slots 3\n", true);
@@ -700,6 +745,7 @@ const std::pair<const char *, void (*)()> kTests[] = {
     {"begins_ahead", begins_ahead},
     {"guests_come_in_one_piece", guests_come_in_one_piece},
     {"is_not_cut_where_all_is_resident", is_not_cut_where_all_is_resident},
+    {"memory_is_refused", memory_is_refused},
     {"faults_are_returned", faults_are_returned},
     {"reports_what_was_done", reports_what_was_done},
 };

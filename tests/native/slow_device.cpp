@@ -27,7 +27,12 @@ void spend(int64_t ns) {
 
 // ---- memory: host memory that claims not to be
 
-void buffer_free(Buffer * buffer) { std::free(buffer->context); }
+template <typename Type>
+void buffer_free(Buffer * buffer) {
+    static_cast<SlowDevice *>(reinterpret_cast<Type *>(buffer->type)->context)->n_buffers--;
+    std::free(buffer->context);
+}
+
 void * buffer_base(Buffer * buffer) { return buffer->context; }
 
 void buffer_set(Buffer *, Tensor * tensor, const void * data, size_t offset, size_t size) {
@@ -46,16 +51,21 @@ void buffer_clear(Buffer * buffer, uint8_t value) { std::memset(buffer->context,
 
 template <typename Type>
 Buffer * alloc(BufferType * type, size_t size) {
+    auto & slow = *static_cast<SlowDevice *>(reinterpret_cast<Type *>(type)->context);
+    if (slow.n_left == 0) {
+        return nullptr;
+    }
+    slow.n_left -= slow.n_left > 0 ? 1 : 0;
+    slow.n_buffers++;
     void * memory = std::aligned_alloc(128, (size + 127) / 128 * 128);
     std::memset(memory, 0x7f, size);  // what was not written shows
     BufferInterface functions{};
-    functions.free_buffer = buffer_free;
+    functions.free_buffer = buffer_free<Type>;
     functions.get_base = buffer_base;
     functions.set_tensor = buffer_set;
     functions.get_tensor = buffer_get;
     functions.memset_tensor = buffer_memset;
     functions.clear = buffer_clear;
-    auto & slow = *static_cast<SlowDevice *>(reinterpret_cast<Type *>(type)->context);
     return slow.host.ggml_backend_buffer_init(type, functions, memory, size);
 }
 

@@ -38,6 +38,9 @@ class SlowDevice {
     // Graphs that came with this number twice must have had the same nodes; counted for tests.
     std::atomic<int> n_graphs{0}, n_fail_after{-1};
 
+    // Buffers that are there, and how many more the device has memory for; -1: any number.
+    std::atomic<int> n_buffers{0}, n_left{-1};
+
   private:
     BufferTypeV2 type_v2_{};
     BufferTypeV3 type_v3_{};
