@@ -17,6 +17,7 @@ namespace {
 
 void * load(const std::string & path) {
     void * library = dlopen(path.c_str(), RTLD_NOW);
+    library = library ? library : dlopen((path + ".0").c_str(), RTLD_NOW);  // packages for running have no other name
     if (!library) {
         std::fprintf(stderr, "%s\n", dlerror());
         std::exit(2);
