@@ -168,7 +168,8 @@ def _rows(case: str, plan: Plan, said: Said) -> Iterable[Row]:
         lines = {r.name: r.size_bytes for r in plan.constraints.reserves if r.device == device}
         use = uses.get(device)
         held = {
-            "model": (use.weights_bytes if use else 0) + lines.get("draft", 0),
+            # The server counts what it maps as well: tables of which a plan holds nothing.
+            "model": (use.weights_bytes + (use.tables_bytes or 0) if use else 0) + lines.get("draft", 0),
             "KV": (use.kv_bytes if use else 0) + lines.get("draft KV", 0),
             "RS": (use.state_bytes if use else 0)
             + sum(lines.get(name, 0) for name in ("draft state", "draft roll-back", "MTP state")),

@@ -166,7 +166,8 @@ WORKLOAD_CHANGES = {
     "flash_attn": False,
     "mtp": True,
 }
-PRICED_ONLY = {"depth", "prompt", "gen"}  # what a placement is judged by, nothing to load
+# What a placement is judged by, and what is known of types that a fork adds: nothing to load.
+PRICED_ONLY = {"depth", "prompt", "gen", "cache_types"}
 
 
 def params_of(spec: LoadSpec) -> dict[str, object]:

@@ -152,9 +152,14 @@ def test_no_refusal_where_only_the_time_was_too_short(monkeypatch: pytest.Monkey
     made = make_plan(model, profile, case.request, clock=within(1, FakeClock(2)))
     assert made.workload.n_ctx == 256 and made.predicted.status == "baseline"
     assert made.search == Search(ended_by="clock", time_limit_ms=1000)
-    pins = ("blk.3.experts=cpu", "blk.4.experts=gpu", "blk.5.experts=cpu")
-    pinned = replace(case.request, pins=tuple(map(parse_pin, pins)))
     Work(monkeypatch).search_to_the_end(placements)
+    # Rules keep pins of experts; none keeps attention of single layers on the CPU.
+    pinned = replace(case.request, pins=(parse_pin("blk.3.experts=cpu"),))
+    by_rule = make_plan(model, profile, pinned, clock=within(1, FakeClock(2)))
+    assert by_rule.predicted.status == "baseline"
+    assert {p.unit: str(p.site) for p in by_rule.units}["blk.3.experts"] == "cpu"
+    pins = ("blk.3.attention=cpu", "blk.4.attention=CUDA0", "blk.5.attention=cpu")
+    pinned = replace(case.request, pins=tuple(map(parse_pin, pins)))
     with pytest.raises(OutOfTime, match="give a longer --time-limit, or none"):
         make_plan(model, profile, pinned, clock=within(1, FakeClock(2)))
 
@@ -220,13 +225,13 @@ def test_the_limit_is_the_seconds_that_a_person_waits(
     budgets = budgets_for(profile, parse_budget("CUDA0=3000,CUDA1=2000"))
     request = Request(budgets, lowest_ctx=256 if context == "max" else 0)
     model = moe(24)
-    make_plan(model, profile, request, clock=Clock(deadline=Deadline(40, work, began=-40.0)))
+    make_plan(model, profile, request, clock=Clock(deadline=Deadline(60, work, began=-60.0)))
     least, work.time = work.time, 0.0
-    clock = Clock(deadline=Deadline(40, work, began=-5.0))  # it took five seconds to read the files
+    clock = Clock(deadline=Deadline(60, work, began=-5.0))  # it took five seconds to read the files
     made = make_plan(model, profile, request, clock=clock)
-    assert made.search == Search(ended_by="clock", time_limit_ms=40_000)
-    assert 20 < work.time <= max(35, 1.1 * least)
-    assert least < 35 or pace == 3
+    assert made.search == Search(ended_by="clock", time_limit_ms=60_000)
+    assert 20 < work.time <= 55
+    assert least < 55
 
 
 def test_a_plan_that_the_clock_cut_says_so_on_the_way_and_in_check(

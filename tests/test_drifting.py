@@ -11,7 +11,8 @@ from engines import python
 def test_slots_follow_a_topic(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     small = ["--size", "small", "--preset", "shifting", "--layers", 2, "--switch", 128, "--turns", 2]
-    words = ["--device", "CPU", "--shares", "0.25", "--threads", 1, "--window", 16, "--work", tmp_path]
+    words = ["--device", "CPU", "--shares", "0.25", "--threads", 1, "--window", 16]
+    words += ["--lockstep", "--work", tmp_path]
     ways = "ncmoe,A,B,lfu:32:100,lru:0:100"
     done = python(
         "-m", "benchmarks.rounds.drifting", *small, *words, "--contenders", ways, "--out", out, limit_s=300

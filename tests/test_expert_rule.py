@@ -13,12 +13,16 @@ from click.testing import CliRunner
 from engines import ENVIRONMENT, ROOT
 
 from atsplan import main
+from planner.check.recorded_rules import rule_plan
+from planner.check.reprice import edited
+from planner.machine.profile import from_text as profile_from
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.model.inventory import from_text as inventory_from
+from planner.plan.known import Known
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.overrides import collate
-from planner.plan.plan import Plan
+from planner.plan.plan import Plan, to_text
 from planner.plan.plan import from_text as plan_from
 from planner.workload import Workload
 from runtime.tools.expert_rule import expert_rule
@@ -115,10 +119,16 @@ def test_a_plan_alone_says_no_more_than_the_tensors_prove(path: Path) -> None:
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_export_prints_the_rule_s_own_option(beside: bool, tmp_path: Path) -> None:
-    path = PLANS / "Qwen3-30B-A3B-Q4_K_M--rtx4060-8gb-ddr5.yaml"
-    if not beside:  # without inventory and profile
-        (tmp_path / "plan.yaml").write_text(path.read_text())
-        path = tmp_path / "plan.yaml"
+    plan = some_plan("Qwen3-30B-A3B-Q4_K_M--rtx4060-8gb-ddr5.yaml")
+    rule = next(b for b in plan.baselines if b.name == "n-cpu-moe")
+    assert rule.setting.endswith("--n-cpu-moe 37")
+    path = INPUTS / f"{plan.machine.name}.profile.yaml"
+    profile = profile_from(path.read_text(), str(path))
+    made = edited(rule_plan(plan, rule), inventory_of(plan.model.name), profile, Known())
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(made))
+    if beside:  # inventory and profile
+        (tmp_path / "inputs").symlink_to(INPUTS)
     done = CliRunner().invoke(main, ["export", str(path)])
     assert done.exit_code == 0, done.output
     assert "--n-cpu-moe 37 " in done.stdout and "--override-tensor" not in done.stdout

@@ -121,6 +121,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--switch", type=int, default=256, help="tokens of a topic")
     parser.add_argument("--turns", type=int, default=3, help="phases")
     parser.add_argument("--window", type=int, default=32, help="tokens of a point of the curves")
+    parser.add_argument("--lockstep", action="store_true", help="steps wait for newcomers: for counts alone")
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--minutes", type=float, default=3.0, help="start nothing new after this")
     parser.add_argument("--out", default="drifting.json")
@@ -241,6 +242,7 @@ def _config(given: Given, kind: str, guests: int, slots: int) -> Config:
         guests=guests,
         stage=0,  # the stream is decoded token by token
         memory="plain" if given.options.device == "CPU" else "pinned",
+        lockstep=given.options.lockstep,
     )
     if policy in given.hot:
         return made

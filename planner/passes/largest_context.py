@@ -16,7 +16,7 @@ from planner.solver.problem import Decision, Edge, Option, Problem
 from planner.solver.solve import Limits, solve
 from planner.workload import Workload
 
-_AFTER = 10  # everything from the context to the recorded plan, in terms of building one problem
+_AFTER = 16  # everything from the context to the recorded plan, in terms of building one problem
 
 
 class Keep(Enum):

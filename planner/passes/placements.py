@@ -26,7 +26,7 @@ from planner.solver.problem import Option, Solution
 from planner.solver.solve import Solved, solve
 from planner.solver.tie_break import break_ties
 
-_AFTER = 2  # the CPU alone and the record, in terms of pricing a problem and its stock rules
+_AFTER = 4  # CPU alone, record, rules without flags, in terms of pricing a problem and its stock rules
 
 
 def placements(loading: Loading, settings: EngineSettings, tried: Tried) -> Iterator[Chosen]:
