@@ -130,8 +130,11 @@ def test_what_fits_only_without_copies_is_no_refusal() -> None:
 def test_explain_says_it_in_a_sentence() -> None:
     made = plan(moe(), "1500", on=linked(3), workload=prompting(8192))
     rules = [f"{b.name} ({b.setting})" for b in made.baselines]
-    own = [line for line in sentences(made) if not line.startswith(tuple(rules))]
+    told = list(sentences(made))
+    own = [line for line in told if not line.startswith(("A request is answered", *rules))]
     assert sum("--no-op-offload" in line for line in own) == 1
+    (apart,) = [line for line in told if line.startswith("A request is answered")]
+    assert "by --no-mmap --no-op-offload, which it could be given too" in apart
     fast = plan(moe(), "1500", on=linked(50), workload=prompting(8192))
     assert not any("op-offload" in line for line in sentences(fast))
 

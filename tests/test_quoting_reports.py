@@ -255,10 +255,12 @@ def test_long_names_stay_within_a_picture() -> None:
 
 
 _PROGRESS = """
-import sys
-from commands.shared.console import progress
-with progress() as bar:
+import sys, time
+from commands.shared import console
+console._SHOWN_AFTER_S = 0.0
+with console.progress() as bar:
     bar.add_task(sys.argv[1], total=2, rate=sys.argv[1])
+    time.sleep(0.3)
     bar.refresh()
 """
 
