@@ -130,7 +130,7 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
         table.n_stage = 0;
         turn.again();
     }
-    const bool comes = turn.keep(routing_.bank == Bank::kSlots ? routing_.uploads : std::vector<Upload>());
+    const bool comes = routing_.bank == Bank::kSlots && turn.keep(routing_.uploads);
     if (!comes) {
         turn.divided();
     }

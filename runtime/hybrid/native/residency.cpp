@@ -157,8 +157,8 @@ const std::vector<Coming> * Residency::Turn::coming() const {
 }
 
 bool Residency::Turn::keep(const std::vector<Upload> & uploads) {
-    if (!residency_) {
-        return false;
+    if (!lock_.owns_lock()) {
+        return false;  // what comes now is another's
     }
     std::vector<Coming> & coming = residency_->coming_;
     const auto sent = [&](const Coming & one) {
