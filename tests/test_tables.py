@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MOE = "plans/inputs/Qwen3.6-35B-A3B-q4_K.inventory.yaml"
-SOLVE = ("solve", MOE, "--machine", "2x-rtx4060ti-16gb", "--budget", "CUDA0=7000,CUDA1=6000", "-c", "32k")
+TWO_GPUS = ("--machine", "2x-rtx4060ti-16gb", "--budget", "CUDA0=5000,CUDA1=4000", "-c", "32k")
+SOLVE = ("solve", "plans/inputs/gpt-oss-20b-MXFP4.inventory.yaml", *TWO_GPUS)
 COMMANDS = [
     SOLVE,
     ("solve", MOE, "--machine", "rtx4060-8gb-ddr5", "--budget", "7000"),
