@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -156,6 +157,31 @@ def test_measured_gains_are_those_of_the_results() -> None:
             assert f"{found.mean:.2f}×" in page and f"{found.low:.2f}–{found.high:.2f}" in page, found
             assert f"{_less(found)} % less" in page and found.equal_vram
         assert f"{paired.VRAM_TOLERANCE:.0%}".replace("%", " %") + " more" in page
+
+
+def test_measured_gains_of_following_are_those_of_the_results() -> None:
+    """Of the rules that the planner tries, computed from every token again."""
+    path = ROOT / "benchmarks" / "results" / "h200-2026-11-30-drifting-shifting.json"
+    gains, back, lost, spared = [], [], [], []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        rows = {row["name"]: row for row in cell["contenders"]}
+        (right, wrong), stock = (rows[f"{topic}+2"]["phase_ms"] for topic in "BA"), rows["ncmoe"]
+        for name in ("lfu:32:100+2", "lfu:32:25+2"):
+            ours = rows[name]
+            gains.append(median(stock["ms"]) / median(ours["ms"]))
+            back.append((wrong[1] - ours["phase_ms"][1]) / (wrong[1] - right[1]))
+            spared.append(1 - ours["vram_mib"] / stock["vram_mib"])
+            lost += [ours["phase_ms"][turn] / wrong[turn] - 1 for turn in (0, 2)]
+    for name in ("README.md", "docs/measured.md"):
+        page = (ROOT / name).read_text(encoding="utf-8")
+        assert f"decode {min(gains):.2f}× to {max(gains):.2f}×" in page
+        assert f"{_span(back)} % of what the wrong slots lose comes back" in page
+        assert f"right already {_span(lost)} % is lost" in page
+        assert f"ours with {_span(spared)} % less VRAM" in page
+
+
+def _span(shares: list[float]) -> str:
+    return f"{100 * min(shares):.0f} to {100 * max(shares):.0f}"
 
 
 def _runs(path: Path, visit: str = "") -> list[dict[str, Any]]:
