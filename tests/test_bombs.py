@@ -19,6 +19,7 @@ import fuzz
 import fuzz_targets
 import numpy as np
 import pytest
+from copies import ENDS
 from gguf_bytes import ARR, F32, STR, U32, U64, T, arch, f32, gguf, info, kv
 
 SEEDS = fuzz_targets.DATA / "seeds"
@@ -166,7 +167,8 @@ STRANGE_NAMES = [
 
 
 # Imports once, then answers each line of its input by a copy of itself that runs the command.
-_STARTER = """
+_STARTER = (
+    """
 import json, os, sys
 import click.testing, numpy
 import atsplan
@@ -186,18 +188,13 @@ for line in sys.stdin:
         code = 1
         try:
             atsplan.main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    _, status, use = os.wait4(child, 0)
+"""
+    + ENDS
+    + """    _, status, use = os.wait4(child, 0)
     told = [os.waitstatus_to_exitcode(status), use.ru_maxrss, use.ru_utime + use.ru_stime]
     print(json.dumps(told), flush=True)
 """
+)
 
 
 class Starter:

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from copies import ENDS
 from engines import ROOT
 
 from benchmarks import draw_rooms
@@ -209,7 +210,8 @@ BENCHMARKS = sorted(
 
 
 # Imports once what all of them need, then asks each in a copy of itself.
-_HELP = """
+_HELP = (
+    """
 import json, os, runpy, shlex, sys
 import click, numpy, yaml
 import planner.passes.make_plan, commands.solve.solve, runtime.bench.measure
@@ -229,19 +231,14 @@ for line in sys.stdin:
             else:
                 runpy.run_path(words[0], run_name="__main__")
             code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    os.close(theirs)
+"""
+    + ENDS
+    + """    os.close(theirs)
     with os.fdopen(ours, errors="replace") as told:
         text = told.read()
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text]), flush=True)
 """
+)
 
 
 @pytest.fixture(scope="module")
