@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ USUAL = ["-m", str(MODEL), "-ngl", "99", "-c", "512", "-t", "2", "-np", "1", "-f
 CLOSE = 0.02
 
 
-@pytest.fixture(autouse=True)
-def software_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("GGML_NO_BACKTRACE", "1")
+@pytest.fixture(scope="module", autouse=True)
+def software_device() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
+        patch.setenv("GGML_NO_BACKTRACE", "1")
+        yield
 
 
 def complete(url: str) -> tuple[list[int], list[float]]:
@@ -60,21 +62,29 @@ def settings(folder: Path, **more: Any) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def plain(vulkan_engine: Path, software_device: None) -> tuple[list[int], list[float]]:
+    """What the server says on the device itself."""
+    with serving(vulkan_engine / "llama-server", [*USUAL, "-dev", "Vulkan0"]) as server:
+        return complete(server.url)
+
+
 @pytest.mark.parametrize(
     "costs",
     [{"cpu_bytes_us": 20000, "bus_bytes_us": 20000}, {}],
     ids=["given", "measured"],
 )
 def test_the_server_answers_with_the_same_tokens(
-    costs: Mapping[str, int], vulkan_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    costs: Mapping[str, int],
+    plain: tuple[list[int], list[float]],
+    vulkan_engine: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program = vulkan_engine / "llama-server"
-    with serving(program, [*USUAL, "-dev", "Vulkan0"]) as server:
-        plain = complete(server.url)
     monkeypatch.setenv(config.LIBRARY, str(build.library()))
     monkeypatch.setenv(config.ENVIRONMENT, str(settings(tmp_path, residents=RESIDENT, guests=1, **costs)))
     experts = [r"-ot", r"ffn_.*_exps=HYBRID0_EXPERTS"]
-    with serving(program, [*USUAL, "-dev", "HYBRID0", *experts]) as server:
+    with serving(vulkan_engine / "llama-server", [*USUAL, "-dev", "HYBRID0", *experts]) as server:
         hybrid = complete(server.url)
     assert len(plain[0]) == N
     assert hybrid[0] == plain[0]

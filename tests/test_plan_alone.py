@@ -70,7 +70,7 @@ def test_a_misspelt_site_is_no_plan(tmp_path: Path) -> None:
     "words",
     [
         ("GLM-4.5-q4_K", "--machine", "rtx4090-ddr5", "--budget", "20000", "--mtp", "--page"),
-        ("gemma-4-26B-A4B-Q4_K_M", "--machine", "2x-rtx4060ti-16gb", "--budget", "3000"),
+        ("gemma-4-26B-A4B-Q4_K_M", "--machine", "2x-rtx4060ti-16gb", "--budget", "4000"),
         ("Qwen3.5-0.8B-q8_0", "--machine", "rtx4060-8gb-ddr5", "--budget", "500"),
         ("Qwen3-4B-Instruct-2507-q4_K", "--machine", "rtx4060-8gb-ddr5", "--budget", "1500", "--contiguous"),
         ("Qwen3-30B-A3B-Q4_K_M", "--machine", "rtx4060-8gb-ddr5", "--budget", "7000", "--hybrid"),
