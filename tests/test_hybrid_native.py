@@ -24,6 +24,7 @@ TESTS = (
     "any_layer_on_the_cpu",
     "any_layer_on_a_slow_device",
     "threads_and_changes",
+    "models_come_and_go",
     "prompts_ahead",
     "prompts_of_many",
     "slots_follow",
@@ -33,6 +34,8 @@ TESTS = (
     "guests_come_in_one_piece",
     "is_not_cut_where_all_is_resident",
     "memory_is_refused",
+    "host_memory_is_refused",
+    "pages_are_locked_meanwhile",
     "faults_are_returned",
     "reports_what_was_done",
 )
@@ -60,8 +63,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def run(program: Path, engine: Path, name: str) -> None:
     kernels = {"TRIAL_CPU_LIBRARY": "libggml-cpu-x64.so"} if engine == NODE_BUILD else {}
-    # What the engine keeps until the end is not ours to free.
-    environment = {**os.environ, **kernels, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **kernels, "ASAN_OPTIONS": "detect_leaks=1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [str(program), str(engine), name], capture_output=True, text=True, timeout=300, env=environment
     )

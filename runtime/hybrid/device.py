@@ -112,11 +112,13 @@ class HybridDevice:
         self.buffer_name = ggml.buft_name(self.buffer_type)
 
     def report(self) -> Report:
-        """Memory and work so far."""
+        """Memory and work so far. Raises HybridRefused where there is no memory for it."""
         size = self._lib.atsplan_hybrid_report(self._opened, None, 0)
         while True:
             room = c.create_string_buffer(size)
             needed = self._lib.atsplan_hybrid_report(self._opened, c.addressof(room), size)
+            if not needed:
+                raise HybridRefused("no memory for a report")
             if needed <= size:
                 return read_report(room.value.decode())
             size = needed

@@ -67,6 +67,9 @@ Engine & engine(const char * given) {
     return made;
 }
 
+thread_local int64_t allocations_left = -1;
+thread_local bool in_library = false;
+
 Memory::Memory(const Host & host, size_t n_tensors, size_t n_nodes) : host_(host) {
     const size_t size = host.ggml_tensor_overhead() * n_tensors + host.ggml_graph_overhead_custom(n_nodes, false);
     context = host.ggml_init(InitParams{size, nullptr, true});
@@ -86,7 +89,10 @@ Tensor * Memory::tensor(int type, std::vector<int64_t> shape, const char * name)
 }
 
 bool Memory::allocate(BufferType * type, bool weights) {
-    buffer = host_.ggml_backend_alloc_ctx_tensors_from_buft(context, type);
+    {
+        const InLibrary call;
+        buffer = host_.ggml_backend_alloc_ctx_tensors_from_buft(context, type);
+    }
     if (buffer && weights) {
         host_.ggml_backend_buffer_set_usage(buffer, kUsageWeights);
     }
@@ -193,6 +199,7 @@ Status Pass::compute(Backend * backend, bool cut) {
             return status;
         }
     }
+    const InLibrary call;
     return cut ? kSuccess : backend->iface.graph_compute(backend, graph);
 }
 

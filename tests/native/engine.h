@@ -22,6 +22,31 @@ struct Engine {
 // Engine of a folder, loaded once; ends the program when it is not understood.
 Engine & engine(const char * folder = nullptr);
 
+// Allocations that the library may make in calls of the interface below, of this thread; -1: any number. What is refused
+// is thrown, as memory that runs out is.
+extern thread_local int64_t allocations_left;
+extern thread_local bool in_library;
+
+class InLibrary {
+  public:
+    InLibrary() { in_library = true; }
+    ~InLibrary() { in_library = false; }
+    InLibrary(const InLibrary &) = delete;
+    InLibrary & operator=(const InLibrary &) = delete;
+};
+
+// A device's own work within such a call.
+class OutsideLibrary {
+  public:
+    OutsideLibrary() : before_(in_library) { in_library = false; }
+    ~OutsideLibrary() { in_library = before_; }
+    OutsideLibrary(const OutsideLibrary &) = delete;
+    OutsideLibrary & operator=(const OutsideLibrary &) = delete;
+
+  private:
+    const bool before_;
+};
+
 // Tensors and one graph with memory of a buffer type.
 class Memory {
   public:

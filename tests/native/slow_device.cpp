@@ -1,5 +1,7 @@
 #include "slow_device.h"
 
+#include "engine.h"
+
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -51,6 +53,7 @@ void buffer_clear(Buffer * buffer, uint8_t value) { std::memset(buffer->context,
 
 template <typename Type>
 Buffer * alloc(BufferType * type, size_t size) {
+    const OutsideLibrary own;
     auto & slow = *static_cast<SlowDevice *>(reinterpret_cast<Type *>(type)->context);
     if (slow.n_left == 0) {
         return nullptr;
@@ -211,6 +214,7 @@ void backend_free(Backend * backend) {
 }
 
 void set_async(Backend * backend, Tensor * tensor, const void * data, size_t offset, size_t size) {
+    const OutsideLibrary own;
     SlowDevice & slow = of(backend->device);
     slow.calls.uploads++;
     slow.calls.bytes += static_cast<int64_t>(size);
@@ -225,6 +229,7 @@ void set_async(Backend * backend, Tensor * tensor, const void * data, size_t off
 }
 
 void set_2d_async(Backend * backend, Tensor * tensor, const void * data, size_t offset, size_t size, size_t n, size_t to, size_t from) {
+    const OutsideLibrary own;
     SlowDevice & slow = of(backend->device);
     slow.calls.uploads++;
     slow.calls.bytes += static_cast<int64_t>(size * n);
@@ -243,6 +248,7 @@ void set_2d_async(Backend * backend, Tensor * tensor, const void * data, size_t 
 }
 
 void get_async(Backend * backend, const Tensor * tensor, void * data, size_t offset, size_t size) {
+    const OutsideLibrary own;
     const char * from = static_cast<const char *>(tensor->data) + offset;
     SlowDevice & slow = of(backend->device);
     slow.calls.reads++;
@@ -262,6 +268,7 @@ void synchronize(Backend * backend) {
 }
 
 Status graph_compute(Backend * backend, Graph * graph) {
+    const OutsideLibrary own;
     SlowDevice & slow = of(backend->device);
     if (slow.n_fail_after >= 0 && slow.n_graphs >= slow.n_fail_after) {
         return kFailed;
@@ -278,6 +285,7 @@ Status graph_compute(Backend * backend, Graph * graph) {
 }
 
 void event_record(Backend * backend, Event * event) {
+    const OutsideLibrary own;
     of(backend->device).calls.events++;
     if (of(backend->device).idle) {
         return;
@@ -296,6 +304,7 @@ void event_record(Backend * backend, Event * event) {
 }
 
 void event_wait(Backend * backend, Event * event) {
+    const OutsideLibrary own;
     of(backend->device).calls.events++;
     if (of(backend->device).idle) {
         return;
@@ -327,6 +336,7 @@ void device_props(Device * device, Properties * properties) {
 }
 
 Backend * device_init(Device * device, const char *) {
+    const OutsideLibrary own;
     SlowDevice & slow = of(device);
     Backend * real = slow.cpu->iface.init_backend(slow.cpu, nullptr);
     Registry * registry = slow.cpu->registry;
@@ -356,9 +366,40 @@ BufferType * device_type(Device * device);
 bool device_supports(Device * device, const Tensor * node) { return of(device).cpu->iface.supports_op(of(device).cpu, node); }
 bool device_supports_type(Device * device, BufferType * type) { return type == device->iface.get_buffer_type(device); }
 
-BufferType * host_type(Device * device) { return of(device).host.ggml_backend_cpu_buffer_type(); }
+BufferType * host_type(Device * device) {
+    SlowDevice & slow = of(device);
+    return slow.refuses_host ? slow.refusing() : slow.host.ggml_backend_cpu_buffer_type();
+}
 
-Event * event_new(Device * device) { return new Event{device, new Signal}; }
+// Locking takes its time, and reads what it locks.
+bool lock_pages(void * address, size_t size) {
+    locks.n_asked++;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    if (locks.refused || size == 0 || !address) {
+        return false;
+    }
+    locks.n_locked++;
+    return true;
+}
+
+void unlock_pages(void *) { locks.n_locked--; }
+
+void * registry_function(Registry *, const char * name) {
+    if (locks.offered && std::strcmp(name, "ggml_backend_register_host_buffer") == 0) {
+        return reinterpret_cast<void *>(lock_pages);
+    }
+    if (locks.offered && std::strcmp(name, "ggml_backend_unregister_host_buffer") == 0) {
+        return reinterpret_cast<void *>(unlock_pages);
+    }
+    return nullptr;
+}
+
+Buffer * no_buffer(BufferType *, size_t) { return nullptr; }
+
+Event * event_new(Device * device) {
+    const OutsideLibrary own;
+    return new Event{device, new Signal};
+}
 
 void event_free(Device *, Event * event) {
     delete static_cast<Signal *>(event->context);
@@ -381,15 +422,24 @@ BufferType * device_type(Device * device) { return types().at(device); }
 
 }  // namespace
 
+Locks locks;
+
+BufferType * SlowDevice::refusing() {
+    return cpu->registry->api_version == 2 ? reinterpret_cast<BufferType *>(&refusing_v2_) : reinterpret_cast<BufferType *>(&refusing_v3_);
+}
+
 SlowDevice::SlowDevice(const Host & h, Device * c, bool with_events) : host(h), cpu(c) {
     fill(type_v2_, *this);
     fill(type_v3_, *this);
+    fill(refusing_v2_, *this);
+    fill(refusing_v3_, *this);
+    refusing_v2_.alloc_buffer = refusing_v3_.alloc_buffer = no_buffer;
     const bool old = c->registry->api_version == 2;
     types()[&device] = old ? reinterpret_cast<BufferType *>(&type_v2_) : reinterpret_cast<BufferType *>(&type_v3_);
     registry_.api_version = c->registry->api_version;
     registry_.iface.get_name = [](Registry *) { return "SLOW"; };
     registry_.iface.get_device_count = [](Registry *) { return size_t{1}; };
-    registry_.iface.get_proc_address = [](Registry *, const char *) -> void * { return nullptr; };
+    registry_.iface.get_proc_address = registry_function;
     DeviceInterface & made = device.iface;
     made.get_name = device_name;
     made.get_description = device_description;

@@ -21,6 +21,13 @@ struct Calls {
     std::atomic<int64_t> graphs{0}, nodes{0}, uploads{0}, reads{0}, bytes{0}, waits{0}, events{0};
 };
 
+// Memory that was there already and is locked: how the engine's own functions say it, for all devices.
+struct Locks {
+    std::atomic<bool> offered{false}, refused{false};
+    std::atomic<int> n_locked{0}, n_asked{0};
+};
+extern Locks locks;
+
 class SlowDevice {
   public:
     SlowDevice(const Host & host, Device * cpu, bool with_events);
@@ -41,9 +48,13 @@ class SlowDevice {
     // Buffers that are there, and how many more the device has memory for; -1: any number.
     std::atomic<int> n_buffers{0}, n_left{-1};
 
+    // Whether its page-locked memory is all taken.
+    std::atomic<bool> refuses_host{false};
+    BufferType * refusing();
+
   private:
-    BufferTypeV2 type_v2_{};
-    BufferTypeV3 type_v3_{};
+    BufferTypeV2 type_v2_{}, refusing_v2_{};
+    BufferTypeV3 type_v3_{}, refusing_v3_{};
     Registry registry_{};
 };
 

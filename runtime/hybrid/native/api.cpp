@@ -1,6 +1,7 @@
 // What programs call: ggml's loader by its one function, atsplan by its own.
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <sstream>
 
@@ -24,11 +25,23 @@ struct Opened {
     Registry registry{};
 };
 
-bool say_error(char * error, size_t size, const std::string & text) {
+void say_error(char * error, size_t size, const char * text) {
     if (error && size) {
-        std::snprintf(error, size, "%s", text.c_str());
+        std::snprintf(error, size, "%s", text);
     }
-    return false;
+}
+
+// No exception reaches a caller in another language: what is thrown is, as good as always, that memory is out.
+template <typename Result, typename Work>
+Result guarded(Result otherwise, char * error, size_t size, Work work) noexcept {
+    try {
+        return work();
+    } catch (const std::exception & problem) {
+        say_error(error, size, problem.what());
+        return otherwise;
+    } catch (...) {
+        return otherwise;
+    }
 }
 
 const void * address(Device * device) {
@@ -87,12 +100,27 @@ bool read_configs(std::vector<Config> & configs, std::string & fault) {
     return true;
 }
 
+// Modes that divide each tensor over devices: experts in slots cannot be divided, and what would become of them (the CPU
+// alone computes them, or the engine stops) is said by nobody.
+std::string divided_tensors() {
+    std::vector<std::string> words = program_words();
+    words.insert(words.end(), {"--split-mode", environment("LLAMA_ARG_SPLIT_MODE")});
+    for (size_t i = 0; i + 1 < words.size(); i++) {
+        for (const char * mode : {"row", "tensor"}) {
+            if ((words[i] == "-sm" || words[i] == "--split-mode") && words[i + 1].find(mode) != std::string::npos) {
+                return std::string("--split-mode ") + mode + " divides tensors over devices, which experts in slots do not allow: leave it out";
+            }
+        }
+    }
+    return "";
+}
+
 // For stock tools: everything comes from the program and from the environment. Never destroyed: the engine
 // keeps what it registered until the process ends.
 Registry * open_from_environment(const void * caller, std::string & fault) {
     std::vector<Config> configs;
     Host host;
-    if (!read_configs(configs, fault)) {
+    if (!read_configs(configs, fault) || !(fault = divided_tensors()).empty()) {
         return nullptr;
     }
     fault = host.find(nullptr, 0, {caller});
@@ -109,7 +137,7 @@ Registry * open_from_environment(const void * caller, std::string & fault) {
     if (!fault.empty()) {
         return nullptr;
     }
-    auto * opened = new Opened;
+    auto opened = std::make_unique<Opened>();
     for (const Config & config : configs) {
         Device * inner = device_named(host, config.device);
         if (!inner) {
@@ -124,7 +152,7 @@ Registry * open_from_environment(const void * caller, std::string & fault) {
         opened->owned.push_back(std::move(made));
     }
     fill_registry(opened->registry, &opened->listed, opened->listed[0]->registry.api_version);
-    return &opened->registry;
+    return &opened.release()->registry;
 }
 
 }  // namespace
@@ -136,23 +164,27 @@ using namespace hybrid;
 // Of ggml's loader (GGML_BACKEND_PATH).
 HYBRID_EXPORT Registry * ggml_backend_init() {
     static Registry * made = nullptr;
-    std::string fault;
-    if (!made && !(made = open_from_environment(HYBRID_CALLER, fault))) {
-        std::fprintf(stderr, "hybrid experts: %s\n", fault.c_str());
+    const void * caller = HYBRID_CALLER;
+    char error[512] = "";
+    made = made ? made : guarded<Registry *>(nullptr, error, sizeof error, [&] {
+        std::string fault;
+        Registry * opened = open_from_environment(caller, fault);
+        say_error(error, sizeof error, fault.c_str());
+        return opened;
+    });
+    if (!made) {
+        std::fprintf(stderr, "hybrid experts: %s\n", error);
     }
     return made;
 }
 
 HYBRID_EXPORT int atsplan_hybrid_version() { return 1; }
 
-// Wrap `inner`; `cpu` is the engine's CPU device. Functions not in `table` come from the libraries of these two.
-// nullptr and one line in `error` when that cannot be.
-HYBRID_EXPORT void * atsplan_hybrid_open(Device * inner, Device * cpu, const char * text, const Named * table,
-                                         size_t n_table, char * error, size_t error_size) {
+namespace {
+
+Opened * open(Device * inner, Device * cpu, const char * text, const Named * table, size_t n_table, std::string & fault) {
     std::vector<Config> configs;
-    std::string fault;
     if (!parse_config(text ? text : "", configs, fault)) {
-        say_error(error, error_size, fault);
         return nullptr;
     }
     auto opened = std::make_unique<Opened>();
@@ -161,50 +193,64 @@ HYBRID_EXPORT void * atsplan_hybrid_open(Device * inner, Device * cpu, const cha
     if (fault.empty()) {
         fault = host.probe();
     }
-    if (fault.empty()) {
-        auto made = wrap(host, inner, configs[0], 0, fault);
-        if (made) {
-            opened->listed.push_back(made.get());
-            opened->owned.push_back(std::move(made));
-        }
-    }
-    if (!fault.empty()) {
-        say_error(error, error_size, fault);
+    auto made = fault.empty() ? wrap(host, inner, configs[0], 0, fault) : nullptr;
+    if (!made) {
         return nullptr;
     }
+    opened->listed.push_back(made.get());
+    opened->owned.push_back(std::move(made));
     fill_registry(opened->registry, &opened->listed, opened->listed[0]->registry.api_version);
     return opened.release();
+}
+
+}  // namespace
+
+// Wrap `inner`; `cpu` is the engine's CPU device. Functions not in `table` come from the libraries of these two.
+// nullptr and one line in `error` when that cannot be.
+HYBRID_EXPORT void * atsplan_hybrid_open(Device * inner, Device * cpu, const char * text, const Named * table,
+                                         size_t n_table, char * error, size_t error_size) {
+    return guarded<void *>(nullptr, error, error_size, [&]() -> void * {
+        std::string fault;
+        Opened * made = open(inner, cpu, text, table, n_table, fault);
+        say_error(error, error_size, fault.c_str());
+        return made;
+    });
 }
 
 HYBRID_EXPORT Registry * atsplan_hybrid_registry(void * opened) { return &static_cast<Opened *>(opened)->registry; }
 HYBRID_EXPORT Device * atsplan_hybrid_device(void * opened) { return &static_cast<Opened *>(opened)->listed[0]->device; }
 HYBRID_EXPORT BufferType * atsplan_hybrid_buffer_type(void * opened) { return static_cast<Opened *>(opened)->listed[0]->store.type; }
 
-// Statistics as JSON: the bytes needed with their end, of which at most `size` are written.
+// Statistics as JSON: the bytes needed with their end, of which at most `size` are written; 0: no memory for them.
 HYBRID_EXPORT size_t atsplan_hybrid_report(void * opened, char * text, size_t size) {
-    const std::string made = static_cast<Opened *>(opened)->listed[0]->report();
-    if (text && size) {
-        const size_t n = std::min(size - 1, made.size());
-        std::memcpy(text, made.data(), n);
-        text[n] = '\0';
-    }
-    return made.size() + 1;
+    return guarded<size_t>(0, nullptr, 0, [&] {
+        const std::string made = static_cast<Opened *>(opened)->listed[0]->report();
+        if (text && size) {
+            const size_t n = std::min(size - 1, made.size());
+            std::memcpy(text, made.data(), n);
+            text[n] = '\0';
+        }
+        return made.size() + 1;
+    });
 }
 
 // Other experts in the slots of a block. 0, or 1 and one line in `error`.
 HYBRID_EXPORT int atsplan_hybrid_set_residents(void * opened, int model, int block, const char * kind, const int32_t * experts,
                                                size_t n, char * error, size_t error_size) {
     Store & store = static_cast<Opened *>(opened)->listed[0]->store;
-    const std::string fault = store.set_residents(model, block, kind, std::vector<int32_t>(experts, experts + n));
-    if (!fault.empty()) {
-        say_error(error, error_size, fault);
-    }
-    return fault.empty() ? 0 : 1;
+    return guarded(1, error, error_size, [&] {
+        const std::string fault = store.set_residents(model, block, kind, std::vector<int32_t>(experts, experts + n));
+        say_error(error, error_size, fault.c_str());
+        return fault.empty() ? 0 : 1;
+    });
 }
 
 // What stopped work last; "" when nothing did.
 HYBRID_EXPORT void atsplan_hybrid_fault(void * opened, char * text, size_t size) {
-    say_error(text, size, static_cast<Opened *>(opened)->listed[0]->store.voice.last_fault());
+    guarded(0, text, size, [&] {
+        say_error(text, size, static_cast<Opened *>(opened)->listed[0]->store.voice.last_fault().c_str());
+        return 0;
+    });
 }
 
 // Only when no model, context or registration of it is left.

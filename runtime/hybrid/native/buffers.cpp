@@ -1,6 +1,7 @@
 #include "buffers.h"
 
 #include <cstring>
+#include <exception>
 
 namespace hybrid {
 
@@ -19,7 +20,12 @@ void * get_base(Buffer * buffer) { return expert(buffer).base; }
 
 Status init_tensor(Buffer * buffer, Tensor * tensor) {
     ExpertBuffer & mine = expert(buffer);
-    return mine.store->add(mine, buffer, tensor);
+    try {
+        return mine.store->add(mine, tensor);
+    } catch (const std::exception &) {
+        mine.store->voice.shortage("the table of experts");
+        return kAllocFailed;
+    }
 }
 
 void memset_tensor(Buffer * buffer, Tensor * tensor, uint8_t value, size_t offset, size_t size) {
@@ -54,7 +60,12 @@ Buffer * wrap(Store & store, ExpertBuffer * made) {
     functions.set_tensor = set_tensor;
     functions.get_tensor = get_tensor;
     functions.clear = clear;
-    return store.host.ggml_backend_buffer_init(store.type, functions, made, made->size);
+    try {
+        return store.host.ggml_backend_buffer_init(store.type, functions, made, made->size);
+    } catch (const std::exception &) {
+        store.release(made);
+        throw;
+    }
 }
 
 template <typename Type>
@@ -65,7 +76,12 @@ Store & store_in(BufferType * type) {
 template <typename Type>
 Buffer * alloc_buffer(BufferType * type, size_t size) {
     Store & store = store_in<Type>(type);
-    return wrap(store, store.allocate(size));
+    try {
+        return wrap(store, store.allocate(size));
+    } catch (const std::exception &) {
+        store.voice.shortage("experts");
+        return nullptr;
+    }
 }
 
 size_t get_alignment(BufferType *) { return 64; }
@@ -86,7 +102,14 @@ void fill(Type & type, const char * (*get_name)(BufferType *)) {
 void fill_type(BufferTypeV2 & type, const char * (*get_name)(BufferType *)) { fill(type, get_name); }
 void fill_type(BufferTypeV3 & type, const char * (*get_name)(BufferType *)) { fill(type, get_name); }
 
-Buffer * map_experts(Store & store, void * address, size_t size) { return wrap(store, store.map(address, size)); }
+Buffer * map_experts(Store & store, void * address, size_t size) {
+    try {
+        return wrap(store, store.map(address, size));
+    } catch (const std::exception &) {
+        store.voice.shortage("experts");
+        return nullptr;
+    }
+}
 
 Store & store_of(BufferType * type, int version) {
     return version == 2 ? store_in<BufferTypeV2>(type) : store_in<BufferTypeV3>(type);

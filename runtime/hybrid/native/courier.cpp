@@ -42,9 +42,9 @@ void Courier::wait(const Arrived & arrived) {
 }
 
 void Courier::join(Stream * stream) {
-    n_streams_++;
     std::lock_guard<std::mutex> lock(streams_mutex_);
     streams_.push_back(stream);
+    n_streams_++;
 }
 
 void Courier::part(Stream * stream) {

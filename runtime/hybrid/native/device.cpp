@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <new>
 
 #include "buffers.h"
 #include "stream.h"
@@ -127,15 +129,25 @@ Backend * device_init(Device * device, const char * params) {
     if (!real) {
         return nullptr;
     }
-    auto made = std::make_unique<Backend>();
-    auto work = std::make_unique<Stream>(of.store, of.pool, of.stage, real);
-    made->guid = &kStreamGuid;
-    made->iface = backend_functions(real->iface, of.shown->api_version);
-    made->device = device;
-    made->context = work.get();
-    std::lock_guard<std::mutex> lock(of.streams_mutex);
-    of.streams.push_back(work.release());
-    return made.release();
+    std::unique_ptr<Stream> work;
+    try {
+        auto made = std::make_unique<Backend>();
+        work = std::make_unique<Stream>(of.store, of.pool, of.stage, real);
+        made->guid = &kStreamGuid;
+        made->iface = backend_functions(real->iface, of.shown->api_version);
+        made->device = device;
+        made->context = work.get();
+        std::lock_guard<std::mutex> lock(of.streams_mutex);
+        of.streams.push_back(work.get());
+        (void)work.release();
+        return made.release();
+    } catch (const std::exception &) {
+        if (!work) {
+            of.host.ggml_backend_free(real);
+        }
+        of.store.voice.shortage("a context");
+        return nullptr;
+    }
 }
 
 BufferType * device_type(Device * device) { return inner(device)->iface.get_buffer_type(inner(device)); }
@@ -199,13 +211,16 @@ void lender_backend_free(Backend * backend) { delete backend; }
 Status lender_compute(Backend *, Graph * graph) { return graph->n_nodes ? kFailed : kSuccess; }
 
 Backend * lender_init(Device * device, const char *) {
-    auto made = std::make_unique<Backend>();
+    auto * made = new (std::nothrow) Backend{};
+    if (!made) {
+        return nullptr;
+    }
     made->guid = &kLenderGuid;
     made->iface.get_name = lender_backend_name;
     made->iface.free = lender_backend_free;
     made->iface.graph_compute = lender_compute;
     made->device = device;
-    return made.release();
+    return made;
 }
 
 BufferType * lender_type(Device * device) { return wrapper(device).store.type; }

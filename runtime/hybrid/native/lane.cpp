@@ -150,8 +150,8 @@ class LaneJob : public Job {
     void split() {
         const auto & pairs = work_->pairs;
         if (n_room_ < pairs.size()) {
+            bundles_ = std::make_unique<Bundle[]>(2 * pairs.size());
             n_room_ = 2 * pairs.size();
-            bundles_ = std::make_unique<Bundle[]>(n_room_);
         }
         n_bundles_ = 0;
         for (size_t begin = 0; begin < pairs.size(); n_bundles_++) {
@@ -204,8 +204,8 @@ class LaneJob : public Job {
     void reset_pieces() {
         const size_t n = n_bundles_ * static_cast<size_t>(n_pieces_);
         if (pieces_room_ < n) {
+            pieces_ = std::make_unique<std::atomic<int64_t>[]>(2 * n);
             pieces_room_ = 2 * n;
-            pieces_ = std::make_unique<std::atomic<int64_t>[]>(pieces_room_);
         }
         for (size_t i = 0; i < n; i++) {
             pieces_[i].store(piece_chunks_, std::memory_order_relaxed);

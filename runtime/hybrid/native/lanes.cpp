@@ -41,12 +41,14 @@ bool Stream::start_lane(Region & region) {
     }
     work.inputs = inputs_.data();
     lane_.start(host_, pool_, work, inputs_.size(), threads());
+    at_work_ = &region;
     return true;
 }
 
 void Stream::finish_lane(Region & region, int64_t started) {
     const int64_t begin = nanoseconds();
     lane_.finish(pool_, region.work, threads());
+    at_work_ = nullptr;
     const int64_t end = nanoseconds();
     region.group->counters.lane_ns += end - begin;
     region.group->counters.cpu_ns += end - started;

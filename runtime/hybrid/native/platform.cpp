@@ -1,6 +1,7 @@
 #include "platform.h"
 
 #include <cstdlib>
+#include <fstream>
 
 #if defined(_WIN32)
 // Compiled, not tested.
@@ -24,6 +25,10 @@ void * allocate_pages(size_t size) {
 }
 
 void free_pages(void * address, size_t) { VirtualFree(address, 0, MEM_RELEASE); }
+
+void * loaded_library(const char * name) { return reinterpret_cast<void *>(GetModuleHandleA(name)); }
+
+bool take_pages(void *, size_t) { return false; }
 
 }  // namespace hybrid
 
@@ -57,10 +62,34 @@ void * allocate_pages(size_t size) {
 
 void free_pages(void * address, size_t size) { munmap(address, size); }
 
+void * loaded_library(const char * name) { return dlopen(name, RTLD_LAZY | RTLD_NOLOAD); }
+
+bool take_pages(void * address, size_t size) {
+#if defined(__linux__)
+    constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, of Linux 5.14; older headers lack it
+    return madvise(address, size, kPopulateWrite) == 0;
+#else
+    (void)address;
+    (void)size;
+    return false;
+#endif
+}
+
 }  // namespace hybrid
 #endif
 
 namespace hybrid {
+
+std::vector<std::string> program_words() {
+    std::vector<std::string> words;
+#if defined(__linux__)
+    std::ifstream file("/proc/self/cmdline", std::ios::binary);
+    for (std::string word; std::getline(file, word, '\0');) {
+        words.push_back(word);
+    }
+#endif
+    return words;
+}
 
 std::string environment(const char * name) {
     const char * value = std::getenv(name);

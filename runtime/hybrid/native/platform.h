@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 #if defined(_WIN32)
 #define HYBRID_EXPORT extern "C" __declspec(dllexport)
@@ -18,9 +19,19 @@ void * library_of(const void * address);
 // A function of that library or, on Linux, of those it needs; nullptr: of the program and what it was started with.
 void * function_in(void * library, const char * name);
 
+// A library that the program has loaded, by its name alone; nullptr when it has not.
+void * loaded_library(const char * name);
+
 // Memory of whole pages for `size` bytes that are not touched yet; nullptr when there is none.
 void * allocate_pages(size_t size);
 void free_pages(void * address, size_t size);
+
+// Put memory behind these pages, whose values stay as they are, whoever writes them meanwhile; false where the system
+// cannot do that for all of them at once.
+bool take_pages(void * address, size_t size);
+
+// The words that this program was started with; none where the system does not tell.
+std::vector<std::string> program_words();
 
 std::string environment(const char * name);  // "" when it is not set
 

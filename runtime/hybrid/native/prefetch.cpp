@@ -149,11 +149,13 @@ void Prefetch::end() {
     if (!active()) {
         return;
     }
-    if (at_ < next_ && uploads_->iface.synchronize) {
+    if (uploads_ && at_ < next_ && uploads_->iface.synchronize) {
         uploads_->iface.synchronize(uploads_);  // an end in the middle: nobody waits for what is on its way
     }
     regions_.clear();
-    lock_.unlock();
+    if (lock_.owns_lock()) {
+        lock_.unlock();
+    }
     let_go();
 }
 

@@ -1,5 +1,6 @@
 // What is resident and what was done, as JSON, for people, tests and plans.
 #include <cstdio>
+#include <exception>
 #include <fstream>
 #include <sstream>
 
@@ -81,18 +82,22 @@ std::string Store::report() {
     return out.str();
 }
 
-void Store::write_report() {
+void Store::write_report() noexcept {
     if (config.report.empty()) {
         return;
     }
-    std::lock_guard<std::mutex> lock(report_mutex_);
-    // Whole or not at all: a reader never sees half of it.
-    const std::string made = config.report + ".part";
-    std::ofstream file(made);
-    file << "{" << report() << "}\n";
-    file.close();
-    if (!file || std::rename(made.c_str(), config.report.c_str()) != 0) {
-        voice.note("cannot write the report " + config.report);
+    try {
+        std::lock_guard<std::mutex> lock(report_mutex_);
+        // Whole or not at all: a reader never sees half of it.
+        const std::string made = config.report + ".part";
+        std::ofstream file(made);
+        file << "{" << report() << "}\n";
+        file.close();
+        if (!file || std::rename(made.c_str(), config.report.c_str()) != 0) {
+            voice.note("cannot write the report " + config.report);
+        }
+    } catch (const std::exception &) {
+        voice.shortage("a report");
     }
 }
 

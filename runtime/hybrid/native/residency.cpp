@@ -1,6 +1,7 @@
 #include "residency.h"
 
 #include <algorithm>
+#include <exception>
 
 #include "store.h"
 
@@ -66,7 +67,6 @@ void Residency::admit(const Admission & admission) {
 void Residency::send(const Coming & coming) {
     Delivery delivery;
     delivery.arrived = std::make_shared<std::atomic<bool>>(false);
-    sent_.push_back(Sent{coming.expert, coming.slot, delivery.arrived});
     for (Matrix * matrix : group_.matrices) {
         const size_t each = matrix->tensor->nb[2];
         const char * data = static_cast<const char *>(matrix->tensor->data) + static_cast<size_t>(coming.expert) * each;
@@ -74,7 +74,13 @@ void Residency::send(const Coming & coming) {
         bytes += static_cast<int64_t>(each);
     }
     delivery.readers = leaving_;
-    courier_.send(std::move(delivery));
+    sent_.push_back(Sent{coming.expert, coming.slot, delivery.arrived});
+    try {
+        courier_.send(std::move(delivery));
+    } catch (const std::exception &) {
+        sent_.pop_back();  // nobody would ever see it arrive
+        throw;
+    }
 }
 
 bool Residency::hold() {

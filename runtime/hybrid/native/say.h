@@ -12,6 +12,8 @@ class Voice {
     void fault(const std::string & text);
     // Something to know; told once.
     void note(const std::string & text);
+    // The host is out of memory: told without needing more. `of` stays.
+    void shortage(const char * of) noexcept;
     std::string last_fault();
     void set_quiet(bool quiet) { quiet_ = quiet; }
 
@@ -20,7 +22,11 @@ class Voice {
 
     std::mutex mutex_;
     std::string fault_, noted_;
+    const char * short_of_ = nullptr;  // came after `fault_`
     bool quiet_ = false;
 };
+
+// Bytes in words, rounded up.
+std::string mebibytes(size_t bytes);
 
 }  // namespace hybrid

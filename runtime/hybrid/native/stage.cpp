@@ -56,6 +56,8 @@ Tensor * Stage::place(const Key & key) {
         return found->second.tensor;
     }
     const Host & host = store_.host;
+    std::map<Key, Place> entry;
+    entry[key];  // what is made below has its owner
     const int64_t shape[3] = {std::get<1>(key), std::get<2>(key), std::get<3>(key)};
     Place made;
     made.context = host.ggml_init(InitParams{host.ggml_tensor_overhead() * 2, nullptr, true});
@@ -70,7 +72,8 @@ Tensor * Stage::place(const Key & key) {
     }
     host.ggml_backend_buffer_set_usage(made.memory, kUsageWeights);
     bytes_ += host.ggml_backend_buffer_get_size(made.memory);
-    places_[key] = made;
+    entry.begin()->second = made;
+    places_.merge(entry);
     return made.tensor;
 }
 

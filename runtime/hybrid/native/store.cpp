@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 
 #include "platform.h"
 #include "stream.h"
@@ -10,8 +11,6 @@
 namespace hybrid {
 
 namespace {
-
-std::string mebibytes(size_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
 bool ends_with(const std::string & text, const std::string & end) {
     return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
@@ -66,14 +65,18 @@ ExpertBuffer * Store::allocate(size_t size) {
     made->store = this;
     made->size = size;
     const auto host_type = inner->iface.get_host_buffer_type;
-    if (config.memory != Memory::kPlain && host_type && host_type(inner)) {
+    const Locker locker = config.memory == Memory::kPinned ? locker_of(inner) : Locker();
+    if (locker) {
+        made->pages = std::make_shared<LockedPages>(locker, size);
+        made->base = made->pages->base();
+    } else if (config.memory != Memory::kPlain && host_type && host_type(inner)) {
         made->real = host.ggml_backend_buft_alloc_buffer(host_type(inner), size);
         made->base = made->real ? static_cast<char *>(host.ggml_backend_buffer_get_base(made->real)) : nullptr;
         if (!made->base) {
             voice.note("no " + mebibytes(size) + " of page-locked memory for experts: uploads will be slower");
         }
     }
-    if (!made->base) {
+    if (!made->base && !locker) {
         made->base = static_cast<char *>(allocate_pages(size));
     }
     if (!made->base) {
@@ -94,7 +97,7 @@ ExpertBuffer * Store::map(void * address, size_t size) {
     return made.release();
 }
 
-void Store::release(ExpertBuffer * buffer) {
+void Store::release(ExpertBuffer * buffer) noexcept {
     {
         Change change(gate);
         version_++;
@@ -105,9 +108,7 @@ void Store::release(ExpertBuffer * buffer) {
             }
         }
         if (model && --model->n_buffers == 0) {
-            for (auto & group : model->groups) {
-                retired_.push_back(describe(*group, model->number));
-            }
+            retire(*model);
         }
         for (auto & [data, matrix] : buffer->matrices) {
             auto & of = matrix->group->matrices;
@@ -121,11 +122,14 @@ void Store::release(ExpertBuffer * buffer) {
         }
         if (model && model->n_buffers == 0) {
             for (auto & group : model->groups) {
+                free_places(*group);
                 if (group->guests_read) {
                     inner->iface.event_free(inner, group->guests_read);
                 }
             }
-            loading_ = loading_ == model ? nullptr : loading_;
+            for (auto & [thread, loading] : loading_) {
+                loading = loading == model ? nullptr : loading;
+            }
             models_.erase(std::find_if(models_.begin(), models_.end(), [&](auto & m) { return m.get() == model; }));
         }
         host_bytes_ -= buffer->mapped ? 0 : buffer->size;
@@ -133,19 +137,29 @@ void Store::release(ExpertBuffer * buffer) {
     write_report();
     if (buffer->real) {
         host.ggml_backend_buffer_free(buffer->real);
-    } else if (!buffer->mapped) {
+    } else if (!buffer->mapped && !buffer->pages) {
         free_pages(buffer->base, buffer->size);
     }
     delete buffer;
 }
 
+// What became of its blocks stays known, as long as there is memory for that.
+void Store::retire(const Model & model) noexcept {
+    try {
+        for (const auto & group : model.groups) {
+            retired_.push_back(describe(*group, model.number));
+        }
+    } catch (const std::exception &) {
+        voice.shortage("a report");
+    }
+}
+
 // ---- tensors
 
-Status Store::add(ExpertBuffer & buffer, Buffer * of, Tensor * tensor) {
+Status Store::add(ExpertBuffer & buffer, Tensor * tensor) {
     if (tensor->view_src) {
         return kSuccess;
     }
-    (void)of;
     Change change(gate);
     int block = 0;
     std::string kind;
@@ -155,13 +169,12 @@ Status Store::add(ExpertBuffer & buffer, Buffer * of, Tensor * tensor) {
         beside(buffer, tensor, status);
         return status;
     }
-    Model * model = model_of(tensor->name);
-    if (buffer.model != model) {
-        if (buffer.model) {
-            // Names that come twice in one buffer: not how files are loaded.
-            voice.fault(std::string(tensor->name) + " is there twice");
-            return kFailed;
-        }
+    Model * model = model_of(buffer, tensor->name);
+    if (!model) {
+        voice.fault(std::string(tensor->name) + " is there twice");  // not how files are loaded
+        return kFailed;
+    }
+    if (!buffer.model) {
         buffer.model = model;
         model->n_buffers++;
     }
@@ -173,10 +186,13 @@ Status Store::add(ExpertBuffer & buffer, Buffer * of, Tensor * tensor) {
     if (!make_slots(*matrix)) {
         return kAllocFailed;
     }
-    matrix->group->matrices.push_back(matrix.get());
-    matrix->group->filled = false;
-    unfilled_ = true;
+    Group & group = *matrix->group;
+    group.matrices.reserve(group.matrices.size() + 1);  // both lists have it, or neither
+    Matrix * added = matrix.get();
     buffer.matrices[tensor->data] = std::move(matrix);
+    group.matrices.push_back(added);
+    group.filled = false;
+    unfilled_ = true;
     version_++;
     return kSuccess;
 }
@@ -184,6 +200,7 @@ Status Store::add(ExpertBuffer & buffer, Buffer * of, Tensor * tensor) {
 // What is no expert weight (biases, adapters) lives on the device as if it had been allocated there.
 void Store::beside(ExpertBuffer & buffer, Tensor * tensor, Status & status) {
     const size_t size = host.ggml_backend_buft_get_alloc_size(inner_type, tensor);
+    buffer.beside.reserve(buffer.beside.size() + 1);
     Buffer * made = host.ggml_backend_buft_alloc_buffer(inner_type, size);
     if (!made) {
         voice.fault("no " + mebibytes(size) + " on the device for " + tensor->name);
@@ -201,14 +218,20 @@ void Store::beside(ExpertBuffer & buffer, Tensor * tensor, Status & status) {
     }
 }
 
-Model * Store::model_of(const std::string & name) {
-    if (!loading_ || std::find(loading_->names.begin(), loading_->names.end(), name) != loading_->names.end()) {
+// The one that the buffer is of, or that this thread is loading; a name that comes again begins another.
+Model * Store::model_of(const ExpertBuffer & buffer, const std::string & name) {
+    Model *& loading = loading_[std::this_thread::get_id()];
+    Model * found = buffer.model ? buffer.model : loading;
+    const bool again = found && std::find(found->names.begin(), found->names.end(), name) != found->names.end();
+    if (!found || (again && !buffer.model)) {
         models_.push_back(std::make_unique<Model>());
-        loading_ = models_.back().get();
-        loading_->number = next_model_++;
+        found = loading = models_.back().get();
+        found->number = next_model_++;
+    } else if (again) {
+        return nullptr;
     }
-    loading_->names.push_back(name);
-    return loading_;
+    found->names.push_back(name);
+    return found;
 }
 
 Group * Store::group_of(Model & model, int block, const std::string & kind, int32_t n_experts) {
@@ -252,127 +275,6 @@ void Store::set_table(Group & group) {
     }
 }
 
-// Slots of a block's matrices lie together, in the order of the matrices on the host: see Strip. Those that were there
-// before a matrix came are made again, as long as nothing was brought to them.
-bool Store::make_slots(Matrix & matrix) {
-    Group & group = *matrix.group;
-    if (group.n_slots + group.n_guests == 0) {
-        return true;
-    }
-    std::vector<Matrix *> together{&matrix};
-    if (!group.used) {
-        together.insert(together.end(), group.matrices.begin(), group.matrices.end());
-        free_places(group);
-    }
-    std::sort(together.begin(), together.end(), [](const Matrix * a, const Matrix * b) { return a->host() < b->host(); });
-    bool placed = place_slots(group, together);
-    // Perhaps too much in one piece.
-    for (size_t i = 0; !placed && together.size() > 1 && i < together.size(); i++) {
-        if (!place_slots(group, {together[i]})) {
-            break;
-        }
-        placed = i + 1 == together.size();
-    }
-    if (!placed) {
-        const auto count = static_cast<size_t>(group.n_slots + group.n_guests);
-        voice.fault("no " + mebibytes(count * matrix.tensor->nb[2]) + " on the device for " + std::to_string(count) + " slots of " +
-                    matrix.tensor->name);
-    }
-    return placed;
-}
-
-bool Store::place_slots(Group & group, const std::vector<Matrix *> & matrices) {
-    const size_t alignment = host.ggml_backend_buft_get_alignment(inner_type);
-    std::vector<Tensor *> slots;
-    std::vector<size_t> sizes;
-    Place made;
-    made.context = host.ggml_init(InitParams{host.ggml_tensor_overhead() * (matrices.size() + 1), nullptr, true});
-    for (size_t i = 0; made.context && i < matrices.size(); i++) {
-        const Tensor * tensor = matrices[i]->tensor;
-        const int64_t shape[3] = {tensor->ne[0], tensor->ne[1], group.n_slots + group.n_guests};
-        slots.push_back(host.ggml_new_tensor(made.context, tensor->type, 3, shape));
-        sizes.push_back(host.ggml_backend_buft_get_alloc_size(inner_type, slots[i]));
-    }
-    // Matrices of equal experts at equal distances, however the device pads each.
-    size_t total = 0;
-    for (size_t i = 0; i < slots.size(); i++) {
-        for (size_t j = 0; j < slots.size(); j++) {
-            sizes[i] = slots[i]->nb[2] == slots[j]->nb[2] ? std::max(sizes[i], sizes[j]) : sizes[i];
-        }
-        sizes[i] = (sizes[i] + alignment - 1) / alignment * alignment;
-        total += sizes[i];
-    }
-    made.memory = made.context ? host.ggml_backend_buft_alloc_buffer(inner_type, total) : nullptr;
-    bool placed = made.memory != nullptr;
-    if (placed) {
-        host.ggml_backend_buffer_set_usage(made.memory, kUsageWeights);
-        auto * at = static_cast<char *>(host.ggml_backend_buffer_get_base(made.memory));
-        for (size_t i = 0; i < slots.size(); at += sizes[i], i++) {
-            slots[i]->buffer = made.memory;
-            slots[i]->data = at;
-            placed = placed && host.ggml_backend_buffer_init_tensor(made.memory, slots[i]) == kSuccess;
-        }
-    }
-    if (!placed) {
-        if (made.memory) {
-            host.ggml_backend_buffer_free(made.memory);
-        }
-        if (made.context) {
-            host.ggml_free(made.context);
-        }
-        return false;
-    }
-    for (size_t i = 0; i < slots.size(); i++) {
-        matrices[i]->slots = slots[i];
-    }
-    group.places.push_back(made);
-    return true;
-}
-
-// For devices that look up slots by themselves; where residents follow the text they do not.
-void Store::write_table(Group & group) {
-    if (!config.ahead || group.residency || group.n_guests || !group.n_slots || group.whole()) {
-        return;
-    }
-    const auto n = static_cast<int64_t>(group.n_experts);
-    if (!group.table) {
-        const int64_t shape[2] = {1, n};
-        Place made;
-        made.context = host.ggml_init(InitParams{host.ggml_tensor_overhead() * 2, nullptr, true});
-        if (!made.context) {
-            return;
-        }
-        Tensor * table = host.ggml_new_tensor(made.context, kI32, 2, shape);
-        made.memory = host.ggml_backend_alloc_ctx_tensors_from_buft(made.context, inner_type);
-        if (!made.memory) {
-            host.ggml_free(made.context);
-            return;
-        }
-        group.places.push_back(made);
-        group.table = table;
-    }
-    std::vector<int32_t> slots(group.slot_of);
-    std::replace(slots.begin(), slots.end(), -1, 0);
-#if defined(ATSPLAN_HYBRID_FAULTS)
-    for (int32_t & slot : slots) {
-        slot = config.fault != Fault::kWrongSlot ? slot : slot ? slot - 1 : std::min(1, group.n_slots - 1);
-    }
-#endif
-    host.ggml_backend_tensor_set(group.table, slots.data(), 0, slots.size() * sizeof(int32_t));
-}
-
-void Store::free_places(Group & group) {
-    for (const Place & place : group.places) {
-        host.ggml_backend_buffer_free(place.memory);
-        host.ggml_free(place.context);
-    }
-    group.places.clear();
-    group.table = nullptr;
-    for (Matrix * matrix : group.matrices) {
-        matrix->slots = nullptr;
-    }
-}
-
 void Store::written(ExpertBuffer & buffer, const Tensor * tensor) {
     Change change(gate);
     const auto found = buffer.matrices.find(tensor->data);
@@ -410,8 +312,9 @@ const std::vector<float> * Store::bias(Group & group, const Tensor * tensor) {
 }
 
 void Store::join(Stream * stream) {
-    courier.join(stream);
     std::lock_guard<std::mutex> lock(streams_mutex_);
+    streams_.reserve(streams_.size() + 1);
+    courier.join(stream);
     streams_.push_back(stream);
 }
 
@@ -427,130 +330,6 @@ void Store::part(Stream * stream) {
     }
     std::lock_guard<std::mutex> lock(streams_mutex_);
     streams_.erase(std::find(streams_.begin(), streams_.end(), stream));
-}
-
-// ---- slots
-
-// Only what this graph computes with: another model may be in the middle of being loaded, which nothing tells
-// when its loader reads a file straight into the experts' memory.
-void Store::fill(Stream & stream, const Graph & graph) {
-    if (!unfilled_.load(std::memory_order_acquire)) {
-        return;
-    }
-    {
-        Step step(gate);
-        if (unfilled_in(graph).empty()) {
-            return;
-        }
-    }
-    Change change(gate);
-    stream.synchronize();
-    const int64_t begin = nanoseconds();
-    int64_t bytes = 0;
-    for (Group * group : unfilled_in(graph)) {
-        if (!group->filled) {
-            fill_group(*group, stream, bytes);
-        }
-    }
-    stream.synchronize();
-    const int64_t micros = std::max<int64_t>((nanoseconds() - begin) / 1000, 1);
-    if (!bus_bytes_us.load() && bytes > (16 << 20)) {
-        bus_bytes_us = std::max<int64_t>(bytes / micros, 1);
-    }
-    unfilled_ = std::any_of(models_.begin(), models_.end(), [](auto & model) {
-        return std::any_of(model->groups.begin(), model->groups.end(), [](auto & group) { return !group->filled; });
-    });
-}
-
-std::vector<Group *> Store::unfilled_in(const Graph & graph) const {
-    std::vector<Group *> found;
-    for (int i = 0; i < graph.n_nodes; i++) {
-        const Tensor * node = graph.nodes[i];
-        if (node->op == host.op_mul_mat_id && owns(node->src[0])) {
-            const Matrix * matrix = find(node->src[0]);
-            if (matrix && !matrix->group->filled) {
-                found.push_back(matrix->group);
-            }
-        }
-    }
-    return found;
-}
-
-// Neighbours in the file that are neighbours in the slots go in one copy.
-void Store::fill_group(Group & group, Stream & stream, int64_t & bytes) {
-    for (Matrix * matrix : group.matrices) {
-        const size_t each = matrix->tensor->nb[2];
-        const auto * data = static_cast<const char *>(matrix->tensor->data);
-        const auto & in = group.expert_in;
-        for (size_t slot = 0; slot < in.size();) {
-            size_t n = 1;
-            while (in[slot] >= 0 && slot + n < in.size() && in[slot + n] == in[slot] + static_cast<int32_t>(n)) {
-                n++;
-            }
-            if (in[slot] >= 0) {
-                stream.set_async(matrix->slots, data + static_cast<size_t>(in[slot]) * each, slot * each, n * each);
-                bytes += static_cast<int64_t>(n * each);
-            }
-            slot += n;
-        }
-    }
-    write_table(group);
-    group.filled = group.used = true;
-}
-
-std::string Store::set_residents(int number, int block, const std::string & kind, const std::vector<int32_t> & experts) {
-    Change change(gate);
-    Group * group = nullptr;
-    for (auto & model : models_) {
-        for (auto & each : model->groups) {
-            if (model->number == number && each->block == block && each->kind == kind) {
-                group = each.get();
-            }
-        }
-    }
-    if (!group) {
-        return "no model " + std::to_string(number) + " with experts in block " + std::to_string(block);
-    }
-    if (experts.size() != static_cast<size_t>(group->n_slots)) {
-        return std::to_string(experts.size()) + " experts for " + std::to_string(group->n_slots) + " slots";
-    }
-    std::vector<int32_t> slot_of(static_cast<size_t>(group->n_experts), -1);
-    for (size_t slot = 0; slot < experts.size(); slot++) {
-        const int32_t expert = experts[slot];
-        if (expert < 0 || expert >= group->n_experts || slot_of[static_cast<size_t>(expert)] >= 0) {
-            return "expert " + std::to_string(expert) + " is named twice or not there";
-        }
-        slot_of[static_cast<size_t>(expert)] = static_cast<int32_t>(slot);
-    }
-    if (group->whole()) {
-        return "";  // all of them are there, each in the slot of its number
-    }
-    if (group->residency) {
-        group->residency->finish();
-    }
-    {
-        // Every queued read of the slots, from every context, ends before one is overwritten.
-        std::lock_guard<std::mutex> lock(streams_mutex_);
-        for (Stream * stream : streams_) {
-            stream->synchronize();
-        }
-    }
-    for (Matrix * matrix : group->matrices) {
-        const size_t each = matrix->tensor->nb[2];
-        for (size_t slot = 0; slot < experts.size(); slot++) {
-            const auto expert = static_cast<size_t>(experts[slot]);
-            if (group->filled && group->expert_in[slot] != experts[slot]) {
-                const char * data = static_cast<const char *>(matrix->tensor->data) + expert * each;
-                host.ggml_backend_tensor_set(matrix->slots, data, slot * each, each);
-            }
-        }
-    }
-    group->expert_in = experts;
-    group->slot_of = slot_of;
-    if (group->table) {
-        write_table(*group);
-    }
-    return "";
 }
 
 }  // namespace hybrid

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "gate.h"
 #include "courier.h"
 #include "host.h"
+#include "pages.h"
 #include "residency.h"
 #include "route.h"
 #include "say.h"
@@ -95,6 +97,7 @@ struct Model {
 struct ExpertBuffer {
     class Store * store = nullptr;
     Buffer * real = nullptr;  // pinned or plain memory; nullptr: own pages or mapped ones
+    std::shared_ptr<LockedPages> pages;  // that are locked while a file is read into them; nullptr: others
     char * base = nullptr;
     size_t size = 0;
     bool mapped = false;
@@ -113,9 +116,9 @@ class Store {
     // ---- the engine's buffers; nullptr, kAllocFailed: no memory, said once
     ExpertBuffer * allocate(size_t size);
     ExpertBuffer * map(void * address, size_t size);
-    Status add(ExpertBuffer & buffer, Buffer * of, Tensor * tensor);
+    Status add(ExpertBuffer & buffer, Tensor * tensor);
     void written(ExpertBuffer & buffer, const Tensor * tensor);
-    void release(ExpertBuffer * buffer);
+    void release(ExpertBuffer * buffer) noexcept;
 
     // ---- for steps
     Matrix * find(const Tensor * weights) const;  // of a tensor in one of our buffers, or of a view of it
@@ -136,7 +139,7 @@ class Store {
     std::string set_residents(int model, int block, const std::string & kind, const std::vector<int32_t> & experts);
 
     std::string report();
-    void write_report();
+    void write_report() noexcept;
 
     const Host & host;
     Device * const inner;
@@ -154,7 +157,7 @@ class Store {
 
   private:
     Group * group_of(Model & model, int block, const std::string & kind, int32_t n_experts);
-    Model * model_of(const std::string & name);
+    Model * model_of(const ExpertBuffer & buffer, const std::string & name);
     bool make_slots(Matrix & matrix);
     bool place_slots(Group & group, const std::vector<Matrix *> & matrices);
     void free_places(Group & group);
@@ -162,11 +165,13 @@ class Store {
     void set_table(Group & group);
     void beside(ExpertBuffer & buffer, Tensor * tensor, Status & status);
     std::vector<Group *> unfilled_in(const Graph & graph) const;
+    void await_pages(const Graph & graph);
     void fill_group(Group & group, Stream & stream, int64_t & bytes);
+    void retire(const Model & model) noexcept;
     std::string describe(const Group & group, int model) const;
 
     std::vector<std::unique_ptr<Model>> models_;
-    Model * loading_ = nullptr;
+    std::map<std::thread::id, Model *> loading_;  // a file is loaded by one thread, another one by another
     int next_model_ = 0;
     std::atomic<int64_t> version_{1};
     std::atomic<bool> unfilled_{false}, copies_strips_{false};

@@ -1,6 +1,7 @@
 #include "stream.h"
 
 #include <algorithm>
+#include <exception>
 #include <thread>
 
 namespace hybrid {
@@ -163,27 +164,52 @@ Plan * Stream::plan_of(Graph * graph, std::string & fault) {
 }
 
 Status Stream::compute(Graph * graph) {
-    store_.fill(*this, *graph);
-    Step step(store_.gate);
-    std::lock_guard<std::recursive_mutex> lock(api_);
-    std::string fault;
-    Plan * plan = plan_of(graph, fault);
-    if (!plan) {
-        store_.voice.fault(fault);
-        return kFailed;
+    try {
+        store_.fill(*this, *graph);
+        Step step(store_.gate);
+        std::lock_guard<std::recursive_mutex> lock(api_);
+        std::string fault;
+        const Status status = compute_in_step(graph, fault);
+        if (!fault.empty()) {
+            store_.voice.fault(fault);
+        }
+        return status;
+    } catch (const std::exception &) {
+        store_.voice.shortage("a step");
+        return kAllocFailed;
     }
-    Status status;
-    if (plan->resident.empty()) {
-        status = compute_plan(graph, *plan, fault);
-    } else {
+}
+
+// What others see is whole again before an exception leaves the step.
+Status Stream::compute_in_step(Graph * graph, std::string & fault) {
+    try {
+        Plan * plan = plan_of(graph, fault);
+        if (!plan) {
+            return kFailed;
+        }
+        if (plan->resident.empty()) {
+            return compute_plan(graph, *plan, fault);
+        }
         const Residents residents(*plan);
-        status = compute_plan(graph, *plan, fault);
+        const Status status = compute_plan(graph, *plan, fault);
         count_resident(*plan);
+        return status;
+    } catch (const std::exception &) {
+        give_up();
+        throw;
     }
-    if (!fault.empty()) {
-        store_.voice.fault(fault);
+}
+
+void Stream::give_up() {
+    if (at_work_) {
+        lane_.finish(pool_, at_work_->work, threads());
+        at_work_ = nullptr;
     }
-    return status;
+    prefetch_.end();
+    if (awake_) {
+        pool_.rest();
+        awake_ = false;
+    }
 }
 
 Status Stream::compute_plan(Graph * graph, Plan & plan, std::string & fault) {
@@ -191,7 +217,6 @@ Status Stream::compute_plan(Graph * graph, Plan & plan, std::string & fault) {
         return inner_->iface.graph_compute(inner_, graph);
     }
     prefetch_.begin(plan);
-    bool awake = false;
     Status status = kSuccess;
     int at = 0;
     for (auto & region : plan.regions) {
@@ -204,9 +229,9 @@ Status Stream::compute_plan(Graph * graph, Plan & plan, std::string & fault) {
             status = run_before(graph, *region, at);
         }
         region->group->counters.ahead_ns += nanoseconds() - begin;
-        if (!awake) {
+        if (!awake_) {
             pool_.rouse(threads());  // it wakes while the device computes
-            awake = true;
+            awake_ = true;
         }
         if (status == kSuccess) {
             status = compute_region(graph, *region, fault);
@@ -217,8 +242,9 @@ Status Stream::compute_plan(Graph * graph, Plan & plan, std::string & fault) {
         at = region->end;
     }
     prefetch_.end();
-    if (awake) {
+    if (awake_) {
         pool_.rest();
+        awake_ = false;
     }
     if (status == kSuccess && at < graph->n_nodes) {
         status = run_nodes(graph, at, graph->n_nodes, plan.after_uid);

@@ -76,6 +76,8 @@ class Stream {
     bool start_lane(Region & region);
     void finish_lane(Region & region, int64_t started);
     void write_rows(Region & region);
+    Status compute_in_step(Graph * graph, std::string & fault);
+    void give_up();
     Status compute_plan(Graph * graph, Plan & plan, std::string & fault);
     static void count_resident(const Plan & plan);
     void wait_for(Event * event, Stream * owner);
@@ -103,6 +105,8 @@ class Stream {
     Router router_;
     Routing routing_;
     Lane lane_;
+    Region * at_work_ = nullptr;  // whose pairs the lane has in hand
+    bool awake_ = false;          // the pool is
     Transfer ids_, input_, renamed_, rows_;
     std::vector<const float *> inputs_;
     int64_t decided_ = 0;  // when choices were read

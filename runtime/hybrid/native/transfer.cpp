@@ -1,5 +1,7 @@
 #include "transfer.h"
 
+#include <exception>
+
 namespace hybrid {
 
 char * Transfer::room(size_t size) {
@@ -14,7 +16,11 @@ char * Transfer::room(size_t size) {
         data_ = buffer_ ? static_cast<char *>(store_.host.ggml_backend_buffer_get_base(buffer_)) : nullptr;
     }
     if (!data_) {
-        plain_.resize(rounded);
+        try {
+            plain_.resize(rounded);
+        } catch (const std::exception &) {
+            return nullptr;
+        }
         data_ = plain_.data();
     }
     size_ = rounded;
