@@ -86,18 +86,16 @@ def command(
 
 def _slots(job: Job, stack: ExitStack) -> SlottedServer | None:
     """Experts in slots for a stock server, their settings kept as long as the stack; None without any."""
-    from tempfile import TemporaryDirectory
-
     from planner.quoting import Unquotable
-    from runtime.tools.hybrid_script import has_slots, slotted_server
+    from runtime.tools.hybrid_script import has_slots, settings_folder, slotted_server
 
     if not has_slots(job.spec):
         return None
-    folder = stack.enter_context(TemporaryDirectory(prefix="atsplan-slots-"))
+    folder = stack.enter_context(settings_folder())
     try:
-        return slotted_server(job.spec, job.path, Path(folder))
+        return slotted_server(job.spec, job.path, folder)
     except Unquotable as problem:
-        raise FileProblem(folder, str(problem)) from None
+        raise FileProblem(str(folder), str(problem)) from None
 
 
 def _metrics(

@@ -99,7 +99,7 @@ def test_the_server_answers_with_the_same_tokens(
         assert block.device_bytes >= (3 + 1) * block.expert_bytes
 
 
-@pytest.mark.parametrize("fault", ["no file", "wrong line", "no device"])
+@pytest.mark.parametrize("fault", ["no file", "wrong line", "no device", "row", "tensor"])
 def test_what_is_wrong_is_said_in_one_line(
     fault: str, vulkan_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,14 +114,20 @@ def test_what_is_wrong_is_said_in_one_line(
         path.write_text("device Vulkan7\n")
     monkeypatch.setenv(config.LIBRARY, str(build.library()))
     monkeypatch.setenv(config.ENVIRONMENT, str(path))
+    divided = ["--split-mode", fault] if fault in ("row", "tensor") else []
     done = subprocess.run(
-        [str(vulkan_engine / "llama-server"), "--list-devices"], capture_output=True, text=True, timeout=60
+        [str(vulkan_engine / "llama-server"), *divided, "--list-devices"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     said = [line for line in (done.stdout + done.stderr).splitlines() if "hybrid experts:" in line]
     wanted = {
         "no file": "cannot be read",
         "wrong line": "line 1 is not understood: slots many",
         "no device": "no device Vulkan7",
+        "row": "--split-mode row divides tensors over devices",
+        "tensor": "--split-mode tensor divides tensors over devices",
     }
     assert len(said) == 1 and wanted[fault] in said[0]
     assert "Vulkan0" in done.stdout + done.stderr

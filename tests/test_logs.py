@@ -39,6 +39,14 @@ from runtime.engine.logs import Tail, cause
             "failed to allocate CUDA_Host buffer of size 9: host memory for weights is short, not the "
             "device's (--mmap maps the file instead)",
         ),
+        (
+            "hybrid experts: no device Vulkan7\nerror: invalid device: HYBRID0",
+            "hybrid experts: no device Vulkan7",
+        ),
+        (
+            "hybrid experts: note: uploads will be slower\nerror: invalid device: HYBRID0",
+            "invalid device: HYBRID0",
+        ),
         ("load_tensors: fine\nall well", "all well"),
         ("", ""),
     ],

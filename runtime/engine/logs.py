@@ -10,6 +10,8 @@ DEBUG = 1  # ggml_log_level
 CONTINUED = 5
 
 _ABORT = re.compile(r"^(?:\S*/)?[\w.-]+\.(?:cpp|cc|c|cu|cuh|h|hpp|m|mm):\d+: (.+)")
+# Of the native library of hybrid experts: what the engine says then is what follows from it.
+_OURS = re.compile(r"hybrid experts: (?!note: )")
 _CAUSE = re.compile(
     r"error loading model|out of memory|failed to allocate|cannot run the operation|requires|not supported"
     r"|no such|unable to|invalid|what\(\):",
@@ -70,6 +72,8 @@ def cause(lines: list[str]) -> str:
 
 def _telling(lines: list[str]) -> str:
     said = [line.strip() for line in lines if line.strip()]
+    if ours := [line for line in said if _OURS.match(line)]:
+        return ours[-1]
     for line in reversed(said):
         if abort := _ABORT.match(line):
             return abort[1]

@@ -6,11 +6,16 @@ text file (ATSPLAN_HYBRID), and the placement from its usual options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner import quoting
+from planner.files import try_lock
 from planner.plan.load_spec import LoadSpec, Residents
 from planner.site import Site, SiteKind
 from runtime.hybrid import build
@@ -22,6 +27,7 @@ from runtime.tools.export import NotHeld
 FORMS = ("llama-server", "llama-cli", "llama-bench")
 FIND_LIBRARY = '"$(atsplan doctor --native)"'
 _END = "END_OF_SLOTS"
+_FOLDER = "atsplan-slots-"
 
 
 def has_slots(spec: LoadSpec) -> bool:
@@ -67,6 +73,30 @@ class SlottedServer:
     spec: LoadSpec
     variables: Mapping[str, str]
     reports: LaneFiles
+
+
+@contextmanager
+def settings_folder() -> Iterator[Path]:
+    """A folder for `slotted_server`, as long as the block; what a program that was killed left is removed.
+
+    Whoever uses such a folder has it locked, so that one without a lock is nobody's.
+    """
+    for old in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        handle = try_lock(old) if _is_own(old) else None
+        if handle is not None:
+            shutil.rmtree(old, ignore_errors=True)
+            os.close(handle)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+        handle = try_lock(Path(folder))
+        try:
+            yield Path(folder)
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+
+def _is_own(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()
 
 
 def slotted_server(spec: LoadSpec, model: Path, folder: Path) -> SlottedServer:
