@@ -48,13 +48,18 @@ def forwarding(setup: Setup) -> Session:
 def slotted(setup: Setup, guests: int, banks: int = HYBRID_BANKS) -> Session:
     """As many slots in every layer as the cell's share holds, guests and the stage counted."""
     shape = rules.shape_of(setup.inventory)
-    stage = -(-banks * shape.n_experts // len(shape.moe_layers))
-    # The stock rule holds a layer's copy for prompts beside its share: worth two slots a layer and more, of
-    # which slices of the graph, captured apart, take a part. Measured VRAM stays 1 to 2 % below the rule's.
-    k = max(int(setup.share * shape.n_experts) - guests - stage + 2, 1)
+    k = slots_of(setup.share, shape.n_experts, len(shape.moe_layers), guests, banks)
     return setup.live(
         rules.Contender("hybrid", f"{k} slots, {guests} guests", _spec(setup, shape, k, guests, banks))
     )
+
+
+def slots_of(share: float, n_experts: int, n_layers: int, guests: int, banks: int) -> int:
+    """Slots of each layer that a share of all expert bytes pays for, guests and the stage counted."""
+    stage = -(-banks * n_experts // n_layers)
+    # The stock rule holds a layer's copy for prompts beside its share: worth two slots a layer and more, of
+    # which slices of the graph, captured apart, take a part. Measured VRAM stays 1 to 2 % below the rule's.
+    return max(int(share * n_experts) - guests - stage + 2, 1)
 
 
 def _spec(setup: Setup, shape: rules.Shape, k: int, guests: int, banks: int) -> LoadSpec:
