@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +13,10 @@ from pathlib import Path
 import pytest
 from engines import ENVIRONMENT, ROOT
 from processes import alive, descendants, until
+from sparse_model import write_sparse
 
+from planner.model.gguf.reader import read_model
+from planner.model.inventory import Tensor
 from planner.plan.plan import from_text, to_text
 from profiler.synth.synth import SynthSpec, write
 from runtime.hybrid import build
@@ -111,6 +116,46 @@ def test_an_end_in_the_middle(
     with settings_folder() as first, settings_folder() as second:
         assert {first, second} == set(tmp_path.iterdir())
     assert not list(tmp_path.iterdir())
+
+
+def test_host_memory_that_is_refused_is_one_line(
+    planned: tuple[Path, Path], node_engine: Path, tmp_path: Path
+) -> None:
+    """Experts of 13 GB, none of which is on the disk, in programs that may have 8."""
+    small = read_model(planned[0]).inventory
+    experts = (t for t in small.tensors if "_exps" in t.name)
+    larger = {t.name: t.model_copy(update=_times(t, 256)) for t in experts}
+    tensors = tuple(larger.get(t.name, t) for t in small.tensors)
+    length = {"expert_feed_forward_length": 256 * small.number("expert_feed_forward_length")}
+    vast = small.model_copy(update={"tensors": tensors, "hparams": {**small.hparams, **length}})
+    model, plan = write_sparse(tmp_path / "vast.gguf", vast), tmp_path / "plan.yaml"
+    done = subprocess.run(
+        command("solve", model, *ASKED, "--budget", 22000, "--hybrid", *PINS, "-o", plan),
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    there = ("--plan", plan, "--device-map", "CUDA0=Vulkan0", "--engine", node_engine)
+    done = subprocess.run(
+        command("run", model, *there, "-p", "a", "--no-check"),
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (8 * 2**30, 8 * 2**30)),
+    )
+    assert done.returncode == 3, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert re.search(r"hybrid experts: no \d+ MiB of host memory for experts$", line)
+
+
+def _times(tensor: Tensor, n: int) -> dict[str, object]:
+    """The same with so many times the hidden values of each expert."""
+    hidden = 0 if "down" in tensor.name else 1
+    shape = tuple(size * n if i == hidden else size for i, size in enumerate(tensor.shape))
+    return {"shape": shape, "size_bytes": n * tensor.size_bytes}
 
 
 def test_a_server_that_is_told_to_divide_tensors_is_one_line(

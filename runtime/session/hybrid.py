@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.constants import CPU, EXPERTS_KEY
-from planner.errors import MachineError
+from planner.errors import EngineProblem, MachineError
 from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import LoadSpec, Residents
 from planner.site import Site, SiteKind
@@ -48,7 +49,8 @@ class HybridSession(Session):
         }
         self._own = {d.buffer_name: d.buffer_type for d in self.wrapped.values()}
         self.spec = through(asked, self.wrapped)
-        super().__enter__()
+        with self._named():
+            super().__enter__()
         try:
             self._prove(here)
         except BaseException:
@@ -60,6 +62,21 @@ class HybridSession(Session):
         """A wrapper stays registered as long as the process lives, so the next one has the next number."""
         taken = {device.name for device in self.engine.ggml.devices()}
         return next(name for n in range(len(taken) + 1) if (name := f"HYBRID{n}") not in taken)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """The device's own sentence in the place of what the engine makes of it."""
+        try:
+            yield
+        except EngineProblem as problem:
+            faults = [fault for device in self.wrapped.values() if (fault := device.fault)]
+            if not faults:
+                raise
+            raise EngineProblem(problem.engine, f"hybrid experts: {faults[0]}") from None
+
+    def _decode(self, tokens: Sequence[int], start: int, wanted: Sequence[bool]) -> None:
+        with self._named():
+            super()._decode(tokens, start, wanted)
 
     def _prove(self, residents: Residents) -> None:
         """Slots hold the plan's experts, to the expert."""

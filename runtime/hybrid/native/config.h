@@ -36,7 +36,7 @@ struct Config {
     int cpu_tokens = 64;       // batches up to this many tokens may use the CPU lane beside the others
     int64_t cpu_bytes_us = 0;  // bytes of weights the CPU lane reads in a microsecond; 0: measured when loaded
     int64_t bus_bytes_us = 0;  // and the bus
-    bool quiet = false;        // say nothing on stderr
+    bool quiet = false;        // no notes on stderr
     bool regions = true;       // false: every product by itself
     bool ahead = true;         // the device begins with what is resident before the host knows the choices, without guests
     bool merge = true;         // an expert's matrices come in one strided copy where they lie at equal distances

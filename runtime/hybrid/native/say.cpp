@@ -4,11 +4,7 @@
 
 namespace hybrid {
 
-void Voice::tell(const std::string & text) {
-    if (!quiet_) {
-        std::fprintf(stderr, "hybrid experts: %s\n", text.c_str());
-    }
-}
+void Voice::tell(const std::string & text) { std::fprintf(stderr, "hybrid experts: %s\n", text.c_str()); }
 
 void Voice::fault(const std::string & text) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -23,13 +19,15 @@ void Voice::note(const std::string & text) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (noted_.find("\n" + text + "\n") == std::string::npos) {
         noted_ += "\n" + text + "\n";
-        tell("note: " + text);
+        if (!quiet_) {
+            tell("note: " + text);
+        }
     }
 }
 
 void Voice::shortage(const char * of) noexcept {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!quiet_ && short_of_ != of) {
+    if (short_of_ != of) {
         std::fprintf(stderr, "hybrid experts: no host memory for %s\n", of);
     }
     short_of_ = of;

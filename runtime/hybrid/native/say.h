@@ -15,6 +15,7 @@ class Voice {
     // The host is out of memory: told without needing more. `of` stays.
     void shortage(const char * of) noexcept;
     std::string last_fault();
+    // Without notes; what stops work is told all the same.
     void set_quiet(bool quiet) { quiet_ = quiet; }
 
   private:
