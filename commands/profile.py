@@ -210,6 +210,7 @@ def _report(measured: Measured, profile: Profile, as_json: bool) -> None:
         _links(profile)
         _cases(measured)
         _calibrations(profile)
+        _slots(profile)
     for warning in profile.warnings:
         console.say(f"warning: {warning}")
 
@@ -280,6 +281,26 @@ def _calibrations(profile: Profile) -> None:
             scales,
             f"{c.residual_ppm / 1e4:.1f} %",
             str(c.runs),
+        )
+    console.out_table(table)
+
+
+def _slots(profile: Profile) -> None:
+    """What a layer's experts cost in slots, the others beside them."""
+    if not profile.slots:
+        return
+    table = console.table(
+        "experts in slots", "a layer", "an expert by CPU", "beside the bus", "by bus", "prompts", "off by"
+    )
+    for c in profile.slots:
+        table.add_row(
+            f"{c.device}, {c.type}, {c.expert_bytes / 2**20:.1f} MiB",
+            f"{c.sync_ns / 1e3:.0f} us",
+            f"{c.pair_ns / 1e3:.0f} us",
+            f"{c.beside_ns / 1e3:.0f} us",
+            f"{c.upload_ns / 1e3:.0f} us",
+            f"{c.staged_bytes_per_s / 1e9:.1f} GB/s" if c.staged_bytes_per_s else "",
+            f"{c.residual_ppm / 1e4:.1f} %",
         )
     console.out_table(table)
 

@@ -26,16 +26,19 @@ HEAT = Path(__file__).parents[1] / "plans/inputs/Qwen3-30B-A3B.heat.csv"
 
 
 def test_misses_are_divided_so_that_the_later_lane_ends_first() -> None:
+    """Against every way to divide them; what is brought is computed after the last upload."""
+    lanes = replace(LANES, beside_ns=60_000, pair_start_ns=7_000, upload_start_ns=9_000)
     for misses in range(9):
-        ways = [
-            max(LANES.gpu_ns, LANES.pair_ns * on_cpu, LANES.upload_ns * (misses - on_cpu))
-            for on_cpu in range(misses + 1)
-            if misses - on_cpu <= LANES.guests
-        ]
-        assert step_ns(LANES, misses) == min(ways) + LANES.sync_ns
+        ways = []
+        for brought in range(min(misses, lanes.guests) + 1):
+            each = lanes.beside_ns if brought else lanes.pair_ns
+            cpu = (misses > brought) * lanes.pair_start_ns + each * (misses - brought)
+            bus = lanes.upload_start_ns + lanes.upload_ns * brought + lanes.gpu_ns if brought else 0
+            ways.append(max(lanes.gpu_ns, cpu, bus))
+        assert step_ns(lanes, misses) == min(ways) + lanes.sync_ns
     without = replace(LANES, guests=0)
     assert step_ns(without, 4) == 4 * LANES.pair_ns + LANES.sync_ns
-    assert step_ns(LANES, 4) < step_ns(without, 4)
+    assert step_ns(LANES, 8) < step_ns(without, 8)
 
 
 @pytest.mark.parametrize(("n", "p"), [(8, 0.3), (4, 0.0), (3, 1.0), (10, 0.77)])

@@ -81,12 +81,17 @@ def whole(shape: Shape, work: Workload) -> Contender:
 
 def n_cpu_moe(shape: Shape, work: Workload, share: float) -> Contender:
     """Experts of the first layers on the CPU, as few as a `share` of all expert bytes in VRAM leaves."""
-    on_cpu = len(shape.moe_layers) - int(share * len(shape.moe_layers) + 1e-9)
+    on_cpu = layers_on_cpu(shape, share)
     kinds = "|".join(shape.kinds)
     overrides = tuple((rf"^blk\.{layer}\.({kinds})\.", "CPU") for layer in shape.moe_layers[:on_cpu])
     spec = _spec(shape, work, shape.n_layers + 1, overrides)
     rule = f"-ot FFN of the first {on_cpu}=CPU" if shape.dense else f"--n-cpu-moe {on_cpu}"
     return Contender("n-cpu-moe", f"{rule} --no-mmap", spec)
+
+
+def layers_on_cpu(shape: Shape, share: float) -> int:
+    """How many first layers of experts do not fit into a share of all expert bytes."""
+    return len(shape.moe_layers) - int(share * len(shape.moe_layers) + 1e-9)
 
 
 def n_gpu_layers(shape: Shape, work: Workload, budget_bytes: int, fixed_bytes: int) -> Contender:

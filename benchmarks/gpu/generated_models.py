@@ -95,7 +95,12 @@ def path(name: str, folder: Path) -> Path:
 
 def inventory(name: str) -> Inventory:
     """The tensor table of the model of that name, without writing it."""
-    spec = with_defaults(MODELS[name])
+    return inventory_of(MODELS[name], f"{name}.gguf")
+
+
+def inventory_of(spec: SynthSpec, file: str) -> Inventory:
+    """The tensor table of the file that a specification makes."""
+    spec = with_defaults(spec)
     builder = Builder(spec)
     ARCHITECTURES[spec.arch].build(builder)
     tensors, offset = [], 0
@@ -112,7 +117,7 @@ def inventory(name: str) -> Inventory:
         architecture=spec.arch,
         header_digest="",
         hparams={k.removeprefix(prefix): _plain(v) for k, v in builder.kv.items()},
-        shards=(Shard(file=f"{name}.gguf", size_bytes=offset, data_offset=0, alignment=32),),
+        shards=(Shard(file=file, size_bytes=offset, data_offset=0, alignment=32),),
         tensors=tuple(tensors),
     )
 

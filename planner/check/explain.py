@@ -12,7 +12,7 @@ from planner.check.gains import gains_text
 from planner.check.reprice import known_of, request_of, settings_of
 from planner.constants import PPM
 from planner.cost import hybrid_slots
-from planner.cost.evidence import by_basis, unmeasured
+from planner.cost.evidence import ASSUMED, SHARED, Part, by_basis, unmeasured
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
@@ -166,11 +166,20 @@ def _basis(plan: Plan, parts: Breakdown | None) -> Iterator[str]:
         return
     found = ", ".join(f"{ppm / 1e4:.0f} % {basis}" for basis, ppm in shares.items())
     yield f"Of that time is, by what it stands on: {found}."
+    if plan.machine.measured and parts and any(_put_together(part) for part in parts.token):
+        yield (
+            "What layers with slots take is put together from what CPU and bus take apart; atsplan profile "
+            "MODEL measures them at work together."
+        )
     missing = _missing(parts) if plan.machine.measured else ()
     if missing:
         named = [f"{what} ({_ms(ns)})" for what, ns in missing[:_NAMED]]
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         yield f"Not measured in this profile: {', '.join(named)}{more}; atsplan profile MODEL measures them."
+
+
+def _put_together(part: Part) -> bool:
+    return part.figure.startswith(SHARED) and part.basis == ASSUMED
 
 
 def _missing(parts: Breakdown | None) -> tuple[tuple[str, int], ...]:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from planner.constants import CPU, PPM
 from planner.cost.build_problem import Priced
+from planner.cost.hybrid_slots import main_type, measured
 from planner.cost.unit_time import Operator, Prices
 from planner.machine import op_time
 from planner.machine.host_memory import HostMemory
 from planner.model.units import Kind, Unit
-from planner.site import ON_CPU, Site
+from planner.site import ON_CPU, Site, SiteKind
 from planner.site import sites as sites_of
 from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Solution
@@ -96,7 +97,11 @@ def _unit(prices: Prices, unit: Unit, site: Site, ns: int) -> Iterator[Part]:
     priced = prices.on(unit, device).decode_ns
     total = priced if ns < 0 else ns
     if site.divided:
-        yield Part(f"{SHARED} {device}", _basis_of(prices, unit, device), total, f"{unit.name} divided")
+        known = site.kind is SiteKind.HYBRID and measured(
+            prices.profile, device, main_type(unit, prices.tensors)
+        )
+        basis = MEASURED if known else _basis_of(prices, unit, device)
+        yield Part(f"{SHARED} {device}", basis, total, f"{unit.name} divided")
         return
     found = [
         part

@@ -9,11 +9,16 @@ an expectation over the distribution of misses.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from planner.constants import PPM
+from planner.constants import CPU, PPM
+from planner.cost.unit_time import Prices
+from planner.machine.op_time import NS_PER_S
+from planner.machine.profile import Device, Profile, SlotCosts
+from planner.model.inventory import Tensor
+from planner.model.units import Unit, movable
 from planner.plan.plan import FollowedLayer
 
 # Read-back of the choice and the input, rewritten ids, rows sent back: 28 to 40 us a layer on an H200 with 16
@@ -29,11 +34,74 @@ class Lanes:
     """Nanoseconds of one layer's lanes, for one expert chosen by one token unless said otherwise."""
 
     gpu_ns: int  # the layer's experts on the device, all choices of a step
-    pair_ns: int  # the CPU computes one missing expert
+    pair_ns: int  # the CPU computes one missing expert, the bus idle
     upload_ns: int  # the bus brings one missing expert
     guests: int  # how many the bus may bring in a step
     sync_ns: int = SYNC_NS  # once a layer and step
     busy_ns: int = 0  # of the bus, with experts for later steps
+    beside_ns: int = 0  # `pair_ns` while the bus reads host memory too; 0: the same
+    pair_start_ns: int = 0  # once a step that the CPU has a part in
+    upload_start_ns: int = 0  # once a step that the bus has a part in
+
+
+def lanes_of(prices: Prices, unit: Unit, device: Device, host: Device, guests: int) -> Lanes:
+    """What the lanes take for a unit of experts: as measured together where the profile has it.
+
+    Else put together from what CPU and bus take apart. The bus is served first: while it brings experts, it
+    takes its part of the host memory that the CPU reads.
+    """
+    gpu_ns, tokens = prices.on(unit, device.name).decode_ns, prices.step_tokens
+    each = prices.moved_bytes(unit) // unit.experts
+    chosen = max(min(unit.experts, unit.used * tokens), 1)
+    found = measured(prices.profile, device.name, main_type(unit, prices.tensors))
+    if found is not None:
+        return _scaled(found, each, gpu_ns, guests, unit.used * tokens / chosen)
+    pair_ns = prices.on(unit, host.name).decode_ns // chosen
+    upload_ns = prices.stream_ns(host.name, device.name, each)
+    taken = each * NS_PER_S // max(upload_ns, 1)
+    beside_ns = pair_ns + pair_ns * taken // host.bandwidth_bytes_per_s
+    return Lanes(gpu_ns, pair_ns, upload_ns, guests, beside_ns=beside_ns)
+
+
+def measured(profile: Profile, device: str, type_: str) -> SlotCosts | None:
+    """What was measured of a device's slots, of experts of that type if there are any."""
+    here = [costs for costs in profile.slots or () if costs.device == device]
+    return next((costs for costs in here if costs.type == type_), here[0] if here else None)
+
+
+def staged_ppm(prices: Prices, unit: Unit, device: str) -> int:
+    """How much longer a prompt's copies take that run ahead under computation than copies alone."""
+    found = measured(prices.profile, device, main_type(unit, prices.tensors))
+    if found is None or not found.staged_bytes_per_s:
+        return PPM
+    alone = prices.stream_ns(CPU, device, found.expert_bytes)
+    return max(found.expert_bytes * NS_PER_S * PPM // (found.staged_bytes_per_s * max(alone, 1)), PPM)
+
+
+def main_type(unit: Unit, tensors: Mapping[str, Tensor]) -> str:
+    """The type that most bytes of a unit's experts have."""
+    sizes: dict[str, int] = {}
+    for tensor in (tensors[name] for name in movable(unit)):
+        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size_bytes
+    return max(sorted(sizes), key=lambda kind: sizes[kind], default="")
+
+
+def _scaled(found: SlotCosts, each: int, gpu_ns: int, guests: int, pairs: float) -> Lanes:
+    """Measured costs for experts of `each` bytes, each wanted by so many tokens of a step."""
+
+    def of_bytes(ns: int) -> int:
+        return max(ns * each // found.expert_bytes, 1)
+
+    return Lanes(
+        gpu_ns=gpu_ns,
+        pair_ns=round(of_bytes(found.pair_ns) * pairs),
+        upload_ns=of_bytes(found.upload_ns),
+        guests=guests,
+        sync_ns=found.sync_ns,
+        beside_ns=round(of_bytes(found.beside_ns) * pairs),
+        pair_start_ns=found.pair_start_ns,
+        upload_start_ns=found.upload_start_ns,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +114,21 @@ class Slots:
 
 
 def step_ns(lanes: Lanes, misses: int) -> int:
-    """One step with so many distinct missing experts, divided between CPU and bus as well as it goes."""
-    ways = range(min(misses, lanes.guests) + 1)
-    bus = lanes.busy_ns
-    lane = min((max((misses - b) * lanes.pair_ns, b * lanes.upload_ns + bus) for b in ways), default=0)
-    return max(lanes.gpu_ns, lane) + lanes.sync_ns
+    """One step with so many distinct missing experts, divided between CPU and bus as well as it goes.
+
+    The device computes what has a slot and what was brought in one product, so after the last upload.
+    """
+    alone = _cpu_ns(lanes, misses, lanes.pair_ns)
+    best = max(lanes.gpu_ns, alone, lanes.busy_ns)
+    for brought in range(1, min(misses, lanes.guests) + 1):
+        bus = lanes.busy_ns + lanes.upload_start_ns + brought * lanes.upload_ns
+        cpu = _cpu_ns(lanes, misses - brought, lanes.beside_ns or lanes.pair_ns)
+        best = min(best, max(bus + lanes.gpu_ns, cpu))
+    return best + lanes.sync_ns
+
+
+def _cpu_ns(lanes: Lanes, pairs: int, each_ns: int) -> int:
+    return lanes.pair_start_ns + pairs * each_ns if pairs else 0
 
 
 def expected_ns(lanes: Lanes, chosen: int, missing: float) -> int:

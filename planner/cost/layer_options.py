@@ -208,14 +208,7 @@ class Chooser:
         tokens, moved = self.prices.step_tokens, self.prices.moved_bytes(unit)
         each = moved // unit.experts
         curve = self.choices.curves.get(unit.layer or 0) or hybrid_slots.flat(unit.experts)
-        alone = self.prices.on(unit, host.name)
-        step = (self.prices.on(unit, device.name).decode_ns, alone.decode_ns)
-        lanes = hybrid_slots.Lanes(
-            gpu_ns=step[0],
-            pair_ns=step[1] // max(min(unit.experts, unit.used * tokens), 1),
-            upload_ns=self.prices.stream_ns(host.name, device.name, each),
-            guests=HYBRID_GUESTS,
-        )
+        lanes = hybrid_slots.lanes_of(self.prices, unit, device, host, HYBRID_GUESTS)
         copies = max(self._host_times(unit, d).prefill_ns - here.prefill_ns, 0)
         work = self.workload.n_ubatch
         followed = self.choices.followed.get(unit.layer if unit.layer is not None else -1)
@@ -223,12 +216,12 @@ class Chooser:
         for slots in ways:
             here_bytes = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
             held = self._weights({d: here_bytes, self.cpu: moved})
-            prefill = self._brought(unit, here.prefill_ns, copies, slots)
+            prefill = self._brought(unit, d, here.prefill_ns, copies, slots)
             times = Times(slots.step_ns, prefill, 0)
             share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)
             yield Spot(Site(SiteKind.HYBRID, device.name, slots.k), held, times, shares=share)
 
-    def _brought(self, unit: Unit, here_ns: int, copies_ns: int, slots: hybrid_slots.Slots) -> int:
+    def _brought(self, unit: Unit, d: int, here_ns: int, copies_ns: int, slots: hybrid_slots.Slots) -> int:
         """A prompt whose experts without a slot are brought: ahead of their layer, or when it has chosen.
 
         Ahead where a ubatch uses nearly all of them and the bus reads host memory by itself: then the
@@ -236,7 +229,8 @@ class Chooser:
         """
         all_used = unit.used * self.workload.n_ubatch >= hybrid_slots.AHEAD * unit.experts
         if all_used and self.prices.host_memory is HostMemory.PINNED:
-            return max(here_ns, copies_ns * (unit.experts - slots.k) // unit.experts)
+            slower = hybrid_slots.staged_ppm(self.prices, unit, self.devices[d].name)
+            return max(here_ns, copies_ns * slower // PPM * (unit.experts - slots.k) // unit.experts)
         return here_ns + copies_ns * slots.cold_prefill_ppm // PPM
 
     def _n_cache(self) -> int:

@@ -82,6 +82,22 @@ class Calibration(Record):
     runs: Count = 0
 
 
+class SlotCosts(Record):
+    """Experts in slots of a device, the others by CPU and bus: times of a layer, measured by decoding."""
+
+    device: str  # whose slots
+    type: str  # of the experts that were measured; those of other types go by their bytes
+    expert_bytes: int = Field(gt=0, le=1 << 40)
+    sync_ns: Nanoseconds  # once a layer with slots: the choices waited for, what the host queues
+    pair_ns: Nanoseconds  # the CPU computes an expert for a token, the bus idle
+    beside_ns: Nanoseconds  # the same while the bus brings others: both read host memory
+    pair_start_ns: Nanoseconds  # once a layer that the CPU has a part in
+    upload_ns: Nanoseconds  # the bus brings an expert
+    upload_start_ns: Nanoseconds  # once a layer that the bus has a part in
+    staged_bytes_per_s: Rate = 0  # a prompt's experts brought ahead, computation beside; 0: not measured
+    residual_ppm: Ppm = 0  # how far off a token with both lanes is that nothing was taken from
+
+
 class Doubt(Record):
     """What is not known of a figure after it was fitted to runs of whole models."""
 
@@ -117,6 +133,7 @@ class Profile(Record):
     unsupported: Many[Unsupported] = Field((), max_length=65_536)
     calibrations: Many[Calibration] = Field((), max_length=1024)
     doubts: Annotated[Many[Doubt], Field(max_length=256)] | None = None  # absent: nothing was fitted
+    slots: Annotated[Many[SlotCosts], Field(max_length=64)] | None = None  # absent: not measured
     warnings: Many[str] = Field((), max_length=1024)
     # Types of the KV cache that a fork of the engine adds; absent: the engine's own alone.
     cache_types: Annotated[Many[CacheType], Field(max_length=64)] | None = None

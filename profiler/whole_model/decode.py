@@ -47,8 +47,8 @@ def _run(engine: Engine, model: Path, run: Line, request: Line) -> Line:
         prefill, decode, before = [], [], 0
         for repeat in range(request["repeats"] + 1):
             session.clear()
-            first = _timed(session, prompt, 0)
-            each = [_timed(session, [token], len(prompt) + i) for i, token in enumerate(rest)]
+            first = timed(session, prompt, 0)
+            each = [timed(session, [token], len(prompt) + i) for i, token in enumerate(rest)]
             if repeat:  # the first pass allocates, uploads and captures
                 prefill.append(first)
                 decode += each[WARM_TOKENS:]
@@ -58,7 +58,7 @@ def _run(engine: Engine, model: Path, run: Line, request: Line) -> Line:
     return {"decode_ns": decode, "prefill_ns": prefill, "load_ns": load_ns, "paged_bytes": paged}
 
 
-def _timed(session: Session, tokens: Sequence[int], start: int) -> int:
+def timed(session: Session, tokens: Sequence[int], start: int) -> int:
     """Nanoseconds to decode tokens at consecutive positions and have the last one's logits."""
     lib, n = session.engine.lib, len(tokens)
     sequence = (c.c_int32 * 1)(0)

@@ -12,7 +12,7 @@ from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from profiler import session
 from profiler.session import Found, Measured, Request, Watcher
-from profiler.whole_model import calibration_runs
+from profiler.whole_model import calibration_runs, slots
 from profiler.whole_model.calibrate import Run
 from profiler.whole_model.calibration_runs import Model
 
@@ -23,16 +23,19 @@ def complete(
     model: tuple[Path, Inventory] | None,
     watch: Watcher,
 ) -> tuple[Measured, Profile]:
-    """Measure this machine and calibrate it on runs of a generated model and, when it is here, of `model`.
+    """Measure this machine and calibrate it on runs of a generated model and, when it is here, of `model`;
+    of its experts also what they cost in slots.
 
     Errors of `session.measure`.
     """
     found = session.find_devices(request, watch)
     with tempfile.TemporaryDirectory(prefix="atsplan-") as folder:
         ran = _runs(request, found, Path(folder), model, watch)
+        costs, notes = slots.measured(found, model[1], request, watch, Path(folder)) if model else ((), ())
     extra = [c for m, _ in ran if not m.own for c in calibration_runs.generated_cases(m.inventory)]
     measured = session.operators(request, found, [*cases, *extra], watch)
-    return measured, calibration_runs.calibrated(measured.profile, ran)
+    made = calibration_runs.calibrated(measured.profile, ran)
+    return measured, made.model_copy(update={"slots": costs or None, "warnings": (*made.warnings, *notes)})
 
 
 def _runs(

@@ -1,0 +1,186 @@
+"""What experts in slots cost on a machine: found again from runs that were made up, and from real ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planning_models import machine, moe, plan, real
+
+from benchmarks.predict.slots import rows, table
+from benchmarks.rounds.paired import Journal
+from planner.constants import CPU, PPM
+from planner.cost.hybrid_slots import Lanes, binomial, expected_ns, lanes_of, staged_ppm, step_ns
+from planner.cost.unit_time import Prices
+from planner.machine.profile import Profile, SlotCosts, from_text, to_text
+from planner.model.structure import structure_of
+from planner.model.units import Kind, Unit, units_of
+from planner.workload import Workload
+from profiler.synth import synth
+from profiler.whole_model import slots
+from profiler.whole_model.slots import GEN, LAYERS, Shape, config, costs_of, shape_of
+
+SHAPE = Shape(2048, 768, 64, 8, "q4_K")
+TRUE = Lanes(
+    gpu_ns=12_000, pair_ns=40_000, upload_ns=55_000, guests=2, sync_ns=33_000,
+    beside_ns=60_000, pair_start_ns=6_000, upload_start_ns=8_000,
+)  # fmt: skip
+OTHER_NS = 20_000  # of a layer, beside its experts
+COSTS = SlotCosts(
+    device="CUDA0", type="q4_K", expert_bytes=2_654_208, sync_ns=33_000, pair_ns=40_000, beside_ns=60_000,
+    pair_start_ns=6_000, upload_ns=55_000, upload_start_ns=8_000, staged_bytes_per_s=20 * 10**9,
+)  # fmt: skip
+
+
+def made_up(way: str, missing: float) -> dict[str, Any]:
+    """What runs of a machine with these lanes say, a choice missing with the same chance as every other."""
+    lanes = {
+        "all": TRUE,
+        "cut": replace(TRUE, guests=0),
+        "cpu": replace(TRUE, guests=0),
+        "bus": replace(TRUE, guests=SHAPE.n_used, pair_ns=10**9, beside_ns=10**9),
+        "both": TRUE,
+    }[way]
+    chances = binomial(SHAPE.n_used, missing / SHAPE.n_used)
+    by_cpu, cpu_ns = 0.0, 0.0
+    for misses, chance in enumerate(chances):
+        ways = range(min(misses, lanes.guests) + 1)
+        _, brought = min((_took(lanes, misses, b), b) for b in ways)
+        pairs = misses - brought
+        each = lanes.beside_ns if brought else lanes.pair_ns
+        by_cpu += chance * pairs
+        cpu_ns += chance * (pairs * each + (lanes.pair_start_ns if pairs else 0))
+    layer = expected_ns(lanes, SHAPE.n_used, missing) if way != "all" else lanes.gpu_ns
+    steps = GEN * LAYERS
+    return {
+        "decode_ns": LAYERS * (OTHER_NS + layer),
+        "prompt_ns": 10**8 if way == "all" else 2 * 10**8,
+        "cpu": round(steps * by_cpu),
+        "uploaded": round(steps * (missing - by_cpu)),
+        "cpu_ns": round(steps * cpu_ns),
+        "expert_bytes": 2_654_208,
+        "device_ns": TRUE.gpu_ns,
+        "cpu_start_ns": TRUE.pair_start_ns,
+        "bus_start_ns": TRUE.upload_start_ns,
+    }
+
+
+def _took(lanes: Lanes, misses: int, brought: int) -> int:
+    only = replace(lanes, guests=brought, upload_ns=lanes.upload_ns if brought else 10**12)
+    each = lanes.beside_ns if brought else lanes.pair_ns
+    cpu = (misses > brought) * lanes.pair_start_ns + (misses - brought) * each
+    bus = brought and only.upload_start_ns + brought * only.upload_ns + only.gpu_ns
+    return max(lanes.gpu_ns, cpu, bus)
+
+
+def test_the_costs_that_made_the_runs_are_found_again() -> None:
+    missing = {"all": 0.0, "cut": 0.125, "cpu": 4.0, "bus": 4.0, "both": 4.0}
+    found = costs_of({way: made_up(way, m) for way, m in missing.items()}, "CUDA0", SHAPE)
+    assert found is not None
+    assert found.sync_ns == pytest.approx(TRUE.sync_ns, rel=0.05)
+    assert found.pair_ns == pytest.approx(TRUE.pair_ns, rel=0.02)
+    assert found.upload_ns == pytest.approx(TRUE.upload_ns, rel=0.05)
+    # Steps in which nothing was brought count among those beside the bus: they are few.
+    assert TRUE.pair_ns < found.beside_ns <= TRUE.beside_ns * 1.01
+    assert found.residual_ppm < 0.1 * PPM
+    cold = LAYERS * 32 * 2_654_208
+    assert found.staged_bytes_per_s == pytest.approx(cold / 0.2, rel=1e-6)
+    lines = {way: made_up(way, m) for way, m in missing.items() if way != "bus"}
+    assert costs_of(lines, "CUDA0", SHAPE) is None
+    assert costs_of({**lines, "bus": {"skipped": "no memory"}}, "CUDA0", SHAPE) is None
+
+
+def test_every_way_is_decoded_by_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded engine's CPU device wrapped: its times say nothing, what became of the choices does."""
+    for name, value in (("PROMPT", 48), ("GEN", 12), ("PROMPTS", 1), ("LAYERS", 2)):
+        monkeypatch.setattr(slots, name, value)
+    shape = Shape(256, 256, 8, 2, "q4_K")
+    path = synth.write(tmp_path / "slots.gguf", shape.spec)
+    ways = list(slots.WAYS)
+    lines = {line["key"]: line for line in slots.run(path, ways, "CPU", shape, 2, None, 120.0)}
+    assert [line.get("skipped") for line in lines.values()] == [None] * 5
+    choices = 12 * 2 * 2
+    assert {way: lines[way]["hits"] + lines[way]["cpu"] + lines[way]["uploaded"] for way in ways} == (
+        dict.fromkeys(ways, choices)
+    )
+    assert lines["all"]["hits"] == choices and lines["cut"]["hits"] > lines["cpu"]["hits"]
+    assert lines["cpu"]["uploaded"] == lines["cut"]["uploaded"] == 0 < lines["cpu"]["cpu"]
+    assert lines["bus"]["cpu"] == 0 < lines["bus"]["uploaded"]
+    found = costs_of(lines, CPU, shape)
+    assert found is not None and found.expert_bytes == 3 * 256 * 256 * 144 // 256
+    assert found.pair_ns > 1 and found.beside_ns >= found.pair_ns
+
+
+def test_one_that_ends_the_child_is_told_and_the_rest_left() -> None:
+    lines = list(slots.run(Path("nowhere.gguf"), ["all", "cut"], "CPU", SHAPE, 1, None, 60.0))
+    assert [line["key"] for line in lines] == ["all", "cut"] and all("skipped" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("Qwen3-30B-A3B-Q4_K_M", Shape(2048, 768, 58, 8, "q4_K")),
+        ("gpt-oss-20b-MXFP4", Shape(2880, 2880, 13, 4, "mxfp4")),
+    ],
+)
+def test_the_experts_that_are_measured_have_the_models_shape(name: str, wanted: Shape) -> None:
+    found = shape_of(real(name))
+    assert found == wanted
+    size = LAYERS * found.n_expert * slots.expert_bytes(found)
+    assert size <= 1.01 * slots.ALL_BYTES or found.n_expert == 2 * found.n_used
+
+
+def test_no_experts_no_measurement() -> None:
+    assert shape_of(real("Llama-3.1-70B-Q4_K_M")) is None
+
+
+def test_settings_say_who_takes_what() -> None:
+    assert config("cpu", SHAPE)["bus_bytes_us"] == config("bus", SHAPE)["cpu_bytes_us"] == slots.NEVER
+    assert config("all", SHAPE)["slots"] == 64 and config("bus", SHAPE)["guests"] == 8
+    assert len({config(way, SHAPE)["name"] for way in slots.WAYS}) == 5
+
+
+def prices(profile: Profile) -> tuple[Prices, Unit]:
+    model = moe()
+    unit = next(u for u in units_of(model).units if u.kind is Kind.EXPERTS)
+    return Prices(structure_of(model), profile, Workload()), unit
+
+
+def test_measured_costs_price_a_plan_by_bytes() -> None:
+    told = machine().model_copy(update={"slots": (COSTS,)})
+    assert from_text(to_text(told), "x") == told
+    at, unit = prices(told)
+    gpu, host = told.device("CUDA0"), told.device(CPU)
+    each = at.moved_bytes(unit) // unit.experts
+    found = lanes_of(at, unit, gpu, host, 2)
+    assert (found.sync_ns, found.pair_start_ns, found.upload_start_ns) == (33_000, 6_000, 8_000)
+    assert found.pair_ns == 40_000 * each // COSTS.expert_bytes
+    assert found.beside_ns == 60_000 * each // COSTS.expert_bytes
+    assert staged_ppm(at, unit, "CUDA0") > PPM  # 20 GB/s are less than this link's copies
+    slower = told.model_copy(update={"slots": (COSTS.model_copy(update={"sync_ns": 90_000}),)})
+    model, pinned = moe(), "1500"
+    fast, slow = (plan(model, pinned, on=one, hybrid=True) for one in (told, slower))
+    assert fast.predicted.tpot_ns < slow.predicted.tpot_ns
+
+
+def test_without_them_the_bus_takes_its_part_of_the_memory_that_the_cpu_reads() -> None:
+    at, unit = prices(machine())
+    found = lanes_of(at, unit, machine().device("CUDA0"), machine().device(CPU), 2)
+    link = next(li for li in machine().links if li.source == CPU)
+    share = link.bandwidth_bytes_per_s / machine().device(CPU).bandwidth_bytes_per_s
+    assert found.beside_ns == pytest.approx(found.pair_ns * (1 + share), rel=0.2)
+    # One memory feeds both: of few misses the CPU alone takes hardly longer.
+    assert step_ns(replace(found, guests=0), 4) <= 1.1 * step_ns(replace(found, guests=4), 4)
+
+
+def test_what_was_predicted_and_measured_is_what_the_findings_say() -> None:
+    """One cell whose routing takes no time to draw; the command that stands there computes the others."""
+    root = Path(__file__).parents[1]
+    results = root / "benchmarks/results/h200-2026-11-30-slots.jsonl"
+    profile = results.with_suffix(".profile.yaml")
+    records = [r for r in Journal(results).records() if r.get("cell") == "preset=uniform"]
+    shown = table(list(rows(records, from_text(profile.read_text(), str(profile))))).splitlines()[2:4]
+    text = (root / "docs/findings-hybrid.md").read_text()
+    assert len(shown) == 2 and all(line in text for line in shown)
