@@ -29,6 +29,7 @@ from planner.model.inventory import Inventory
 from planner.workload import Workload
 from profiler.routed import model
 from profiler.routed.presets import PRESETS
+from runtime.engine.libllama import Engine
 
 BASE: dict[str, Any] = {
     "preset": "qwen3-30b",
@@ -38,14 +39,19 @@ BASE: dict[str, Any] = {
     "prompt": 512,
     "ubatch": 512,
 }
+_PRESETS = ("strong", "moderate", "uniform", "olmoe", "gpt-oss")
 CELLS = cells(
     BASE,
-    residency=[25, 10],
-    preset=["strong", "moderate", "uniform", "olmoe", "gpt-oss"],
+    residency=[25, 10, 75],
+    preset=_PRESETS,
     cores=[8, 4],
     link=[25.0, 12.0],
     prompt=[4096],
 )
+# Each routing and shape with less, or more, in VRAM too.
+CELLS += [Cell(f"preset={name},residency=25", {**BASE, "preset": name, "residency": 25}) for name in _PRESETS]
+CELLS += [Cell("preset=strong,residency=75", {**BASE, "preset": "strong", "residency": 75})]
+OVERHEAD_BYTES = 900 * 2**20  # head, caches, buffers and a layer's copy for prompts, beside the layers
 # Long prompts at the batch that suits them.
 LONG = {**BASE, "prompt": 4096, "ubatch": 2048}
 CELLS += [Cell("long", LONG), Cell("long,residency=25", {**LONG, "residency": 25})]
@@ -108,7 +114,21 @@ def n_gpu_layers(setup: Setup) -> Session:
     return setup.live(rules.n_gpu_layers(shape, setup.workload, budget, 0))
 
 
-RIVALS: Mapping[str, Maker] = {"all in VRAM": all_in_vram, "n-cpu-moe": n_cpu_moe, "ngl": n_gpu_layers}
+def fit(setup: Setup) -> Session:
+    """What llama.cpp's own fitting chooses for the bytes that `n-cpu-moe` is given."""
+    shape, own = rules.shape_of(setup.inventory), Engine.find(setup.engine).ggml
+    free_bytes = own.device(setup.device).free_bytes
+    held = sum(shape.layer_bytes) + OVERHEAD_BYTES - int((1 - setup.share) * shape.expert_bytes)
+    margin_mib = max(free_bytes - held, 0) // 2**20
+    return setup.live(rules.fit(Path(setup.engine), setup.path, shape, setup.workload, margin_mib))
+
+
+RIVALS: Mapping[str, Maker] = {
+    "all in VRAM": all_in_vram,
+    "n-cpu-moe": n_cpu_moe,
+    "ngl": n_gpu_layers,
+    "fit": fit,
+}
 
 
 @dataclass(slots=True)
