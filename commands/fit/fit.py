@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from planner.model.inventory import Inventory
     from planner.passes.case import Case
     from planner.passes.refusal import Infeasible
+    from planner.plan.known import Known
     from planner.plan.plan import Plan
     from planner.plan.request import Request
 
@@ -57,6 +58,7 @@ class Question:
     inventory: Inventory
     profile: Profile
     request: Request
+    known: Known | None = None  # about its routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Answer:
 @click.option("--kv-type", metavar="TYPE", help="Of K and V: f16, q8_0; K/V: q8_0/f16 [default: f16].")
 @click.option("-ctk", "--cache-type-k", "type_k", metavar="TYPE", help="Of K alone [default: f16].")
 @click.option("-ctv", "--cache-type-v", "type_v", metavar="TYPE", help="Of V alone [default: f16].")
+@click.option("--heat", type=_FILE, help="Expert routing (heat.csv): what slots are worth with it.")
 @click.option("--levers/--no-levers", "with_levers", default=True, help="What each change alone brings.")
 @html_option
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
@@ -96,6 +99,7 @@ def command(
     kv_type: str | None,
     type_k: str | None,
     type_v: str | None,
+    heat: Path | None,
     with_levers: bool,
     html: Path | None,
     as_json: bool,
@@ -116,7 +120,7 @@ def command(
     profile = profile_of(profile_path, machine, parts)
     inventory, where = here or _opened(model)
     words = () if isinstance(model, Path) else model.words
-    question = _question(inventory, profile, budget, ctx, _types(kv_type, type_k, type_v))
+    question = _question(inventory, profile, budget, ctx, _types(kv_type, type_k, type_v), heat)
     try:
         answer = _answer(question, with_levers)
     except AnswerIsNo as refusal:
@@ -144,6 +148,8 @@ def command(
     limits += [] if ctx == "4096" else ["-c", ctx]
     cache = "/".join(_types(kv_type, type_k, type_v))
     limits += [] if cache == "f16/f16" else ["--kv-type", cache]
+    limits += ["--heat", str(heat)] if heat else []
+    limits += ["--hybrid"] if answer.hybrid else []
     which = ["--machine", machine] if machine else ["--profile", str(profile_path or "profile.yaml")]
     _next_steps(where, profile, [*which, *limits], parts, fetch=model is not where)
 
@@ -166,7 +172,12 @@ def _types(whole: str | None, keys: str | None, values: str | None) -> tuple[str
 
 
 def _question(
-    inventory: Inventory, profile: Profile, budget: str | None, ctx: str, types: tuple[str, str]
+    inventory: Inventory,
+    profile: Profile,
+    budget: str | None,
+    ctx: str,
+    types: tuple[str, str],
+    heat: Path | None,
 ) -> Question:
     """The question of a command line; OptionProblem for what makes no sense."""
     from pydantic import ValidationError
@@ -188,7 +199,13 @@ def _question(
     except ValidationError as problem:
         why = problem.errors(include_url=False)[0]["msg"].lower()
         raise OptionProblem("--kv-type", "/".join(types), why) from None
-    return Question(inventory, profile, Request(budgets=budgets, workload=workload))
+    known = None
+    if heat is not None:
+        from commands.shared.inputs import known_of_heat
+
+        known = known_of_heat(heat, inventory, workload)
+    # What a stock tool can be told stands in the first row; slots of experts have one of their own.
+    return Question(inventory, profile, Request(budgets=budgets, workload=workload, stripes=False), known)
 
 
 def _answer(question: Question, with_levers: bool) -> Answer:
@@ -234,7 +251,8 @@ def _plan(question: Question, watch: Watch, *, advise: bool = True) -> Plan:
     from planner.solver.clock import Clock
 
     clock = Clock(watch=watch)
-    return make_plan(question.inventory, question.profile, question.request, clock=clock, advise=advise)
+    known, request = question.known, question.request
+    return make_plan(question.inventory, question.profile, request, known, clock=clock, advise=advise)
 
 
 def _case(question: Question, profile: Profile, request: Request) -> Case:
