@@ -109,8 +109,9 @@ def visits() -> Iterator[Entry]:
     """Cells of the GPU benchmark, by a profile that another visit made."""
     profile = from_text((ROOT / "plans" / "inputs" / "h200.profile.yaml").read_text(), "h200.profile.yaml")
     for path in sorted((ROOT / "benchmarks" / "results").glob("h200-*.json")):
+        runs = json.loads(path.read_text()).get("runs", [])  # of slots that follow there are none
         for model in generated_models.MODELS:
-            rows = [r for r in json.loads(path.read_text())["runs"] if r["model"] == model]
+            rows = [r for r in runs if r["model"] == model]
             points = [point for row in rows for point in _cell(model, row)]
             family = {"qwen35moe": "GDN mixture", "gpt-oss": "sliding window", "dense": "dense"}.get(
                 model, "mixture"
