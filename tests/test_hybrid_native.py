@@ -12,6 +12,7 @@ from engines import NODE_BUILD, ROOT, missing
 from runtime.hybrid import build
 
 SOURCES = ROOT / "tests" / "native"
+DRIVER = "libcuda.so.1"  # in the place of CUDA's
 SANITIZERS = {
     "memory": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "threads": ("-O1", "-fsanitize=thread"),
@@ -36,6 +37,7 @@ TESTS = (
     "memory_is_refused",
     "host_memory_is_refused",
     "pages_are_locked_meanwhile",
+    "pages_are_locked_by_the_driver",
     "faults_are_returned",
     "reports_what_was_done",
 )
@@ -58,12 +60,21 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     line = [compiler[0], *options, *more, *folders, str(together), "-ldl", "-o", str(made)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
+    driver = [
+        compiler[0],
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        str(SOURCES / "driver" / "cuda.cpp"),
+    ]
+    subprocess.run([*driver, "-o", str(made.parent / DRIVER)], check=True, timeout=100)
     return made
 
 
 def run(program: Path, engine: Path, name: str) -> None:
     kernels = {"TRIAL_CPU_LIBRARY": "libggml-cpu-x64.so"} if engine == NODE_BUILD else {}
     environment = {**os.environ, **kernels, "ASAN_OPTIONS": "detect_leaks=1", "OMP_NUM_THREADS": "1"}
+    environment["TRIAL_DRIVER"] = str(program.parent / DRIVER)
     done = subprocess.run(
         [str(program), str(engine), name], capture_output=True, text=True, timeout=300, env=environment
     )

@@ -1,4 +1,6 @@
 // Memory that is refused, of the device and of the host.
+#include <dlfcn.h>
+
 #include <cstdlib>
 #include <new>
 
@@ -175,12 +177,39 @@ void pages_are_locked_meanwhile() {
     locks.offered = false;
 }
 
+// By CUDA's driver, which TRIAL_DRIVER stands for: for the device that is wrapped, its context in hand, and undone.
+void pages_are_locked_by_the_driver() {
+    const char * path = std::getenv("TRIAL_DRIVER");
+    void * driver = path ? dlopen(path, RTLD_NOW) : nullptr;
+    CHECK(driver);
+    if (!driver) {
+        return;
+    }
+    const auto ask = [&](const char * what) { return reinterpret_cast<int (*)()>(dlsym(driver, what))(); };
+    Shape shape;
+    for (const bool refuses : {false, true}) {
+        reinterpret_cast<void (*)(bool)>(dlsym(driver, "trial_refuses"))(refuses);
+        Bench bench("slots 3\nguests 1\nmemory pinned\n", true);
+        bench.slow_device.name = "CUDA7";
+        const int calls = ask("trial_calls");
+        {
+            Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
+            CHECK(layer.ok);
+            one_and_many(bench, shape, layer, 2, {6, 3, 4, 9, 3});
+            CHECK(ask("trial_locked") == (refuses ? 0 : 1) && ask("trial_calls") == calls + 1);
+        }
+        CHECK(ask("trial_locked") == 0 && ask("trial_held") == 0);
+        CHECK(bench.wrapper->store.voice.last_fault().empty());
+    }
+}
+
 }  // namespace
 
 const Tests kMemory = {
     {"memory_is_refused", memory_is_refused},
     {"host_memory_is_refused", host_memory_is_refused},
     {"pages_are_locked_meanwhile", pages_are_locked_meanwhile},
+    {"pages_are_locked_by_the_driver", pages_are_locked_by_the_driver},
 };
 
 }  // namespace trial

@@ -323,7 +323,7 @@ void event_wait(Backend * backend, Event * event) {
 
 // ---- device
 
-const char * device_name(Device *) { return "SLOW0"; }
+const char * device_name(Device * device) { return of(device).name; }
 const char * device_description(Device *) { return "a slow device"; }
 void device_memory(Device *, size_t * free, size_t * total) { *free = *total = size_t{1} << 34; }
 DeviceKind device_kind(Device *) { return kGpu; }

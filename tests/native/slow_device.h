@@ -38,6 +38,7 @@ class SlowDevice {
     int64_t copy_ns = 4000, graph_ns = 8000;
     Calls calls;
 
+    const char * name = "SLOW0";
     Device device{};
     const Host & host;
     Device * const cpu;
