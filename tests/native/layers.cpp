@@ -20,7 +20,8 @@ void any_layer(bool slow, Device * other = nullptr, double close = kClose) {
     // The software Vulkan device ends by itself with more tokens at once.
     const int64_t most_tokens = other ? 4 : 12;
     std::mt19937 dice(7);
-    for (int turn = 0; turn < (other ? 20 : 60); turn++) {
+    const char * turns = std::getenv("TRIAL_TURNS");  // settings and shapes to try
+    for (int turn = 0; turn < (other ? 20 : turns ? std::atoi(turns) : 60); turn++) {
         Shape shape;
         shape.fused = dice() % 3 == 0;
         shape.biased = dice() % 3 == 0;
