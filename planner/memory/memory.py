@@ -44,7 +44,8 @@ NOTHING = Memory()
 
 def together(parts: Iterable[Memory]) -> Memory:
     """The sum of some records."""
-    return sum(parts, start=NOTHING)
+    found = [part for part in parts if part is not NOTHING]  # most of a layer lies on one device
+    return sum(found[1:], start=found[0]) if found else NOTHING
 
 
 class Reserve(Record):
