@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ FORMS = ("llama-server", "llama-cli", "llama-bench")
 FIND_LIBRARY = '"$(atsplan doctor --native)"'
 _END = "END_OF_SLOTS"
 _FOLDER = "atsplan-slots-"
+_NEW_S = 60
 
 
 def has_slots(spec: LoadSpec) -> bool:
@@ -82,7 +85,7 @@ def settings_folder() -> Iterator[Path]:
     Whoever uses such a folder has it locked, so that one without a lock is nobody's.
     """
     for old in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        handle = try_lock(old) if _is_own(old) else None
+        handle = try_lock(old) if _is_abandoned(old) else None
         if handle is not None:
             shutil.rmtree(old, ignore_errors=True)
             os.close(handle)
@@ -95,8 +98,15 @@ def settings_folder() -> Iterator[Path]:
                 os.close(handle)
 
 
-def _is_own(folder: Path) -> bool:
-    return folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+def _is_abandoned(folder: Path) -> bool:
+    """Whether a folder is the user's own, and not so new that its maker may be about to lock it."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S
+    )
 
 
 def slotted_server(spec: LoadSpec, model: Path, folder: Path) -> SlottedServer:
