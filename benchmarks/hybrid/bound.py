@@ -10,7 +10,7 @@ CPU are told apart: what all cores read of host memory in that visit, and what t
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -143,5 +143,12 @@ def _row(one: Share) -> list[str]:
     return [one.cell, *figures, *(f"{100 * part:.0f} %" for part in (one.share, one.share_of_kernels))]
 
 
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("journal", nargs="*", type=Path, help="One of benchmarks.rounds.experts.")
+    print(table(shares(*parser.parse_args().journal[:1])))
+
+
 if __name__ == "__main__":
-    print(table(shares(*map(Path, sys.argv[1:2]))))
+    main()

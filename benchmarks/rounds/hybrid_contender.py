@@ -59,7 +59,8 @@ def slots_of(share: float, n_experts: int, n_layers: int, guests: int, banks: in
     stage = -(-banks * n_experts // n_layers)
     # The stock rule holds a layer's copy for prompts beside its share: worth two slots a layer and more, of
     # which slices of the graph, captured apart, take a part. Measured VRAM stays 1 to 2 % below the rule's.
-    return max(int(share * n_experts) - guests - stage + 2, 1)
+    # Of few large experts such a slot is more than the slices leave.
+    return max(int(share * n_experts) - guests - stage + (2 if n_experts >= 128 else 1), 1)
 
 
 def _spec(setup: Setup, shape: rules.Shape, k: int, guests: int, banks: int) -> LoadSpec:
