@@ -271,3 +271,23 @@ def test_only_host_memory_can_be_paged() -> None:
     with pytest.raises(Infeasible) as device:
         make_plan(real("gpt-oss-120b-MXFP4"), profile, Request(budgets, work, pins=pins))
     assert "--page" not in device.value.hints
+
+
+def test_of_host_memory_only_weights_are_paged() -> None:
+    """Caches and buffers are in no file: a context that memory cannot hold is refused with --page too."""
+    profile, model = load_machine("rtx4060-8gb-ddr5"), real("gpt-oss-20b-MXFP4")
+    budgets, work = {"CUDA0": 7 * 2**30, "CPU": 2**34}, Workload(n_ctx=4_000_000)
+    with pytest.raises(Infeasible) as refused:
+        make_plan(model, profile, Request(budgets, work, page=True))
+    assert refused.value.needs[0].memory.weights == 0 and refused.value.needs[0].memory.kv > 2**34
+    assert not any("--page" in hint for hint in refused.value.hints)
+    budgets["CPU"] = 2**32  # less than the weights, more than all else
+    made = make_plan(model, profile, Request(budgets, Workload(n_ctx=4096), page=True))
+    host = next(use for use in made.devices if use.name == "CPU")
+    assert host.used_bytes > host.budget_bytes and host.over_bytes(page=True) <= 0 < host.over_bytes(
+        page=False
+    )
+    fuller = host.model_copy(update={"kv_bytes": 2**33})
+    wrong = made.model_copy(update={"devices": tuple(fuller if u is host else u for u in made.devices)})
+    found = check_plan(wrong, to_text(wrong), "plan", Inputs(None, None), CheckOptions(resolve=False))
+    assert any("more than its budget" in each.message for each in found)

@@ -101,7 +101,7 @@ def over_budget(plan: Plan) -> list[str]:
     return [
         f"{use.name} needs {_mib(use.used_bytes)} MiB, its budget is {use.budget_bytes // 2**20} MiB"
         for use in plan.devices
-        if use.used_bytes > use.budget_bytes and not (plan.constraints.page and use.kind == "cpu")
+        if use.over_bytes(plan.constraints.page) > 0
     ]
 
 

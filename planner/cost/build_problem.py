@@ -176,7 +176,7 @@ def build_problem(
             Capacity(
                 d.name,
                 d.kind,
-                max(_budget(d, request) - reserved[d.name], 0),
+                max(_budget(d, request, model.inventory.size_bytes) - reserved[d.name], 0),
                 _pool_index(pools, d),
             )
             for d in devices
@@ -218,8 +218,9 @@ def _streams(devices: tuple[Device, ...], workload: Workload) -> bool:
     return longest >= OFFLOAD_BATCH and any(d.kind == "gpu" for d in devices)
 
 
-def _budget(device: Device, request: Request) -> int:
-    return 2**62 if device.kind == "cpu" and request.page else request.budgets[device.name]
+def _budget(device: Device, request: Request, weights: int) -> int:
+    """Bytes that a device may hold; a host whose weights are paged from the file also those."""
+    return request.budgets[device.name] + (weights if device.kind == "cpu" and request.page else 0)
 
 
 def _shares(index: int, device: Device, buffer: BufferParts) -> tuple[Once, ...]:

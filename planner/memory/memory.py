@@ -38,6 +38,11 @@ class Memory:
         """What must be there for it: everything but mapped tables."""
         return self.weights + self.kv + self.state + self.compute + self.cache + self.reserve
 
+    @property
+    def unpaged(self) -> int:
+        """What must be there though weights may be paged from the file: nothing else is in the file."""
+        return self.total - self.weights
+
 
 NOTHING = Memory()
 

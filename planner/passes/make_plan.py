@@ -19,6 +19,7 @@ from planner.passes.largest_context import Keep
 from planner.passes.margin import choice
 from planner.passes.placements import placements, untuned
 from planner.passes.record import baseline_of, record, search_of
+from planner.passes.refusal import refuse
 from planner.passes.remedies import with_remedies
 from planner.passes.settings_to_try import AskEngine, settings_to_try, ways_expected
 from planner.passes.stock_rules import either_way
@@ -80,8 +81,23 @@ def _tried(case: Case, start: EngineSettings, ask_engine: AskEngine | None) -> T
     for done, (loading, settings) in enumerate(settings_to_try(case, start, tried, ask_engine)):
         case.clock.watch(done, max(expected, done + 1))
         found = list(placements(loading, settings, tried))  # build the problem, solve, tie-break, evaluate
-        loading.found.extend(found)
+        kept = [each for each in found if _pageable(each, case.request)]
+        if found and not kept:
+            tried.refusals.append(refuse(found[0].priced, case.request))
+        loading.found.extend(kept)
     return tried
+
+
+def _pageable(chosen: Chosen, request: Request) -> bool:
+    """Whether host memory holds all but the weights, where these may be paged from the file."""
+    problem = chosen.priced.problem
+    held = chosen.priced.ledger.held(problem, chosen.solution)
+    beside = chosen.priced.settings.reserved_bytes
+    return not request.page or all(
+        memory.unpaged + beside(device.device) <= request.budgets[device.device]
+        for device, memory in zip(problem.devices, held, strict=True)
+        if device.host
+    )
 
 
 def _no_faster_than_free(chosen: Chosen, tried: Tried, case: Case, start: EngineSettings) -> Chosen:

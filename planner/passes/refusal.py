@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.constants import CPU
 from planner.cost.build_problem import Priced
@@ -63,7 +63,8 @@ def parts(memory: Memory, grouping: str = "") -> str:
 
 def _sentence(need: Need) -> str:
     needed, there = -(-need.total_bytes // 2**20), need.budget_bytes // 2**20
-    return f"{need.device} needs {needed} MiB, budget {there}: {parts(need.memory)}"
+    needs = "need" if " devices" in need.device else "needs"
+    return f"{need.device} {needs} {needed} MiB, budget {there}: {parts(need.memory)}"
 
 
 def unavoidable(priced: Priced, request: Request) -> Infeasible | None:
@@ -84,7 +85,7 @@ def unavoidable(priced: Priced, request: Request) -> Infeasible | None:
         return None
     host = any(d.host and n in short for d, n in zip(problem.devices, needs, strict=True))
     total = _together(priced, request)
-    if total.total_bytes > total.budget_bytes and not (request.page and _hosts(problem)):
+    if total.total_bytes > total.budget_bytes:
         lacks = total.total_bytes - total.budget_bytes
         if lacks > sum(n.total_bytes - n.budget_bytes for n in short):
             short.append(total)
@@ -143,7 +144,12 @@ def _together(priced: Priced, request: Request) -> Need:
     beside = Memory(reserve=sum(r.size_bytes for r in priced.settings.reserves))
     held = together((*(together(priced.ledger.of(d, o)) for d, o in least), *used, beside))
     total, name = _total_budget(priced, request)
-    return Need(name, total, held)
+    return Need(name, total, _resident(held) if request.page and _hosts(problem) else held)
+
+
+def _resident(held: Memory) -> Memory:
+    """What must be in memory where weights may be paged from the file."""
+    return replace(held, weights=0)
 
 
 def because(fault: Fault | None, refusal: Infeasible) -> Infeasible:
@@ -176,10 +182,8 @@ def _least_need(priced: Priced, device: int, request: Request) -> Need:
     held = together(priced.ledger.of(d, o)[device] for d, o in least)
     held += together(priced.ledger.shares[s] for s in shares) + Memory(reserve=reserve)
     capacity = problem.devices[device].capacity_bytes
-    budget = min(request.budgets[name], capacity + reserve)
-    if capacity > budget:  # host memory that may be paged from disk
-        budget = capacity
-    return Need(name, budget, held)
+    paged = request.page and problem.devices[device].host
+    return Need(name, min(request.budgets[name], capacity + reserve), _resident(held) if paged else held)
 
 
 def _always(problem: Problem) -> set[int]:

@@ -87,6 +87,11 @@ class DeviceUse(Record):
     def used_bytes(self) -> int:
         return self.memory.total
 
+    def over_bytes(self, page: bool) -> int:
+        """Bytes beyond the budget, negative where some are left; of host weights that may be paged none."""
+        held = self.memory.unpaged if page and self.kind == "cpu" else self.used_bytes
+        return held - self.budget_bytes
+
 
 class LayerRange(Record):
     """Consecutive layers with one layer device; the output head counts as the layer after the last."""
