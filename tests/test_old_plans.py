@@ -75,6 +75,22 @@ def test_check_notes_it_in_one_line_and_passes(path: Path, tmp_path: Path) -> No
     ]
 
 
+def test_rules_of_schema_1_beside_pins_were_priced_without_them(tmp_path: Path) -> None:
+    """Such a rule may be faster than the plan; of today's schema it keeps the pins and may not."""
+    plan = from_text(next(path for path in OLD if "gpt-oss" in path.name).read_text(), "plan")
+    rules = tuple(
+        rule.model_copy(update={"tpot_ns": rule.tpot_ns // 2, "prefill_ns": rule.prefill_ns // 2})
+        for rule in plan.baselines
+    )
+    pinned = plan.constraints.model_copy(update={"pins": ("blk.0.*=gpu",)})
+    changed = plan.model_copy(update={"constraints": pinned, "baselines": rules})
+    copy = tmp_path / "plan.yaml"
+    for text, code in ((to_text_of_schema_1(changed), 0), (to_text(changed), 1)):
+        copy.write_text(text)
+        result = told("check", "--allow-missing", copy)
+        assert (result.exit_code, "slower than the stock rule" in result.output) == (code, bool(code))
+
+
 def test_an_old_plan_that_is_not_canonical_is_drift_still(tmp_path: Path) -> None:
     copy = tmp_path / "plan.yaml"
     copy.write_text(OLD[0].read_text().replace("op_offload:", "op_offload:  ", 1))

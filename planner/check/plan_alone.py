@@ -34,9 +34,12 @@ class Fault:
     where: tuple[str | int, ...]
 
 
-def faults(plan: Plan) -> list[Fault]:
-    """Everything a plan says that cannot be true whatever its inputs are."""
-    found = [*_digests(plan), *_names(plan), *_times(plan)]
+def faults(plan: Plan, schema: int = 0) -> list[Fault]:
+    """Everything a plan says that cannot be true whatever its inputs are.
+
+    `schema`: that of the text it was read from; 0: today's.
+    """
+    found = [*_digests(plan), *_names(plan), *_times(plan, schema or plan.schema_)]
     try:
         layers = plan_layer_devices(plan)
     except LayerGap as problem:
@@ -124,7 +127,7 @@ def _on(placed: Placement, use: DeviceUse) -> bool:
     return not placed.site.divided and placed.site.device == use.name
 
 
-def _times(plan: Plan) -> Iterator[Fault]:
+def _times(plan: Plan, schema: int) -> Iterator[Fault]:
     """Units, token, prompt and objective belong together; a stock rule beside them is no faster."""
     told = plan.predicted
     units = sum(p.time_ns for p in plan.units)
@@ -146,7 +149,8 @@ def _times(plan: Plan) -> Iterator[Fault]:
     free = plan.constraints
     # A fault of the engine keeps a plan from what its stock rules do all the same.
     fault = mixing_fault(plan.model.architecture, plan.machine.engine, free.budgets)
-    asked = told.status == "edited" or fault
+    # Schema 1 priced the rules of a plan with pins without them: what beats the plan there, it may not do.
+    asked = told.status == "edited" or fault or (schema < 2 and bool(free.pins))
     best = min((r for r in plan.baselines if r.feasible), key=lambda r: objective_ns(plan, r), default=None)
     if best is not None and not asked and request > objective_ns(plan, best):
         what = f"slower than the stock rule {best.name} ({best.setting}) that it records"
