@@ -29,7 +29,7 @@ def command(before: Path, after: Path, model: Path | None, as_json: bool) -> Non
 
     old = from_text(read_text(before), str(before))
     new = from_text(read_text(after), str(after))
-    tensors = _tensors(model) if model else {}
+    tensors = _tensors(model, {before: old, after: new})
     found = difference(old, new)
     if as_json:
         out_json(_as_json(found, old, new))
@@ -39,11 +39,21 @@ def command(before: Path, after: Path, model: Path | None, as_json: bool) -> Non
         raise SystemExit(1)
 
 
-def _tensors(model: Path) -> dict[str, tuple[str, ...]]:
+def _tensors(model: Path | None, plans: dict[Path, Plan]) -> dict[str, tuple[str, ...]]:
+    """The tensors of each unit, where the model is given; each plan that is of it must agree with it."""
     from commands.shared.models import load_inventory
+    from planner.check.consistency import check_agreement
+    from planner.check.divided_sites import check_sites
     from planner.model.units import units_of
 
-    inventory: Inventory = load_inventory(model)
+    for path, plan in plans.items():
+        check_sites(plan, None, str(path))
+    if model is None:
+        return {}
+    inventory: Inventory = load_inventory(model, planned=True)
+    for path, plan in plans.items():
+        if plan.model.table_digest == inventory.table_digest():
+            check_agreement(plan, inventory, str(path))
     return {unit.name: unit.tensors for unit in units_of(inventory).units}
 
 

@@ -33,7 +33,11 @@ _FILE = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="The summary for a program.")
 @click.option("--mmproj", type=_FILE, help="A vision projector that is loaded beside the model.")
 @click.option("--draft", type=_FILE, help="A draft model for speculative decoding.")
-@click.option("--strict", is_flag=True, help="Refuse a file with anything that is not known (exit 1).")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Refuse a file with anything that is not known (exit 1), or that llama.cpp refuses (exit 2).",
+)
 def command(
     model: Path, output: Path | None, as_json: bool, mmproj: Path | None, draft: Path | None, strict: bool
 ) -> None:
@@ -44,7 +48,7 @@ def command(
     from planner.check.model_summary import extra_of, refuse_strange, summary_of
     from planner.model.nextn import promised_in_vain
 
-    inventory = load_inventory(model)
+    inventory = load_inventory(model, planned=strict)
     if strict:
         refuse_strange(inventory)
     if fault := promised_in_vain(inventory):

@@ -49,6 +49,7 @@ def command(
     """
     import math
 
+    from planner.check.consistency import check_agreement
     from planner.learn.readers import samples_in
     from planner.learn.refine import refine
     from planner.machine.profile import to_text as profile_text
@@ -61,6 +62,7 @@ def command(
     if inputs.inventory is None or inputs.profile is None:
         lacks = "--model" if inputs.inventory is None else "--profile"
         raise FileProblem(str(plan_path), f"what it was made from is not here: give {lacks}")
+    check_agreement(plan, inputs.inventory, str(plan_path))
     samples = [sample for path in measured for sample in samples_in(read_text(path), str(path))]
     deadline = Deadline(time_limit or math.inf)
     with planning("solving again", deadline.left_s) as watch:

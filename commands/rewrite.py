@@ -81,9 +81,11 @@ def command(
     elif plan_path is None:
         raise click.UsageError("Missing option '--plan' (or say --undo).")
     else:
+        from planner.model.validity import check_loadable
         from planner.plan.plan import from_text
 
         plan = from_text(read_text(plan_path), str(plan_path))
+        check_loadable(file.inventory, str(model), file.refused)
         work = decide(file, plan, target.name, options, str(plan_path))
     if dry_run:
         _show_work(work, as_json)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from gguf_bytes import STR, U32, T, arch, gguf, kv
+from gguf_bytes import STR, U32, T, arch, gguf, info, kv
 from sparse_model import write_sparse
 
 from atsplan import main
 from benchmarks.inputs.tensor_tables import Row, inventory_of
+from planner.model.gguf.header import parse_header
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import from_text, to_text
 from profiler.synth.synth import SynthSpec, write
@@ -184,11 +186,27 @@ def _file(path: Path, data: bytes) -> Path:
     ],
 )
 def test_strict_refuses_what_is_not_known(tmp_path: Path, tensor: T, why: str) -> None:
-    kvs, known = [arch(), kv("llama.block_count", U32, 1)], T("blk.0.attn_q.weight", (8, 8), 0, bytes(256))
-    path = _file(tmp_path / "m.gguf", gguf(kvs, [known, tensor]))
+    plain = write(tmp_path / "p.gguf", SynthSpec("llama", n_layers=1, n_embd=32, head_dim=32, tied=True))
+    data = plain.read_bytes()
+    header = parse_header(data, "p.gguf")
+    end = len(data) - header.data_offset
+    entry = info(tensor.name, tensor.dims, tensor.kind, end)
+    count = struct.pack("<Q", len(header.infos) + 1)
+    head = data[:8] + count + data[16 : header.end] + entry
+    body = data[header.data_offset :] + tensor.payload
+    path = _file(tmp_path / "m.gguf", head + bytes(-len(head) % header.alignment) + body)
     result = call(path, "--strict")
     assert (result.exit_code, result.stdout) == (1, "")
     assert why in result.stderr.splitlines()[-1]
     assert call(path).exit_code == 0
-    plain = _file(tmp_path / "p.gguf", gguf(kvs, [known]))
     assert call(plain, "--strict").exit_code == 0
+
+
+def test_strict_refuses_what_the_engine_refuses(tmp_path: Path) -> None:
+    part = [T("blk.0.attn_q.weight", (8, 8), 0, bytes(256))]
+    path = _file(tmp_path / "m.gguf", gguf([arch(), kv("llama.block_count", U32, 1)], part))
+    result = call(path, "--strict")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "stock llama.cpp would not load it: llama.context_length is missing" in result.stderr
+    told = call(path)
+    assert told.exit_code == 0 and "note: stock llama.cpp would not load it" in told.stderr

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from planner.memory.compute_buffer import compute_bytes, converts_caches, host_bytes, staging_bytes
-from planner.memory.kv_cache import is_latent, kv_bytes, state_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes
+from planner.model.heads import is_latent
 from planner.model.inventory import Inventory, from_text
 from planner.model.layers import layers_of
 from planner.model.structure import structure_of

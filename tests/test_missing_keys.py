@@ -12,9 +12,10 @@ from planning_models import plan
 from sparse_model import write_sparse
 
 from planner.memory.compute_buffer import compute_bytes
-from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes, unstated_heads
+from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.memory.weights import context_bytes, loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.gguf.reader import read_model
+from planner.model.heads import unstated_heads
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
 from profiler.synth.synth import ARCHITECTURES, SynthSpec, write

@@ -157,12 +157,14 @@ def command(
 def _opened(model: Path | Reference) -> tuple[Inventory, Path]:
     """The model's table, and what the model is called here."""
     if isinstance(model, Path):
-        return load_inventory(model), model
+        return load_inventory(model, planned=True), model
     from commands.fit.remote import read_remote
+    from planner.model.validity import check_loadable
 
     file = read_remote(model)
     for note in file.notes:
         say(f"note: {note}")
+    check_loadable(file.inventory, model.name, file.refused)
     return file.inventory, Path(model.name)
 
 

@@ -57,7 +57,7 @@ class InputLibrary:
         self._files: dict[Path, str] = {}  # models with weights, to the digest of their tensor tables
         self._models, self._given_profiles = models, profiles
         for path in models:
-            self._add_model(path)
+            self._add_model(path, planned=True)
         for path in profiles:
             self._add_profile(path)
         for path in heats:
@@ -98,7 +98,7 @@ class InputLibrary:
         inventory = folder / file_name(model, ".inventory.yaml")
         profile = folder / file_name(machine, ".profile.yaml")
         if not self._models and self._is_new(inventory):
-            self._add_model(inventory)
+            self._add_model(inventory, planned=False)  # its digest is not known yet: judged with its plan
             self._seen.add(inventory)
         if not self._given_profiles and self._is_new(profile):
             self._add_profile(profile)
@@ -114,10 +114,10 @@ class InputLibrary:
             self._add_shipped(plan.machine.name)
         return self._profiles.get(wanted)
 
-    def _add_model(self, path: Path) -> None:
+    def _add_model(self, path: Path, *, planned: bool) -> None:
         from commands.shared.models import load_inventory
 
-        inventory = load_inventory(path)
+        inventory = load_inventory(path, planned=planned)
         digest = inventory.table_digest()
         self._inventories[digest] = inventory
         if path.suffix not in {".yaml", ".yml"}:

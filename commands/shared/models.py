@@ -16,21 +16,31 @@ if TYPE_CHECKING:
 _WHICH = "say for which machine: a measured profile, or one of those of atsplan machines"
 
 
-def load_inventory(path: Path) -> Inventory:
+def load_inventory(path: Path, *, planned: bool = False) -> Inventory:
     """Inventory of a GGUF file (any shard, or a folder of shards) or of an inventory.yaml.
 
-    What a person should know of the file is said on stderr.
+    What a person should know of the file is said on stderr. NotLoadable for one that is to be `planned` and
+    that stock llama.cpp would refuse; of others it is said too.
     """
+    from planner.model.validity import check_loadable, load_faults
+
+    told: tuple[str, ...] = ()
     if path.suffix in {".yaml", ".yml"}:
         from planner.model.inventory import from_text
 
-        return from_text(read_text(path), str(path))
-    from planner.model.gguf.reader import read_model
+        inventory = from_text(read_text(path), str(path))
+    else:
+        from planner.model.gguf.reader import read_model
 
-    model = read_model(path)
-    for note in model.notes:
-        say(f"note: {note}")
-    return model.inventory
+        model = read_model(path)
+        for note in model.notes:
+            say(f"note: {note}")
+        inventory, told = model.inventory, model.refused
+    if planned:
+        check_loadable(inventory, str(path), told)
+    elif whys := (*told, *load_faults(inventory)):
+        say(f"note: stock llama.cpp would not load it: {'; '.join(whys[:3])}")
+    return inventory
 
 
 def load_profile(path: Path | None, machine: str | None) -> Profile:

@@ -166,12 +166,14 @@ def open_job(
     from planner.check.consistency import check_agreement, check_order
     from planner.model.gguf.reader import read_model
     from planner.model.units import foreign_note, units_of
+    from planner.model.validity import check_loadable
     from planner.plan.load_spec import load_spec, map_devices
     from rewriter.stamp import check_plan, read_stamp
     from runtime.load.load_params import usable_threads
 
     plan = load_plan(plan_path)
     file = read_model(model)
+    check_loadable(file.inventory, str(model), file.refused)
     check_plan(file, plan, str(plan_path))
     check_agreement(plan, file.inventory, str(plan_path))
     spec = load_spec(plan)

@@ -47,7 +47,7 @@ def extras_of(asked: SolveOptions, profile: Profile, budgets: Mapping[str, int])
     return Extras(
         mmproj=load_inventory(asked.mmproj) if asked.mmproj else None,
         mmproj_device=CPU if asked.eyes == "cpu" else "",
-        draft=load_inventory(asked.draft) if asked.draft else None,
+        draft=load_inventory(asked.draft, planned=True) if asked.draft else None,
         ngrams=asked.ngrams,
         reserved={name: size for name, size in kept.items() if size},
     )

@@ -89,7 +89,7 @@ def inputs_of(asked: SolveOptions) -> Inputs:
     profile = load_profile(asked.profile_path, asked.machine)
     _note_changes(profile, asked.profile_path)
     given = {} if asked.budget is None else parse_budget(asked.budget)
-    inventory = load_inventory(asked.model)
+    inventory = load_inventory(asked.model, planned=True)
     budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
     workload = workload_of(asked, inventory, profile)
     if asked.mtp and (fault := nextn_fault(inventory)):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 
-from planner.check.consistency import workload_faults
+from planner.check.consistency import agreement_faults, workload_faults
 from planner.check.divided_sites import site_faults
 from planner.check.findings import Finding, Severity
 from planner.check.plan_alone import faults
@@ -20,6 +20,7 @@ from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.model.structure import Structure, structure_of
 from planner.model.units import foreign_note
+from planner.model.validity import load_faults
 from planner.passes.make_plan import make_plan
 from planner.passes.prompt_pipeline import restated
 from planner.passes.refusal import OutOfTime
@@ -89,7 +90,11 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     impossible = site_faults(plan, inputs.inventory)
     for site_fault in impossible:
         report.add("sites", site_fault.why, "units", site_fault.index, "site")
-    if inputs.inventory is not None and not impossible:
+    refused = load_faults(inputs.inventory) if inputs.inventory is not None else ()
+    for why in refused:
+        message = f"{plan.model.name}: stock llama.cpp would not load it: {why}"
+        report.add("inputs", message, "model", severity=Severity.INPUT)
+    if inputs.inventory is not None and not impossible and not refused:
         structure = structure_of(inputs.inventory)
         for fault in workload_faults(plan.workload, inputs.inventory):
             report.add("inputs", fault, "workload", "mtp")
@@ -101,14 +106,18 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
     if inputs.profile is not None:
         _headroom(plan, inputs.profile, report)
         _stale(inputs.profile, options, report)
-    _alone(plan, report)
+    _alone(plan, text, report)
+    if inputs.inventory is not None and not any(f.severity is not Severity.NOTE for f in report.findings):
+        for why in agreement_faults(plan, inputs.inventory):
+            report.add("sites", why, why.partition(":")[0])
     return sorted(report.findings, key=lambda f: (f.line, f.rule))
 
 
-def _alone(plan: Plan, report: _Report) -> None:
+def _alone(plan: Plan, text: str, report: _Report) -> None:
     """What the plan itself disproves, where no better finding stands on that line already."""
     said = {f.line for f in report.findings if f.severity is not Severity.NOTE}
-    for fault in faults(plan):
+    schema = 0 if text.startswith(f"schema: {plan.schema_}\n") else schema_of(read(text, report.path))
+    for fault in faults(plan, schema):
         if report.lines.of(*fault.where) not in said:
             report.add(fault.rule, fault.message, *fault.where)
 
@@ -166,8 +175,8 @@ def _budgets(plan: Plan, report: _Report) -> None:
             report.add(
                 "memory", f"{use.name}: budget {use.budget_bytes}, asked for {asked_for}", "devices", i
             )
-        over = use.used_bytes - use.budget_bytes
-        if over > 0 and not (plan.constraints.page and use.kind == "cpu"):
+        over = use.over_bytes(plan.constraints.page)
+        if over > 0:
             report.add("memory", f"{use.name} holds {over} bytes more than its budget", "devices", i)
 
 

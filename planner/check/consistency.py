@@ -17,6 +17,7 @@ from planner.model.layers import Layers
 from planner.model.nextn import nextn_fault
 from planner.model.structure import Structure, structure_of
 from planner.model.units import Kind, Unit
+from planner.model.validity import check_loadable
 from planner.passes.prompt_pipeline import restated
 from planner.plan.load_spec import LoadSpec, plan_layer_devices
 from planner.plan.override_match import disagreements
@@ -43,11 +44,18 @@ class Contradiction(InputError):
 def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
     """Contradiction unless layers, units, overrides and caches of the plan say the same.
 
-    ImpossibleSite for a unit divided as it cannot be.
+    NotLoadable for a model that stock llama.cpp refuses, ImpossibleSite for a unit divided as it cannot be.
     """
+    check_loadable(inventory, inventory.name)
     check_sites(plan, inventory, path)
+    if faults := agreement_faults(plan, inventory):
+        raise Contradiction(path, tuple(faults))
+
+
+def agreement_faults(plan: Plan, inventory: Inventory) -> list[str]:
+    """What a plan says of a model that is not so, of the first kind in which there is any."""
     structure = structure_of(inventory)
-    faults = (
+    return (
         workload_faults(plan.workload, inventory)
         or _layer_faults(plan, structure.layers)
         or _unit_faults(plan, structure.units)
@@ -55,8 +63,6 @@ def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
         or _cache_faults(plan, structure)
         or list(cache_faults(plan))
     )
-    if faults:
-        raise Contradiction(path, tuple(faults))
 
 
 def check_order(plan: Plan, spec: LoadSpec, found: Mapping[int, tuple[int, ...]], path: str) -> None:

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 
 from planner.errors import AnswerIsNo
 from planner.memory.compute_buffer import compute_bytes
-from planner.memory.kv_cache import kv_bytes, state_bytes, unstated_heads
+from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.reserves import check_extras, projector_compute_bytes
 from planner.model.ggml_types import is_known
+from planner.model.heads import unstated_heads
 from planner.model.inventory import Inventory
 from planner.model.nextn import promised_in_vain
 from planner.model.sliding_window import window
 from planner.model.structure import Structure, structure_of
 from planner.model.tensor_roles import Role, missing_partners, part_of
 from planner.model.units import Kind, Unit, active_bytes, foreign_note, units_of
+from planner.model.validity import load_faults
 from planner.workload import Workload
 
 _CELLS = 1024
@@ -214,7 +216,7 @@ def refuse_strange(inventory: Inventory) -> None:
     found += filter(None, [foreign_note(table.units)])
     found += [f"{name} is not recognised" for name in table.unknown[:1]]
     found += missing_partners(inventory)[:1]
-    if fault := promised_in_vain(inventory):
+    if (fault := promised_in_vain(inventory)) and not load_faults(inventory):
         found.append(f"the model {fault}")
     if found:
         raise Strange(inventory.name, tuple(found))

@@ -16,7 +16,8 @@ from planner.machine import op_time
 from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory, copy_rate
 from planner.machine.profile import Calibration, Profile
 from planner.machine.unknown_types import product_of
-from planner.memory.kv_cache import head_widths, kv_heads, state_widths
+from planner.memory.kv_cache import head_widths, state_widths
+from planner.model.heads import kv_heads
 from planner.model.inventory import Inventory, Tensor
 from planner.model.sliding_window import window
 from planner.model.structure import Structure

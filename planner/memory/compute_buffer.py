@@ -15,16 +15,8 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from planner.machine.host_memory import OFFLOAD_BATCH
-from planner.memory.kv_cache import (
-    INDEXED,
-    Cells,
-    cache_row_bytes,
-    cells_of,
-    head_widths,
-    is_latent,
-    kv_heads,
-    state_widths,
-)
+from planner.memory.kv_cache import INDEXED, Cells, cache_row_bytes, cells_of, head_widths, state_widths
+from planner.model.heads import is_latent, kv_heads
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import CACHELESS, ENCODERS, Layers
 from planner.model.structure import Structure

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from planner.block_names import within_block
 from planner.constants import CELL_STEP
 from planner.errors import InputError
 from planner.model.ggml_types import BY_NAME
+from planner.model.heads import even_width, is_latent, kv_heads, shaped_width
 from planner.model.inventory import Inventory
 from planner.model.layers import CACHELESS
 from planner.model.sliding_window import window
@@ -211,50 +211,7 @@ def _head(inventory: Inventory, name: str) -> int:
     stated = f"attention.{name}_length"
     if stated in inventory.hparams:
         return inventory.number(stated)
-    return _shaped(inventory, name) or _even(inventory)
-
-
-def unstated_heads(inventory: Inventory) -> str:
-    """What is amiss with the heads' widths that a file leaves to its reader; "" when nothing is."""
-    for name in ("key", "value"):
-        shaped, even = _shaped(inventory, name), _even(inventory)
-        if f"attention.{name}_length" not in inventory.hparams and shaped and shaped != even:
-            return (
-                f"the file does not say attention.{name}_length: {shaped} by the shape of its "
-                f"attn_{name[0]}, {even} to llama.cpp, which cannot load it so"
-            )
-    return ""
-
-
-def _even(inventory: Inventory) -> int:
-    heads = inventory.per_layer("attention.head_count", 1)[0]
-    return inventory.number("embedding_length") // heads if heads else 0
-
-
-def _shaped(inventory: Inventory, name: str) -> int:
-    """Width of a head by the first projection of keys or values; 0 where there is none of its own."""
-    if is_latent(inventory) or inventory.architecture == "deepseek4":
-        return 0
-    ending = f".attn_{name[0]}.weight"
-    found = next((t for t in inventory.tensors if t.name.endswith(ending) and len(t.shape) == 2), None)
-    block = within_block(found.name) if found else None
-    if found is None or block is None:
-        return 0
-    heads = kv_heads(inventory, block[0] + 1)[-1]
-    return found.shape[1] // heads if heads and found.shape[1] % heads == 0 else 0
-
-
-def kv_heads(inventory: Inventory, n_layers: int) -> tuple[int, ...]:
-    """Key-value heads of each layer; the query heads where the file does not say."""
-    key = "attention.head_count_kv"
-    return inventory.per_layer(key if key in inventory.hparams else "attention.head_count", n_layers)
-
-
-def is_latent(inventory: Inventory) -> bool:
-    """Whether the cache holds one compressed row per token (MLA), from which values are views."""
-    return bool(inventory.number("attention.key_length_mla")) and bool(
-        inventory.number("attention.value_length_mla")
-    )
+    return shaped_width(inventory, name) or even_width(inventory)
 
 
 def padded(size: int, step: int) -> int:

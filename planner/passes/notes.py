@@ -14,8 +14,8 @@ from planner.machine.host_memory import HostMemory
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
 from planner.memory.buffer_parts import buffer_parts
-from planner.memory.kv_cache import unstated_heads
 from planner.memory.reserves import estimates
+from planner.model.heads import unstated_heads
 from planner.model.layers import CACHELESS
 from planner.model.tensor_roles import missing_partners
 from planner.model.units import BOUND, Kind, Unit, foreign_note

@@ -57,6 +57,7 @@ class ModelFile:
     paths: tuple[Path, ...]  # in shard order
     headers: tuple[ShardHeader, ...]
     notes: tuple[str, ...]  # what a person should know, none of it wrong
+    refused: tuple[str, ...] = ()  # why stock llama.cpp would not load it, beside what its table says
 
     def get(self, key: str) -> KeyValue | None:
         """A metadata entry of the first shard."""
@@ -103,10 +104,10 @@ def model_of(
         f"{s.path.name}: {s.trailing_bytes} bytes after the last tensor" for s in shards if s.trailing_bytes
     ]
     notes += said
-    notes += _wrong_types(shards)
     notes += _unknown_types(shards)
     notes += _holes(shards)
-    return ModelFile(_inventory(shards), paths, shards, tuple(notes))
+    refused = (*_no_model(shards[0]), *_wrong_types(shards))
+    return ModelFile(_inventory(shards), paths, shards, tuple(notes), refused)
 
 
 def read_shard(path: Path) -> ShardHeader:
@@ -257,12 +258,21 @@ def _refuse_joined(header: Header, data: Bytes, end: int, path: str) -> None:
         raise FileProblem(path, why)
 
 
+def _no_model(first: ShardHeader) -> tuple[str, ...]:
+    """A file that says it is something else: an adapter, a vocabulary, an importance matrix."""
+    kind = first.header.text("general.type")
+    projector = first.header.text("general.architecture") == "clip"  # read beside its model
+    if kind in ("", "model") or projector:
+        return ()
+    return (f"general.type is {short(kind)}, not model",)
+
+
 def _wrong_types(shards: tuple[ShardHeader, ...]) -> list[str]:
     found = dict.fromkeys(key for shard in shards for key in wrong_types(shard.header))
     if not found:
         return []
     shown = ", ".join(list(found)[:3]) + (" …" if len(found) > 3 else "")
-    return [f"{shown}: of a number type that stock llama.cpp does not read there, it will not load the file"]
+    return [f"{shown}: of a type that it does not read there"]
 
 
 def _unknown_types(shards: tuple[ShardHeader, ...]) -> list[str]:

@@ -1,0 +1,142 @@
+"""The tensors without which stock llama.cpp does not load a model, by architecture and kind of layer.
+
+The table beside this file is made by asking the engine (`python tests/required_tensors.py`): a line is an
+architecture, a kind of layer and names; `?` after a name: only of some models. The engine also loads some of
+what it cannot compute.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from planner.block_names import within_block
+from planner.model.inventory import Inventory, by_name
+from planner.model.layers import Layers, layers_of, stems_by_layer
+
+PATH = Path(__file__).with_suffix(".txt")
+GLOBAL, NEXTN = "global", "nextn"  # the kinds of tensors outside layers, and of speculative blocks
+
+Names = Mapping[str, bool]  # name within its layer, with suffix -> whether every such layer needs it
+
+# Never a matter of hyperparameters; others may be (ranks, shared experts, tables by layer), so that they are
+# missed only where other layers of the model have them.
+_ALWAYS = re.compile(
+    r"attn_(norm|q|k|v|qkv|output|q_norm|k_norm|kv_a_mqa|kv_a_norm)|ffn_(norm|gate|up|down|gate_inp)(_exps)?"
+    r"|ssm_\w+|shortconv\.\w+|(time|channel)_mix_\w+|post_attention_norm|post_ffw_norm|exp_probs_b|output_norm|token_embd"
+)
+_MIXERS = {
+    (False, False): "none",
+    (True, False): "attention",
+    (False, True): "recurrent",
+    (True, True): "both",
+}
+# Of which a layer has all or none.
+_FAMILIES = tuple(
+    map(
+        re.compile,
+        (r"ffn_\w+_shexp\.", r"attn_q_(a|b|a_norm)\.", r"attn_(k|v)_b\.", r"nextn\.", r"per_layer_"),
+    )
+)
+_HALVES = re.compile(r"ffn_(gate|up)_exps\.")  # of what may be one tensor
+# One tensor in place of several: a file has either form.
+_FORMS = (
+    (("attn_qkv",), ("attn_q", "attn_k", "attn_v")),
+    (("ffn_gate_up_exps",), ("ffn_gate_exps", "ffn_up_exps")),
+    (("attn_kv_b",), ("attn_k_b", "attn_v_b")),
+    (("ssm_in",), ("attn_qkv", "attn_gate")),
+    (("ssm_ba",), ("ssm_beta", "ssm_alpha")),
+    (("ffn_gate_tid2eid",), ("ffn_gate_inp",)),
+)
+
+
+def kind_of(layers: Layers, n: int, stems: Collection[str]) -> str:
+    """The kind of a layer: what mixes its tokens, whether it routes them, whether it drafts."""
+    if n >= layers.n_main:
+        return NEXTN
+    mixer = _MIXERS[layers.attention[n], layers.recurrent[n]]
+    routed = any(name.endswith("_exps") or name == "ffn_gate_inp" for name in stems)
+    return f"{mixer}-{'routed' if routed else 'dense'}"
+
+
+def parse(text: str) -> Mapping[str, Mapping[str, Names]]:
+    """Required names by architecture and kind of layer."""
+    found: dict[str, dict[str, Names]] = {}
+    for line in text.splitlines():
+        arch, kind, *names = line.split()
+        found.setdefault(arch, {})[kind] = MappingProxyType(
+            {name.removesuffix("?"): not name.endswith("?") for name in names}
+        )
+    return MappingProxyType(found)
+
+
+@cache
+def required_of(architecture: str) -> Mapping[str, Names]:
+    """Required names by kind of layer; empty for an architecture that was not asked about."""
+    own = [line for line in PATH.read_text().splitlines() if line.partition(" ")[0] == architecture]
+    return parse("\n".join(own)).get(architecture, {})
+
+
+def knows(inventory: Inventory, n: int) -> bool:
+    """Whether the engine was asked about layers of this kind of this architecture."""
+    kind = kind_of(layers_of(inventory), n, stems_by_layer(inventory).get(n, frozenset()))
+    return kind in required_of(inventory.architecture)
+
+
+def missing(inventory: Inventory) -> Iterator[str]:
+    """Tensors that are not there and without which the engine does not load the model.
+
+    Of a bare table, of no file, only those that it names in other layers.
+    """
+    whole = bool(inventory.header_digest)
+    needed, layers, stems = (
+        required_of(inventory.architecture),
+        layers_of(inventory),
+        stems_by_layer(inventory),
+    )
+    outside = needed.get(GLOBAL, {})
+    for name, always in outside.items():
+        if whole and (always or _beside(name, by_name(inventory))) and name not in by_name(inventory):
+            yield name
+    own: dict[int, set[str]] = defaultdict(set)
+    for name in by_name(inventory):
+        if part := within_block(name):
+            own[part[0]].add(part[1])
+    kinds = {n: kind_of(layers, n, stems.get(n, frozenset())) for n in own if n < layers.n_all}
+    have = Counter((kinds[n], name) for n in kinds for name in own[n])
+    for n, kind in sorted(kinds.items()):
+        if kind == NEXTN and "nextn.eh_proj.weight" not in own[n]:
+            continue  # a block without it is not loaded at all
+        for name, always in needed.get(kind, {}).items():
+            sure = always and bool(
+                _ALWAYS.fullmatch(name.rpartition(".")[0] or name) or _beside(name, own[n])
+            )
+            sure = sure or (_HALVES.match(name) is not None and any(map(_HALVES.match, own[n])))
+            if (
+                name not in own[n]
+                and ((sure and whole) or have[kind, name])
+                and not _other_form(name, own[n])
+            ):
+                yield f"blk.{n}.{name}"
+
+
+def _beside(name: str, own: Collection[str]) -> bool:
+    """Whether others of its family are there."""
+    for family in _FAMILIES:
+        if family.match(name):
+            return any(family.match(each) for each in own)
+    return False
+
+
+def _other_form(name: str, own: Collection[str]) -> bool:
+    """Whether what a tensor holds is there in another form."""
+    stem, dot, suffix = name.rpartition(".")
+    for forms in _FORMS:
+        for mine, other in (forms, forms[::-1]):
+            if stem in mine and any(f"{each}{dot}{suffix}" in own for each in other):
+                return all(f"{each}{dot}{suffix}" in own for each in other)
+    return False
