@@ -92,6 +92,8 @@ def test_the_builds_of_the_plan_are_printed(engines: EngineRange, said: str, tmp
     assert f"; {said[2:]}" in exported(path, "--format", "preset")[0]
     assert json.loads(exported(path, "--format", "json")[0])["engines"]["least"] == 10068
     assert "for llama.cpp" not in exported(PLAN)[0]
+    assert "# its options are those of llama.cpp b10434 and later\n" in exported(PLAN)[0]
+    assert "its options" not in exported(PLAN, "--format", "llama-cpp-python")[0]
 
 
 def test_the_moe_cache_came_with_b11480() -> None:

@@ -8,7 +8,7 @@ what it cannot compute.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,10 +23,10 @@ GLOBAL, NEXTN = "global", "nextn"  # the kinds of tensors outside layers, and of
 
 Names = Mapping[str, bool]  # name within its layer, with suffix -> whether every such layer needs it
 
-# Never a matter of hyperparameters; others may be (ranks, shared experts, tables by layer), so that they are
-# missed only where other layers of the model have them.
+# Never a matter of hyperparameters. Others may be (ranks, shared experts, tables by layer, norms of heads):
+# they are missed only where other layers of the model have them.
 _ALWAYS = re.compile(
-    r"attn_(norm|q|k|v|qkv|output|q_norm|k_norm|kv_a_mqa|kv_a_norm)|ffn_(norm|gate|up|down|gate_inp)(_exps)?"
+    r"attn_(norm|q|k|v|qkv|output|kv_a_mqa|kv_a_norm)|ffn_(norm|gate|up|down|gate_inp)(_exps)?"
     r"|ssm_\w+|shortconv\.\w+|(time|channel)_mix_\w+|post_attention_norm|post_ffw_norm|exp_probs_b|output_norm|token_embd"
 )
 _MIXERS = {
@@ -42,6 +42,7 @@ _FAMILIES = tuple(
         (r"ffn_\w+_shexp\.", r"attn_q_(a|b|a_norm)\.", r"attn_(k|v)_b\.", r"nextn\.", r"per_layer_"),
     )
 )
+_MATRIX = re.compile(r"attn_(q|k|v|output)\.weight|ffn_((gate|up|down)(_exps)?|gate_inp)\.weight")
 _HALVES = re.compile(r"ffn_(gate|up)_exps\.")  # of what may be one tensor
 # One tensor in place of several: a file has either form.
 _FORMS = (
@@ -90,38 +91,34 @@ def knows(inventory: Inventory, n: int) -> bool:
 def missing(inventory: Inventory) -> Iterator[str]:
     """Tensors that are not there and without which the engine does not load the model.
 
-    Of a bare table, of no file, only those that it names in other layers.
+    Of a bare table, of no file, only projections, and what it names in other layers.
     """
-    whole = bool(inventory.header_digest)
-    needed, layers, stems = (
-        required_of(inventory.architecture),
-        layers_of(inventory),
-        stems_by_layer(inventory),
-    )
-    outside = needed.get(GLOBAL, {})
-    for name, always in outside.items():
-        if whole and (always or _beside(name, by_name(inventory))) and name not in by_name(inventory):
+    needed, whole = required_of(inventory.architecture), bool(inventory.header_digest)
+    there = by_name(inventory)
+    for name, always in needed.get(GLOBAL, {}).items():
+        if whole and name not in there and (always or _beside(name, there)):
             yield name
+    layers, stems = layers_of(inventory), stems_by_layer(inventory)
     own: dict[int, set[str]] = defaultdict(set)
-    for name in by_name(inventory):
+    for name in there:
         if part := within_block(name):
             own[part[0]].add(part[1])
     kinds = {n: kind_of(layers, n, stems.get(n, frozenset())) for n in own if n < layers.n_all}
-    have = Counter((kinds[n], name) for n in kinds for name in own[n])
+    have = {(kinds[n], name) for n in kinds for name in own[n]}
     for n, kind in sorted(kinds.items()):
         if kind == NEXTN and "nextn.eh_proj.weight" not in own[n]:
             continue  # a block without it is not loaded at all
         for name, always in needed.get(kind, {}).items():
-            sure = always and bool(
-                _ALWAYS.fullmatch(name.rpartition(".")[0] or name) or _beside(name, own[n])
-            )
-            sure = sure or (_HALVES.match(name) is not None and any(map(_HALVES.match, own[n])))
-            if (
-                name not in own[n]
-                and ((sure and whole) or have[kind, name])
-                and not _other_form(name, own[n])
-            ):
+            sure = _sure(name, always, own[n]) and (whole or _MATRIX.fullmatch(name))
+            if name not in own[n] and (sure or (kind, name) in have) and not _other_form(name, own[n]):
                 yield f"blk.{n}.{name}"
+
+
+def _sure(name: str, always: bool, own: Collection[str]) -> bool:
+    """Whether a layer needs a tensor whatever other layers have, by what else it has."""
+    if _HALVES.match(name) and any(map(_HALVES.match, own)):
+        return True
+    return always and (bool(_ALWAYS.fullmatch(name.rpartition(".")[0] or name)) or _beside(name, own))
 
 
 def _beside(name: str, own: Collection[str]) -> bool:

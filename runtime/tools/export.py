@@ -13,7 +13,7 @@ from planner.plan.plan import Plan
 from runtime.engine.ggml import TYPE_NUMBERS
 from runtime.tools import llama_bench
 from runtime.tools.llama_server import LOOPBACK, is_loopback
-from runtime.tools.options import ENVIRONMENT, Stock, options
+from runtime.tools.options import ENVIRONMENT, LOAD_MODE, Stock, options
 
 _PROMPT_CACHE_MIB = 8192  # what llama-server takes for past prompts unless told
 _CHECKPOINTS = 32  # of each slot, unless told
@@ -265,7 +265,7 @@ def _python(plan: Plan, placed: Stock, model: str) -> str:
         arguments="\n".join(f"    {k}={quoting.python(v)}," for k, v in values.items() if v is not None),
     )
     told = replace(placed, notes=(*placed.notes, *_not_in_python(placed)))
-    return _PYTHON_HEAD + _comment(plan, told, "#") + text
+    return _PYTHON_HEAD + _comment(plan, replace(told, least=1), "#") + text  # it spells no options
 
 
 def _not_in_python(placed: Stock) -> list[str]:
@@ -299,14 +299,14 @@ FORMATS: Mapping[str, Writer] = {
 
 def _comment(plan: Plan, placed: Stock, mark: str) -> str:
     name = quoting.short(plan.model.name)
-    told = (f"{name}: {plan.command}", *_builds(plan), *placed.notes)
+    told = (f"{name}: {plan.command}", *_builds(plan, placed), *placed.notes)
     return "".join(quoting.comment(mark, text) for text in told)
 
 
-def _builds(plan: Plan) -> list[str]:
-    """The builds of llama.cpp that can load the plan, as far as any cannot."""
+def _builds(plan: Plan, placed: Stock) -> list[str]:
+    """The builds of llama.cpp that can load the plan, as far as any cannot; else those of its options."""
     if plan.engines is None or not (plan.engines.least or plan.engines.most):
-        return []
+        return [] if placed.least else [f"its options are those of llama.cpp {span(LOAD_MODE, 0)}"]
     return [f"for llama.cpp {span(plan.engines.least, plan.engines.most)}"]
 
 
