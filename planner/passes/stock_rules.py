@@ -138,7 +138,8 @@ def _candidate(priced: Priced, name: str, rule: Rule, solution: Solution) -> Can
     if pipeline.refused:  # a stock rule does not keep the engine from it
         result = replace(result, violations=(*result.violations, "no room for a pipeline's copies"))
     used = zip(result.memory, priced.problem.devices, pipeline.copies, strict=True)
-    vram = sum(size + extra for size, device, extra in used if not device.host)
+    beside = priced.settings.reserved_bytes  # a draft, a projector: the rule runs beside them too
+    vram = sum(size + extra + beside(d.device) for size, d, extra in used if size and not d.host)
     return Candidate(name, rule.setting, solution, result, vram)
 
 
