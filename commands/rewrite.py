@@ -83,8 +83,10 @@ def command(
     else:
         from planner.model.validity import check_loadable
         from planner.plan.plan import from_text
+        from rewriter.stamp import read_stamp
 
         plan = from_text(read_text(plan_path), str(plan_path))
+        read_stamp(file)  # a damaged record is the better reason
         check_loadable(file.inventory, str(model), file.refused)
         work = decide(file, plan, target.name, options, str(plan_path))
     if dry_run:

@@ -274,7 +274,7 @@ def test_models(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", STRANGE_NAMES)
 def test_strange_names_are_carried_and_planned_around(tmp_path: Path, name: str) -> None:
     data = (SEEDS / "model.gguf").read_bytes()
-    old = b"blk.1.ffn_norm.weight"
+    old = b"output.weight"  # of which the engine can do without
     raw = struct.pack("<Q", len(old)) + old
     assert data.count(raw) == 1
     # Padding to the alignment takes up the difference in length.

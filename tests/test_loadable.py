@@ -71,21 +71,21 @@ TABLES: Mapping[str, tuple[Edit, str]] = {
 }  # fmt: skip
 # Kind -> key, its type and value as written, the reason.
 TYPES: Mapping[str, tuple[str, bytes, str]] = {
-    "a count of 64 bits": ("glm4moe.block_count", struct.pack("<IQ", 10, 5), "block_count: of a type"),
-    "a signed count": ("glm4moe.expert_count", struct.pack("<Ii", 5, 8), "expert_count: of a type"),
+    "a count of 64 bits": ("glm4moe.block_count", struct.pack("<IQ", 10, 5), "block_count: of a number type"),
+    "a signed count": ("glm4moe.expert_count", struct.pack("<Ii", 5, 8), "expert_count: of a number type"),
     "a count as a list": (
-        "glm4moe.embedding_length", struct.pack("<IIQI", 9, 4, 1, 256), "embedding_length: of a type"
+        "glm4moe.embedding_length", struct.pack("<IIQI", 9, 4, 1, 256), "embedding_length: of a number type"
     ),
     "a fraction of 64 bits": (
-        "glm4moe.attention.layer_norm_rms_epsilon", struct.pack("<Id", 12, 1e-5), "epsilon: of a type"
+        "glm4moe.attention.layer_norm_rms_epsilon", struct.pack("<Id", 12, 1e-5), "epsilon: of a number type"
     ),
-    "a whole base": ("glm4moe.rope.freq_base", struct.pack("<II", 4, 10000), "rope.freq_base: of a type"),
+    "a whole base": ("glm4moe.rope.freq_base", struct.pack("<II", 4, 10000), "freq_base: of a number type"),
     "a token as text": (
-        "tokenizer.ggml.eos_token_id", struct.pack("<IQ", 8, 1) + b"2", "eos_token_id: of a type"
+        "tokenizer.ggml.eos_token_id", struct.pack("<IQ", 8, 1) + b"2", "eos_token_id: of a number type"
     ),
     "an adapter": ("general.type", struct.pack("<IQ", 8, 7) + b"adapter", "general.type is adapter"),
     "a matrix": ("general.type", struct.pack("<IQ", 8, 7) + b"imatrix", "general.type is imatrix"),
-    "shards as text": ("split.count", struct.pack("<IQ", 8, 1) + b"1", "split.count: of a type"),
+    "shards as text": ("split.count", struct.pack("<IQ", 8, 1) + b"1", "split.count: of a number type"),
 }  # fmt: skip
 
 

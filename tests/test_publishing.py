@@ -28,6 +28,7 @@ from planner.model.gguf.reader import ModelFile, read_model
 from planner.model.gguf.shards import ShardProblems, parse_name, shard_file
 from planner.model.units import Unit
 from planner.plan.plan import Plan, to_text
+from profiler.synth.synth import SynthSpec, write
 from rewriter.rewrite import RewriteOptions, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +62,11 @@ def small(folder: Path) -> ModelFile:
         ]
     tensors += [f32("output_norm.weight", 1.0), f32("output.weight", *range(2))]
     return read_model(save(folder, gguf(kvs, tensors)))
+
+
+def loadable(folder: Path) -> ModelFile:
+    """A model that the engine loads: the command takes no other."""
+    return read_model(write(folder / "m.gguf", SynthSpec("llama", n_layers=3, n_embd=64, n_ff=64)))
 
 
 def by_layer(*devices: str) -> Callable[[Unit], str]:
@@ -316,7 +322,7 @@ def test_a_name_taken_in_the_last_moment_is_not_replaced(
 
 @pytest.mark.parametrize("sites", [1, 3])
 def test_of_two_rewrites_to_one_name_one_wins(tmp_path: Path, sites: int) -> None:
-    source = small(tmp_path)
+    source = loadable(tmp_path)
     plans = []
     for name, each in (("a", SITES[sites]), ("b", by_layer("gpu:CUDA1", "gpu:CUDA0", "cpu"))):
         (tmp_path / f"{name}.yaml").write_text(to_text(hand_plan(source, each)))
@@ -376,7 +382,7 @@ def test_where_links_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_earlier_output_goes_as_a_whole(tmp_path: Path) -> None:
-    source = small(tmp_path)
+    source = loadable(tmp_path)
     (tmp_path / "p.yaml").write_text(to_text(hand_plan(source, SITES[2])))
     out = tmp_path / "out"
     published(source, hand_plan(source, SITES[3]), out)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from gguf_bytes import ARR, STR, U32, U64, T, arch, f32, gguf, kv, save, shard
+from gguf_bytes import ARR, STR, U32, U64, T, arch, f32, gguf, kv, save
 from hand_plans import hand_plan
 
 import atsplan
 from planner.errors import FileProblem
 from planner.model.gguf.reader import ModelFile, read_model
 from planner.model.units import Unit
+from profiler.synth.synth import SynthSpec, write
 from rewriter.rewrite import RewriteOptions, rewrite
 from rewriter.stamp import read_stamp
 from rewriter.verify import NotFaithful, verify
@@ -98,10 +100,11 @@ def test_a_file_of_an_older_rewriter_says_what_it_cannot_know(tmp_path: Path) ->
 
 
 def test_padding_that_is_not_zero_is_counted_as_lost(tmp_path: Path) -> None:
-    data = bytearray(gguf([arch(), kv("llama.block_count", U32, 1)], tensors()))
-    clean = read_model(save(tmp_path, bytes(data)))
-    second = clean.inventory.tensor("blk.0.attn_q.weight")
-    end = second.offset + second.size_bytes
+    path = write(tmp_path / "m.gguf", SynthSpec("llama", n_layers=1, n_vocab=301))
+    data = bytearray(path.read_bytes())
+    held = sorted(read_model(path).inventory.tensors, key=lambda t: t.offset)
+    gaps = (a.offset + a.size_bytes for a, b in pairwise(held) if b.offset - a.offset - a.size_bytes >= 3)
+    end = next(gaps)
     data[end : end + 3] = b"abc"
     source = read_model(save(tmp_path, bytes(data)))
     (tmp_path / "p.yaml").write_text(plan_text(source))
@@ -120,9 +123,8 @@ def plan_text(source: ModelFile) -> str:
 
 
 def test_ends_of_shards_are_counted_as_lost(tmp_path: Path) -> None:
-    made = tensors()
-    for n, some in enumerate((made[:2], made[2:])):
-        path = shard(tmp_path, n, 2, len(made), some)
+    write(tmp_path / "m.gguf", SynthSpec("llama", n_layers=1, shard_tensors=8))
+    path = max(tmp_path.glob("m-*.gguf"))
     path.write_bytes(path.read_bytes() + b"12345")
     source = read_model(path)
     (tmp_path / "p.yaml").write_text(plan_text(source))

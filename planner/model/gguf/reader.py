@@ -272,7 +272,7 @@ def _wrong_types(shards: tuple[ShardHeader, ...]) -> list[str]:
     if not found:
         return []
     shown = ", ".join(list(found)[:3]) + (" …" if len(found) > 3 else "")
-    return [f"{shown}: of a type that it does not read there"]
+    return [f"{shown}: of a number type that stock llama.cpp does not read there"]
 
 
 def _unknown_types(shards: tuple[ShardHeader, ...]) -> list[str]:
