@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="the whole record: every set, every visit")
     parser.add_argument("--runs", action="store_true", help="print every run, the worst first")
     parser.add_argument("--json", action="store_true", help="every run for a program")
-    parser.add_argument("--readme", action="store_true", help="the rows that README.md and docs/measured.md hold")
+    parser.add_argument("--readme", action="store_true", help="rows of README.md and docs/measured.md")
     options = parser.parse_args()
     if not options.all:
         if options.folder is None:
