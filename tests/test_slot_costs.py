@@ -18,9 +18,14 @@ from planner.machine.profile import Profile, SlotCosts, from_text, to_text
 from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, units_of
 from planner.workload import Workload
+from profiler import host
+from profiler.journal import Journal as Kept
+from profiler.session import Found, Request, Watcher
 from profiler.synth import synth
 from profiler.whole_model import slots
 from profiler.whole_model.slots import GEN, LAYERS, Shape, config, costs_of, shape_of
+from runtime.hybrid import build
+from runtime.hybrid.build import HybridRefused
 
 SHAPE = Shape(2048, 768, 64, 8, "q4_K")
 TRUE = Lanes(
@@ -130,6 +135,36 @@ def test_the_experts_that_are_measured_have_the_models_shape(name: str, wanted: 
     assert found == wanted
     size = LAYERS * found.n_expert * slots.expert_bytes(found)
     assert size <= 1.01 * slots.ALL_BYTES or found.n_expert == 2 * found.n_used
+
+
+@pytest.mark.parametrize(
+    ("seconds", "free", "library", "wanted"),
+    [
+        (4.0, 2**36, "", "give --seconds 17"),
+        (60.0, 2**28, "", "MiB of experts do not fit into 256 MiB"),
+        (60.0, 2**36, "no compiler", "no compiler"),
+    ],
+)
+def test_what_keeps_them_from_being_measured_is_said(
+    seconds: float, free: int, library: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the rest of the profile is not lost: a note, no error."""
+
+    def built() -> Path:
+        raise HybridRefused(library)
+
+    monkeypatch.setattr(build, "library", built)
+    monkeypatch.setattr(build, "available", lambda: "")
+    monkeypatch.setattr(host, "memory_bytes", lambda: (2**36, 2**36))
+    gpu = machine().device("CUDA0").model_copy(update={"free_bytes": free})
+    found = Found(Kept("slots", folder=tmp_path), machine().fingerprint, (), 0.0)
+    monkeypatch.setattr(Found, "devices", property(lambda self: (gpu,)))
+    monkeypatch.setattr(Found, "threads", property(lambda self: 2))
+    request = Request(None, (), 2, seconds, False, "", "")
+    watch = Watcher(*[lambda *_: None] * 5)
+    costs, notes = slots.measured(found, real("Qwen3-30B-A3B-Q4_K_M"), request, watch, tmp_path)
+    assert costs == () and len(notes) == 1 and wanted in notes[0] and "CUDA0" in notes[0]
+    assert not (tmp_path / "slots.gguf").exists()
 
 
 def test_no_experts_no_measurement() -> None:

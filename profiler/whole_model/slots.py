@@ -115,12 +115,16 @@ def _lines(
     limit_s = request.seconds * SHARE
     if limit_s < LEAST_S:
         return {"": {"skipped": f"that takes {LEAST_S:.0f} s or more; give --seconds {LEAST_S / SHARE:.0f}"}}
-    watch.stage(f"experts in slots of {device.name}")
     size = LAYERS * shape.n_expert * expert_bytes(shape)
     free = min(device.free_bytes, host.memory_bytes()[1])
     if size > FULL_SHARE * free:
         return {"": {"skipped": f"{size >> 20} MiB of experts do not fit into {free >> 20} MiB"}}
-    build.library()  # a compiler may need a minute, which is no time of the runs
+    watch.stage("the native library")
+    try:
+        build.library()  # a compiler may need a minute, which is no time of the runs
+    except AtsplanError as problem:
+        return {"": {"skipped": str(problem)}}
+    watch.stage(f"experts in slots of {device.name}")
     path = folder / "slots.gguf"
     if not path.exists():
         synth.write(path, shape.spec)
