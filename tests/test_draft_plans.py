@@ -15,12 +15,15 @@ from engines import ROOT
 from planning_models import dense, machine, plan, real
 
 from atsplan import main
+from planner.check.reprice import reprice, with_step_times
+from planner.drafts.length import MOST
 from planner.drafts.server_texts import steps_in
 from planner.errors import FieldProblem
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.memory.reserves import Extras
 from planner.model.inventory import Inventory, to_text
 from planner.passes.make_plan import make_plan
+from planner.plan.known import Known
 from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Plan, Speculation, from_text
 from planner.plan.plan import to_text as plan_text
@@ -63,6 +66,20 @@ def test_ngrams_take_no_memory_and_no_time_of_their_own() -> None:
     assert not made.workload.mtp and made.constraints.reserves == ()
     assert none.speculation is not None and none.speculation.tokens == 0
     assert made.predicted.tpot_ns < none.predicted.tpot_ns
+
+
+@pytest.mark.parametrize("budget", ["8000", "3000", "300"])
+def test_the_time_of_a_step_is_that_of_a_plan_with_this_length(budget: str) -> None:
+    """With all weights on the GPU, with some, and where no GPU is opened."""
+    made, profile = ngrams(0.8, budget=budget), machine()
+    assert made.speculation is not None and made.speculation.tokens
+    timed = with_step_times(made, LARGE, profile, Known()).speculation
+    assert timed is not None and len(timed.step_ns) == MOST + 1
+    for tokens in (0, 3):
+        each = timed.model_copy(update={"tokens": tokens, "step_ns": ()})
+        whole = reprice(made.model_copy(update={"speculation": each}), LARGE, profile, Known()).plan
+        accepted, ones = each.step
+        assert timed.step_ns[tokens] == whole.predicted.tpot_ns * accepted // ones
 
 
 def test_ngrams_of_a_recurrent_model_keep_states() -> None:

@@ -12,13 +12,14 @@ from planner.drafts.length import MOST
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
-from planner.model.structure import structure_of
+from planner.model.structure import Structure, structure_of
 from planner.passes import stock_rules
-from planner.passes.case import Case, loading_of
+from planner.passes.case import Case, Loading, loading_of
 from planner.passes.chosen import Chosen
 from planner.passes.placements import baselines, cpu_alone, untuned
 from planner.passes.predict import Breakdown, breakdown
 from planner.passes.record import baseline_of, record
+from planner.passes.stock_rules import Candidate
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import Plan
@@ -111,9 +112,8 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
 
     Bound, gap and status are taken over, since only solving again can tell them. Raises NotPlaceable.
     """
-    case = Case(structure_of(inventory), profile, request_of(plan), known_of(plan, known))
-    settings = settings_of(plan)
-    loading = loading_of(case, case.analysed(settings), settings)
+    loading = _loading(plan, structure_of(inventory), profile, known)
+    case, settings = loading.case, loading.settings
     everything = loading.asked(settings)
     stock = stock_rules.candidates(everything, case.known.fit)
     alone = cpu_alone(loading, replace(settings, gpus=False))
@@ -121,12 +121,8 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
     if not plan.op_offload:
         stock = stock_rules.either_way(stock, stock_rules.candidates(loading.asked(decided)))
     same = decided == settings and loading.limits == case.request
-    priced = everything if same else loading.constrained(decided)
-    devices = {use.name for use in plan.devices}
-    if plan.op_offload and alone is not None and devices <= {d.device for d in alone[0].problem.devices}:
-        # No GPU is opened: its compute buffer is not there either.
-        stored = replace(settings, gpus=False, repack=False)
-        priced = loading.unlimited(stored) if plan.repack is False else alone[0]
+    priced = _unopened(plan, loading, alone)
+    priced = priced or (everything if same else loading.constrained(decided))
     chosen = _chosen(plan, priced)
     made = record(chosen, baselines(alone, stock), profile, case.request, case.known)
     plain = untuned(loading, made)
@@ -146,13 +142,37 @@ def with_step_times(plan: Plan, inventory: Inventory, profile: Profile, known: K
     drafts = plan.speculation
     if drafts is None or not drafts.tokens:
         return plan
-    found = []
+    found, structure = [], structure_of(inventory)
     for tokens in range(MOST + 1):
         each = drafts.model_copy(update={"tokens": tokens, "step_ns": ()})
-        priced_ = reprice(plan.model_copy(update={"speculation": each}), inventory, profile, known)
+        loading = _loading(plan.model_copy(update={"speculation": each}), structure, profile, known)
         made, ones = each.step
-        found.append(priced_.plan.predicted.tpot_ns * made // ones)
+        found.append(_token_ns(plan, loading) * made // ones)
     return plan.model_copy(update={"speculation": drafts.model_copy(update={"step_ns": tuple(found)})})
+
+
+def _loading(plan: Plan, structure: Structure, profile: Profile, known: Known) -> Loading:
+    """The plan's own way to load the model; how prompts are computed is left open."""
+    case = Case(structure, profile, request_of(plan), known_of(plan, known))
+    settings = settings_of(plan)
+    return loading_of(case, case.analysed(settings), settings)
+
+
+def _token_ns(plan: Plan, loading: Loading) -> int:
+    """What a token takes with the plan's placement, loaded so, and nothing else. Raises NotPlaceable."""
+    settings = replace(loading.settings, op_offload=plan.op_offload)
+    alone = cpu_alone(loading, replace(settings, gpus=False)) if plan.op_offload else None
+    priced = _unopened(plan, loading, alone) or loading.constrained(settings)
+    return _chosen(plan, priced).evaluation.decode_ns
+
+
+def _unopened(plan: Plan, loading: Loading, alone: tuple[Priced, Candidate] | None) -> Priced | None:
+    """The problem of a plan that opens no GPU, whose compute buffer is not there either; None of others."""
+    devices = {use.name for use in plan.devices}
+    if not plan.op_offload or alone is None or not devices <= {d.device for d in alone[0].problem.devices}:
+        return None
+    stored = replace(loading.settings, gpus=False, repack=False)
+    return loading.unlimited(stored) if plan.repack is False else alone[0]
 
 
 def edited(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Plan:
