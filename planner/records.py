@@ -107,12 +107,6 @@ class _Dumper(_DUMPER_BASE):  # type: ignore[misc]
 
     _tags: ClassVar[dict[Any, str]] = {}
 
-    def descend_resolver(self, current_node: Any, current_index: Any) -> None:
-        """Nothing: no tag here depends on where a value stands."""
-
-    def ascend_resolver(self) -> None:
-        """As little."""
-
 
 def _node(value: Any) -> yaml.Node:
     """What PyYAML's representer makes of plain values, without its look-ups; flat parts on one line."""

@@ -12,7 +12,6 @@ from planner.cost.layer_options import Choices, Chooser
 from planner.cost.ledger import Ledger, Once, Placed, once
 from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
-from planner.cost.shared_costs import SharedCosts
 from planner.cost.shared_kv import Sharing
 from planner.cost.unit_time import Prices, state_case
 from planner.machine import op_time
@@ -20,7 +19,7 @@ from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_bound
 from planner.memory import kv_cache
-from planner.memory.buffer_parts import BufferParts, inputs_bytes
+from planner.memory.buffer_parts import BufferParts, buffer_parts, inputs_bytes
 from planner.memory.memory import NOTHING, Memory
 from planner.model.inventory import Inventory
 from planner.model.layers import Layers
@@ -129,19 +128,14 @@ def build_problem(
     request: Request,
     settings: EngineSettings,
     known: Known,
-    shared: SharedCosts | None = None,
 ) -> Priced:
-    """The placement problem on the devices that have a budget and are opened, for the model's workload.
-
-    `shared` holds what other problems of this model, profile and knowledge have made already.
-    """
-    shared = shared or shared_costs(model, profile, known)
+    """The placement problem on the devices that have a budget and are opened, for the model's workload."""
     devices = devices_of(profile, request.budgets, settings)
     # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
     repack = settings.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
-    workload = model.workload
-    prices = shared.prices(repack, settings.host_memory, settings.speculation)
-    buffers = {d.name: shared.buffer(d, settings.op_offload) for d in devices}
+    workload, drafts, memory = model.workload, settings.speculation, settings.host_memory
+    prices = Prices(model.structure, profile, workload, known.distinct, repack, drafts, memory)
+    buffers = {d.name: buffer_parts(model.structure, workload, d, settings.op_offload) for d in devices}
     fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, buffers[d.name])]
     fixed += cache_shares(model.structure, devices, known.cache)
     fixed += _stages(model, devices) if settings.slots else ()
@@ -194,11 +188,6 @@ def build_problem(
         contiguous=request.contiguous,
     )
     return Priced(model, rounded(problem, fastest), prices, ledger, settings, asked)
-
-
-def shared_costs(model: Model, profile: Profile, known: Known) -> SharedCosts:
-    """For problems of one model on one machine."""
-    return SharedCosts(model.structure, model.workload, profile, known)
 
 
 def devices_of(profile: Profile, budgets: Mapping[str, int], settings: EngineSettings) -> tuple[Device, ...]:

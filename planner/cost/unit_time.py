@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 
 from planner.constants import CPU, PPM
@@ -107,15 +106,6 @@ class Prices:
         full, rest = divmod(self.workload.prompt, self.workload.n_ubatch)
         pieces = ((self.workload.n_ubatch, full), (rest, 1))
         self.batches = tuple((batch, count) for batch, count in pieces if batch and count)
-
-    def held_in(self, host_memory: HostMemory) -> Prices:
-        """The same where weights on the host are held otherwise: only their copies take another time.
-
-        What was priced already is shared.
-        """
-        other = copy(self)
-        other.host_memory = host_memory
-        return other
 
     def on(self, unit: Unit, device: str, buffer: str = "") -> Times:
         """A unit computed on a device that holds it in `buffer` ("": its own memory)."""

@@ -49,8 +49,7 @@ NOTHING = Memory()
 
 def together(parts: Iterable[Memory]) -> Memory:
     """The sum of some records."""
-    found = [part for part in parts if part is not NOTHING]  # most of a layer lies on one device
-    return sum(found[1:], start=found[0]) if found else NOTHING
+    return sum(parts, start=NOTHING)
 
 
 class Reserve(Record):

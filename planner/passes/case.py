@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
-from planner.cost.build_problem import Model, Priced, analyse, build_problem, shared_costs
-from planner.cost.shared_costs import SharedCosts
+from planner.cost.build_problem import Model, Priced, analyse, build_problem
 from planner.errors import AnswerIsNo
 from planner.machine.engine_builds import Fault, mixing_fault
 from planner.machine.profile import Profile
@@ -68,7 +66,6 @@ class Loading:
     crowded: bool = False  # what runs beside the model takes all of a device
     copying: Priced | None = None  # the problem in which prompts of host weights are copied to a GPU
     found: list[Chosen] = field(default_factory=list)
-    _last: tuple[Request, EngineSettings, Priced] | None = None
 
     @property
     def limits(self) -> Request:
@@ -77,28 +74,16 @@ class Loading:
 
     def constrained(self, settings: EngineSettings) -> Priced:
         """The problem of the request."""
-        return self._problem(self.limits, settings)
+        return build_problem(self.model, self.case.profile, self.limits, settings, self.case.known)
 
     def asked(self, settings: EngineSettings) -> Priced:
         """The problem of the stock rules: what was asked, whether or not the engine can keep it."""
-        return self._problem(self.case.request, settings)
+        return build_problem(self.model, self.case.profile, self.case.request, settings, self.case.known)
 
     def unlimited(self, settings: EngineSettings) -> Priced:
         """The problem without limits but memory."""
-        return self._problem(self.case.request.unconstrained(), settings)
-
-    def _problem(self, request: Request, settings: EngineSettings) -> Priced:
-        """The problem, or the last one where that was of the same request and settings."""
-        if self._last is None or self._last[:2] != (request, settings):
-            profile, known = self.case.profile, self.case.known
-            made = build_problem(self.model, profile, request, settings, known, self.shared)
-            self._last = request, settings, made
-        return self._last[2]
-
-    @cached_property
-    def shared(self) -> SharedCosts:
-        """What all problems of this loading have in common."""
-        return shared_costs(self.model, self.case.profile, self.case.known)
+        free = self.case.request.unconstrained()
+        return build_problem(self.model, self.case.profile, free, settings, self.case.known)
 
     @property
     def best(self) -> Chosen | None:

@@ -179,9 +179,7 @@ class Placer:
             _, decision, _, owner = self._rows[number]
             home = homes[number]
             away = owner is not None and layer_devices[owner] != home
-            # Nearly all that rules move is on the CPU, which is compared without a look at the site's text.
-            placed = [site is ON_CPU or site for site in map(sites.get, decision.units)]
-            key = (number, home, away, *placed)
+            key = (number, home, away, *map(sites.get, decision.units))
             if key not in self._known:
                 self._known[key] = self._find(decision, home, sites, away)
             found[number] = self._known[key]
