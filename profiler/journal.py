@@ -38,6 +38,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "link-end": {"load": _NUMBER},
     "case": {"key": str},
     "run": {"key": str, "model": str},
+    "slots": {"key": str, "of": list},
     "stream": {"device": str, "bytes_per_s": int, "slowed": list},
     "heat": {"events": int},
 }
@@ -45,6 +46,11 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 _RESULT: Mapping[str, Mapping[str, type]] = {
     "case": {"time_ns": int, "spread_ns": int, "samples": int},
     "run": {"decode_ns": list, "paged_bytes": int},
+    "slots": dict.fromkeys(
+        ("decode_ns", "prompt_ns", "cpu", "uploaded", "cpu_ns", "expert_bytes", "device_ns", "bus_start_ns"),
+        int,
+    )
+    | {"cpu_start_ns": int},
 }
 
 

@@ -112,7 +112,7 @@ def find_devices(request: Request, watch: Watcher) -> Found:
         figures = list(runner.figures(request.engine, request.devices, request.threads, figure_s))
         for line in (*figures, {"kind": "link-end", "load": load}):
             journal.add(line)
-    found = tuple(line for line in journal.lines if line["kind"] not in ("case", "run"))
+    found = tuple(line for line in journal.lines if line["kind"] not in ("case", "run", "slots"))
     return Found(journal, fingerprint, found, until_s)
 
 

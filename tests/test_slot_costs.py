@@ -39,16 +39,16 @@ COSTS = SlotCosts(
 )  # fmt: skip
 
 
-def made_up(way: str, missing: float) -> dict[str, Any]:
+def made_up(way: str, missing: float, shape: Shape = SHAPE) -> dict[str, Any]:
     """What runs of a machine with these lanes say, a choice missing with the same chance as every other."""
     lanes = {
         "all": TRUE,
         "cut": replace(TRUE, guests=0),
         "cpu": replace(TRUE, guests=0),
-        "bus": replace(TRUE, guests=SHAPE.n_used, pair_ns=10**9, beside_ns=10**9),
+        "bus": replace(TRUE, guests=shape.n_used, pair_ns=10**9, beside_ns=10**9),
         "both": TRUE,
     }[way]
-    chances = binomial(SHAPE.n_used, missing / SHAPE.n_used)
+    chances = binomial(shape.n_used, missing / shape.n_used)
     by_cpu, cpu_ns = 0.0, 0.0
     for misses, chance in enumerate(chances):
         ways = range(min(misses, lanes.guests) + 1)
@@ -57,7 +57,7 @@ def made_up(way: str, missing: float) -> dict[str, Any]:
         each = lanes.beside_ns if brought else lanes.pair_ns
         by_cpu += chance * pairs
         cpu_ns += chance * (pairs * each + (lanes.pair_start_ns if pairs else 0))
-    layer = expected_ns(lanes, SHAPE.n_used, missing) if way != "all" else lanes.gpu_ns
+    layer = expected_ns(lanes, shape.n_used, missing) if way != "all" else lanes.gpu_ns
     steps = GEN * LAYERS
     return {
         "decode_ns": LAYERS * (OTHER_NS + layer),
@@ -95,6 +95,40 @@ def test_the_costs_that_made_the_runs_are_found_again() -> None:
     lines = {way: made_up(way, m) for way, m in missing.items() if way != "bus"}
     assert costs_of(lines, "CUDA0", SHAPE) is None
     assert costs_of({**lines, "bus": {"skipped": "no memory"}}, "CUDA0", SHAPE) is None
+
+
+@pytest.mark.parametrize("used", [1, 2, 4])
+def test_of_few_choices_a_token_too(used: int) -> None:
+    """Of one choice there is one without a slot or none: the lane's own start tells it from a pair."""
+    shape = Shape(2048, 768, 64, used, "q4_K")
+    missing = {"all": 0.0, "cut": used / 64, "cpu": used / 2, "bus": used / 2, "both": used / 2}
+    found = costs_of({way: made_up(way, m, shape) for way, m in missing.items()}, "CUDA0", shape)
+    assert found is not None
+    assert found.pair_ns == pytest.approx(TRUE.pair_ns, rel=0.05)
+    assert found.sync_ns == pytest.approx(TRUE.sync_ns, rel=0.06)
+    assert found.pair_start_ns == pytest.approx(TRUE.pair_start_ns, abs=3_000)
+    assert found.upload_ns == pytest.approx(TRUE.upload_ns, rel=0.06)
+
+
+@pytest.mark.parametrize(("way", "field"), [("cpu", "cpu"), ("bus", "uploaded"), ("both", "expert_bytes")])
+def test_a_lane_that_had_nothing_to_do_tells_nothing(way: str, field: str) -> None:
+    missing = {"all": 0.0, "cut": 0.125, "cpu": 4.0, "bus": 4.0, "both": 4.0}
+    lines = {way: made_up(way, m) for way, m in missing.items()}
+    lines[way][field] = 0
+    assert costs_of(lines, "CUDA0", SHAPE) is None
+
+
+def test_an_interrupted_profile_keeps_them(tmp_path: Path) -> None:
+    """Read again as whole by the next start; a way that failed is tried again."""
+    line = {"kind": "slots", "of": ["CUDA0"], "key": "cpu", **made_up("cpu", 4.0)}
+    first = Kept("slots", folder=tmp_path)
+    for each in (line, {"kind": "slots", "of": ["CUDA0"], "key": "bus", "skipped": "no answer within 5 s"}):
+        first.add(each)
+    again = Kept("slots", folder=tmp_path)
+    assert again.damage == "" and again.lines == first.lines
+    damaged = Kept("other", folder=tmp_path)
+    damaged.add({name: value for name, value in line.items() if name != "cpu_ns"})
+    assert "without cpu_ns" in Kept("other", folder=tmp_path).damage
 
 
 def test_every_way_is_decoded_by_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

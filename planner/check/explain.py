@@ -12,7 +12,7 @@ from planner.check.gains import gains_text
 from planner.check.reprice import known_of, request_of, settings_of
 from planner.constants import PPM
 from planner.cost import hybrid_slots
-from planner.cost.evidence import ASSUMED, SHARED, Part, by_basis, unmeasured
+from planner.cost.evidence import ASSUMED, SLOTS, Part, by_basis, unmeasured
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
@@ -179,7 +179,7 @@ def _basis(plan: Plan, parts: Breakdown | None) -> Iterator[str]:
 
 
 def _put_together(part: Part) -> bool:
-    return part.figure.startswith(SHARED) and part.basis == ASSUMED
+    return part.figure.startswith(SLOTS) and part.basis == ASSUMED
 
 
 def _missing(parts: Breakdown | None) -> tuple[tuple[str, int], ...]:

@@ -30,13 +30,19 @@ _ASSUMED: Mapping[str, float] = {
     evidence.MIXED: 1.0,
     evidence.TOKEN: 0.4,
     evidence.SHARED: 0.3,
+    evidence.SLOTS: 0.3,
     evidence.TIMED: 0.3,
 }
 _HOST_MEMORY = 0.7  # of assumed machines: no report states it, and kernels of types differ
 _MACHINE = 0.3  # of assumed machines as they are: slower parts, other programs, other builds
 _PROMPT = 0.08  # of measured machines: calibrations are of tokens, nothing of a prompt is fitted
 _TIMED = 0.15  # operators timed alone, against the same in a graph
-_MEASURED: Mapping[str, float] = {evidence.COPIES: 0.1, evidence.MAPPED: 0.2, evidence.SHARED: 0.15}
+_MEASURED: Mapping[str, float] = {
+    evidence.COPIES: 0.1,
+    evidence.MAPPED: 0.2,
+    evidence.SHARED: 0.15,
+    evidence.SLOTS: 0.15,
+}
 _BEYOND: Mapping[str, float] = {  # beside the error of timed operators
     evidence.MEASURED: 0.0,
     evidence.INTERPOLATED: 0.02,

@@ -24,7 +24,8 @@ from planner.solver.problem import Solution
 
 MEASURED, INTERPOLATED, SCALED, ASSUMED = "measured", "interpolated", "scaled", "assumed"
 _WORDS: Mapping[str, str] = {"measured": MEASURED, "between": INTERPOLATED, "scaled": SCALED}
-TIMED, MEMORY, ARITHMETIC, SMALL, SHARED = "timed", "memory", "arithmetic", "small", "divided"
+TIMED, MEMORY, ARITHMETIC, SMALL = "timed", "memory", "arithmetic", "small"
+SHARED, SLOTS = "divided", "slots"
 COPIES, MAPPED, CHANGES, MIXED, TOKEN = "copies", "mapped copies", "changes", "mixed graph", "token"
 
 
@@ -97,11 +98,9 @@ def _unit(prices: Prices, unit: Unit, site: Site, ns: int) -> Iterator[Part]:
     priced = prices.on(unit, device).decode_ns
     total = priced if ns < 0 else ns
     if site.divided:
-        known = site.kind is SiteKind.HYBRID and measured(
-            prices.profile, device, main_type(unit, prices.tensors)
-        )
-        basis = MEASURED if known else _basis_of(prices, unit, device)
-        yield Part(f"{SHARED} {device}", basis, total, f"{unit.name} divided")
+        basis = _slots_basis(prices, unit, device) if site.kind is SiteKind.HYBRID else ""
+        figure = f"{SLOTS if basis else SHARED} {device}"
+        yield Part(figure, basis or _basis_of(prices, unit, device), total, f"{unit.name} divided")
         return
     found = [
         part
@@ -147,6 +146,13 @@ def _operator(prices: Prices, op: Operator, device: str, count: int) -> Iterator
     kind = ARITHMETIC if op_time.computes(prices.profile, op.case, device) else MEMORY
     yield Part(f"{SMALL} {device}", _small(prices), min(small, ns))
     yield Part(f"{kind} {device}", _rate(prices, f"{kind} {device}"), max(ns - small, 0), what)
+
+
+def _slots_basis(prices: Prices, unit: Unit, device: str) -> str:
+    """Slots are measured by their type, scaled from another, or put together from what CPU and bus take."""
+    kind = main_type(unit, prices.tensors)
+    found = measured(prices.profile, device, kind)
+    return ASSUMED if found is None else MEASURED if found.type == kind else SCALED
 
 
 def _basis_of(prices: Prices, unit: Unit, device: str) -> str:

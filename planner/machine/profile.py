@@ -95,7 +95,7 @@ class SlotCosts(Record):
     upload_ns: Nanoseconds  # the bus brings an expert
     upload_start_ns: Nanoseconds  # once a layer that the bus has a part in
     staged_bytes_per_s: Rate = 0  # a prompt's experts brought ahead, computation beside; 0: not measured
-    residual_ppm: Ppm = 0  # how far off a token with both lanes is that nothing was taken from
+    residual_ppm: Ppm = 0  # how far off a token with both lanes is, of which only the CPU's part was taken
 
 
 class Doubt(Record):

@@ -2,7 +2,7 @@
 
 All in slots; nearly all, so that the graph is cut and little is missing; half with the CPU alone for the
 others, with the bus alone, with both. The formula that prices a plan is solved for one unknown after the
-other; what it says of the last way, from which only the CPU's time is taken, is its residual.
+other; how far it is off the token of the last way, whose CPU part it was fitted to, is its residual.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.constants import PPM
-from planner.cost.hybrid_slots import Lanes, binomial, expected_ns, main_type
+from planner.cost.hybrid_slots import AHEAD, Lanes, binomial, expected_ns, main_type
 from planner.errors import AtsplanError
 from planner.machine.profile import Device, SlotCosts
 from planner.model.inventory import Inventory
@@ -37,7 +37,9 @@ ALL_BYTES = 2**30  # of experts: more than caches hold, and loaded in a second
 SHARE = 0.3  # of the time for the profile
 LEAST_S = 5.0
 FULL_SHARE = 0.8  # of free memory that the model may fill
+LEFT_STAGES = 8  # layers' experts: a wrapper lives as long as its process, with two banks for prompts
 PROMPT, PROMPTS, GEN = 512, 2, 48
+ENOUGH_MORE = 0.5  # choices for the CPU in a layer, between the ways, that tell a choice from a start
 NEVER = 1  # bytes a microsecond: a lane so slow that the other takes everything
 WAYS = ("all", "cut", "cpu", "bus", "both")
 _MODULE = "profiler.whole_model.slot_runs"
@@ -94,7 +96,7 @@ def measured(
         return (), (f"experts in slots are not measured: {why}",)
     costs, notes = [], []
     for device in gpus:
-        lines = _lines(found, device, shape, request, watch, folder)
+        lines = _lines(found, device, len(gpus), shape, request, watch, folder)
         made = costs_of(lines, device.name, shape)
         costs += [made] if made else []
         notes += [] if made else [f"experts in slots are not measured on {device.name}: {_why(lines)}"]
@@ -102,9 +104,9 @@ def measured(
 
 
 def _lines(
-    found: Found, device: Device, shape: Shape, request: Request, watch: Watcher, folder: Path
+    found: Found, device: Device, count: int, shape: Shape, request: Request, watch: Watcher, folder: Path
 ) -> dict[str, Line]:
-    """What the runs said, by way; those of an interrupted profile are kept."""
+    """What the runs said, by way, with those of an interrupted profile; `count` devices share the time."""
     shaped = [device.name, *map(str, asdict(shape).values())]
     known: dict[str, Line] = {
         x["key"]: x for x in found.journal.lines if x["kind"] == "slots" and x["of"] == shaped
@@ -112,11 +114,13 @@ def _lines(
     left = [way for way in WAYS if way not in known]
     if not left:
         return known
-    limit_s = request.seconds * SHARE
+    limit_s = request.seconds * SHARE / count
     if limit_s < LEAST_S:
-        return {"": {"skipped": f"that takes {LEAST_S:.0f} s or more; give --seconds {LEAST_S / SHARE:.0f}"}}
+        enough = math.ceil(LEAST_S * count / SHARE)
+        return {"": {"skipped": f"that takes {LEAST_S:.0f} s or more; give --seconds {enough}"}}
     size = LAYERS * shape.n_expert * expert_bytes(shape)
     free = min(device.free_bytes, host.memory_bytes()[1])
+    size += LEFT_STAGES * size // LAYERS
     if size > FULL_SHARE * free:
         return {"": {"skipped": f"{size >> 20} MiB of experts do not fit into {free >> 20} MiB"}}
     watch.stage("the native library")
@@ -187,13 +191,16 @@ def costs_of(lines: Mapping[str, Line], device: str, shape: Shape) -> SlotCosts 
     """The costs that explain the runs; None where one is missing."""
     if any("decode_ns" not in lines.get(way, {}) for way in WAYS):
         return None
+    if not (lines["cpu"]["cpu"] and lines["bus"]["uploaded"] and lines["both"]["expert_bytes"]):
+        return None  # a lane had nothing to do: the engine has no kernel for the type, or no slot was made
     seen = {way: _Seen(lines[way], shape) for way in WAYS}
     gpu_ns, whole_ns = int(lines["both"]["device_ns"]), seen["all"].layer_ns
     lane = _lane(seen["cut"], seen["cpu"], gpu_ns, whole_ns)
     upload_start_ns = int(lines["both"]["bus_start_ns"])
     bus_ns = seen["bus"].layer_ns - whole_ns - lane.sync_ns - upload_start_ns * seen["bus"].any_missing
     upload_ns = max(round(bus_ns / max(seen["bus"].missing, 1e-9)), 1)
-    beside_ns = (seen["both"].step_cpu_ns - lane.begin_ns) / max(seen["both"].by_cpu, 1e-9)
+    begun_ns = lane.begin_ns * seen["both"].any_missing
+    beside_ns = (seen["both"].step_cpu_ns - begun_ns) / max(seen["both"].by_cpu, 1e-9)
     lanes = Lanes(
         gpu_ns,
         lane.pair_ns,
@@ -232,17 +239,23 @@ class _Lane:
 
 def _lane(cut: _Seen, cpu: _Seen, gpu_ns: int, whole_ns: float) -> _Lane:
     """From few choices without a slot to many: their slope is a pair, the rest its start and the layer's."""
-    often = max(cpu.any_missing - cut.any_missing, 1e-9)
-    more = max(cpu.by_cpu / cpu.any_missing - cut.by_cpu / max(cut.any_missing, 1e-9), 1e-9)
-    few_ns, many_ns = cut.step_cpu_ns / max(cut.any_missing, 1e-9), cpu.step_cpu_ns / cpu.any_missing
+    begin_ns = float(cpu.line["cpu_start_ns"])
+    few, many = cut.by_cpu / max(cut.any_missing, 1e-9), cpu.by_cpu / cpu.any_missing
     alone_ns = cpu.step_cpu_ns / cpu.by_cpu
-    pair_ns = min(max((many_ns - few_ns) / more, alone_ns / 2), alone_ns)
+    if many - few > ENOUGH_MORE:
+        few_ns, many_ns = cut.step_cpu_ns / max(cut.any_missing, 1e-9), cpu.step_cpu_ns / cpu.any_missing
+        slope_ns = (many_ns - few_ns) / (many - few)
+    else:  # of one choice a token there is one or none: the lane's own start has to tell
+        slope_ns = alone_ns - begin_ns / many
+    pair_ns = min(max(slope_ns, alone_ns / 2), alone_ns)
+    begin_ns = max(cpu.step_cpu_ns / cpu.any_missing - pair_ns * many, 0.0)
     # The layer's own time and a part of the start, where little is missing; both, where much is.
     little = cut.layer_ns - whole_ns + gpu_ns * cut.any_missing - pair_ns * cut.by_cpu
-    much = cpu.layer_ns - whole_ns + gpu_ns - pair_ns * cpu.by_cpu
+    much = cpu.layer_ns - whole_ns + gpu_ns * cpu.any_missing - pair_ns * cpu.by_cpu
+    often = max(cpu.any_missing - cut.any_missing, 1e-9)
     start_ns = min(max((much - little) / often, 0.0), max(much, 0.0))
     sync_ns = max(little - start_ns * cut.any_missing, 0.0)
-    return _Lane(round(sync_ns), round(start_ns), max(many_ns - pair_ns * cpu.by_cpu, 0.0), round(pair_ns))
+    return _Lane(round(sync_ns), round(start_ns), begin_ns, round(pair_ns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +293,8 @@ class _Seen:
 def _staged(lines: Mapping[str, Line], shape: Shape) -> int:
     """Bytes a second that reach the device ahead of a prompt's layers, where the bus is what it waits for."""
     whole, staged = int(lines["all"]["prompt_ns"]), int(lines["both"]["prompt_ns"])
-    if staged < math.ceil(1.3 * whole):
+    ahead = PROMPT * shape.n_used >= AHEAD * shape.n_expert  # else experts come when their layer has chosen
+    if not ahead or staged < math.ceil(1.3 * whole):
         return 0
     cold = LAYERS * (shape.n_expert - shape.n_expert // 2) * int(lines["both"]["expert_bytes"])
     return round(cold * 1e9 / staged)
