@@ -156,6 +156,9 @@ def test_measured_gains_are_those_of_the_results() -> None:
     assert f"decode {decode[worst]:.2f} to {decode[best]:.2f} times as fast" in readme
     assert f"tokens {prompts[0]:.2f} to {prompts[-1]:.2f} times" in readme
     assert f"tokens {prompts[0]:.2f}× to {prompts[-1]:.2f}×" in measured
+    guide = (ROOT / "docs/guides/experts-12gb.md").read_text(encoding="utf-8")
+    assert f"{decode[worst]:.2f} to {decode[best]:.2f} times as fast in decoding" in guide
+    assert f"{prompts[0]:.2f} to {prompts[-1]:.2f} times in prompts" in guide
     for cell, both in gains.items():
         assert _said(both[0]) in measured, cell
         assert f"{_said(both[0])} | {both[0].rounds} | {_said(both[1])}" in findings, cell

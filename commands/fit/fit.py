@@ -14,7 +14,7 @@ from commands.shared.console import mib, out, out_json, out_table, out_text, pro
 from commands.shared.machine_options import Described, machine_parts, profile_of, with_found, words_of
 from commands.shared.models import load_inventory
 from commands.shared.option_types import html_option, whole
-from commands.shared.paste import pasted
+from commands.shared.paste import known_by, pasted
 from commands.shared.refusals import refusal_data
 from commands.shared.spellings import SOLVE, Size, Tokens, answers, kv_type
 from commands.shared.verdicts import best_stock, doubt, gain, rates, told_apart_ppm, verdict
@@ -328,6 +328,8 @@ def _show(answer: Answer, inventory: Inventory, model: Path, words: Words) -> No
     text, notes = pasted(plan, inventory, model, words)
     for note in notes:
         say(f"not expressible by a stock tool: {note}")
+    if told := known_by(plan):
+        say(f"note: {told}")
     out("to paste:")
     out_text(text)
 

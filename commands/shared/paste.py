@@ -50,3 +50,14 @@ def pasted(
     if words:
         text = text.replace(f" {shell(['--model', name])} ", f" {shell(words)} ", 1)
     return text, placed.notes
+
+
+def known_by(plan: Plan) -> str:
+    """Which builds of llama.cpp know the options of a pasted line; "" where all do, or none is needed."""
+    from planner.plan.load_spec import load_spec, plan_layer_devices
+    from runtime.tools.export import builds
+    from runtime.tools.options import stock
+
+    if any(line.site.divided for line in plan.units):
+        return ""
+    return "; ".join(builds(plan, stock(load_spec(plan), len(plan_layer_devices(plan)) - 1)))

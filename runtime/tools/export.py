@@ -299,11 +299,11 @@ FORMATS: Mapping[str, Writer] = {
 
 def _comment(plan: Plan, placed: Stock, mark: str) -> str:
     name = quoting.short(plan.model.name)
-    told = (f"{name}: {plan.command}", *_builds(plan, placed), *placed.notes)
+    told = (f"{name}: {plan.command}", *builds(plan, placed), *placed.notes)
     return "".join(quoting.comment(mark, text) for text in told)
 
 
-def _builds(plan: Plan, placed: Stock) -> list[str]:
+def builds(plan: Plan, placed: Stock) -> list[str]:
     """The builds of llama.cpp that can load the plan, as far as any cannot; else those of its options."""
     if plan.engines is None or not (plan.engines.least or plan.engines.most):
         return [] if placed.least else [f"its options are those of llama.cpp {span(LOAD_MODE, 0)}"]
