@@ -1,13 +1,15 @@
 """What the engine requires of each architecture's layers, asked of the engine itself.
 
 `python tests/required_tensors.py` takes a small model of every architecture that can be made or generated,
-leaves out one tensor at a time, loads what is left without weights, and writes what was missed to
-planner/model/required_tensors.txt.
+leaves out one tensor at a time with its bias and scales, and groups that may be absent together, loads what
+is left without weights, and writes what was missed to planner/model/required_tensors.txt. With architectures
+as arguments it asks only about these, and keeps the other lines.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -23,6 +25,18 @@ from profiler.synth.synth import ARCHITECTURES, SynthProblem, SynthSpec, write
 _VARIANTS: tuple[Mapping[str, int], ...] = (
     {}, {"n_nextn": 1}, {"n_expert": 8}, {"n_dense": 0},
 )  # fmt: skip
+_SUFFIX = re.compile(r"(\.weight)?\.(weight|bias|scale|input_scale)$")
+_GROUPS = tuple(
+    map(
+        re.compile,
+        (
+            r"ffn_(up|gate|down)",
+            r"ffn_\w+_exps|ffn_gate_inp|exp_probs_b",
+            r"ffn_\w+_shexp",
+            r"attn_(q|k|v)",
+        ),
+    )
+)
 
 
 def generated(arch: str, folder: Path) -> Iterator[Inventory]:
@@ -56,19 +70,53 @@ def engine_made(names: Iterable[str], folder: Path) -> Iterator[Inventory]:
 
 
 def one_less(inventory: Inventory) -> list[Inventory]:
-    """The model whole, then without each of its tensors."""
-    found = [inventory]
-    for gone in inventory.tensors:
-        kept = tuple(t for t in inventory.tensors if t is not gone)
-        found.append(inventory.model_copy(update={"tensors": kept}))
-    return found
+    """The model whole, then without each of its tensors; a weight goes with its bias and scales.
+
+    These are counted by the engine only where it asked for the weight: left behind, they alone are refused.
+    """
+    return [inventory, *(without(inventory, _beside(inventory, gone.name)) for gone in inventory.tensors)]
+
+
+def without(inventory: Inventory, names: frozenset[str]) -> Inventory:
+    """The model less these tensors."""
+    kept = tuple(t for t in inventory.tensors if t.name not in names)
+    return inventory.model_copy(update={"tensors": kept})
+
+
+def _stem(name: str) -> str:
+    return _SUFFIX.sub("", name)
+
+
+def _beside(inventory: Inventory, name: str) -> frozenset[str]:
+    """A tensor, and of a weight all that goes with it."""
+    if not name.endswith(".weight"):
+        return frozenset({name})
+    return frozenset(t.name for t in inventory.tensors if _stem(t.name) == _stem(name))
+
+
+def groups(inventory: Inventory) -> list[frozenset[str]]:
+    """Tensors of a layer that some files have and others do not, all of them."""
+    found: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for tensor in inventory.tensors:
+        part = within_block(tensor.name)
+        for group in _GROUPS if part else ():
+            if part and group.fullmatch(_stem(part[1])):
+                found[part[0], group.pattern].add(tensor.name)
+    return [frozenset(names) for names in found.values()]
 
 
 def missed(models: list[Inventory], folder: Path) -> Iterator[tuple[Inventory, set[str]]]:
-    """Each model that the engine loads whole, and the tensors without which it does not."""
+    """Each model that the engine loads whole, and the tensors without which it does not.
+
+    Not those of a group without which it does.
+    """
     from sparse_model import write_sparse
 
-    lacking = [one_less(model) for model in models]
+    grouped = [groups(model) for model in models]
+    lacking = [
+        [*one_less(model), *(without(model, names) for names in some)]
+        for model, some in zip(models, grouped, strict=True)
+    ]
     paths = [
         write_sparse(folder / f"{n}-{m}.gguf", each)
         for n, less in enumerate(lacking)
@@ -77,9 +125,12 @@ def missed(models: list[Inventory], folder: Path) -> Iterator[tuple[Inventory, s
     answers = iter(load_all([str(path) for path in paths]))
     for path in paths:
         path.unlink()
-    for model in models:
+    for model, some in zip(models, grouped, strict=True):
         whole = next(answers)
-        gone = {tensor.name for tensor, said in zip(model.tensors, answers, strict=False) if said}
+        gone = {tensor.name for tensor in model.tensors if next(answers)}
+        for names in some:
+            if not next(answers):
+                gone -= names
         if not whole:
             yield model, gone
 
@@ -178,5 +229,7 @@ if __name__ == "__main__":
     else:
         from made_models import ALL
 
-        PATH.write_text(table({*ALL, *ARCHITECTURES}))
+        asked = {*sys.argv[1:]} or {*ALL, *ARCHITECTURES}
+        kept = [line for line in PATH.read_text().splitlines() if line.partition(" ")[0] not in asked]
+        PATH.write_text("\n".join(sorted([*kept, *table(asked).splitlines()])) + "\n")
         parse(PATH.read_text())

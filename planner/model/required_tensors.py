@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from planner.block_names import within_block
 from planner.model.inventory import Inventory, by_name
-from planner.model.layers import Layers, layers_of, stems_by_layer
+from planner.model.layers import Layers, layers_of, shared_kv, stems_by_layer
 
 PATH = Path(__file__).with_suffix(".txt")
 GLOBAL, NEXTN = "global", "nextn"  # the kinds of tensors outside layers, and of speculative blocks
@@ -44,6 +44,8 @@ _FAMILIES = tuple(
 )
 _MATRIX = re.compile(r"attn_(q|k|v|output)\.weight|ffn_((gate|up|down)(_exps)?|gate_inp)\.weight")
 _HALVES = re.compile(r"ffn_(gate|up)_exps\.")  # of what may be one tensor
+_DENSE = re.compile(r"ffn_(gate|up|down|norm)\.")
+_CACHED = re.compile(r"attn_(k|v|k_norm|v_norm)\.")
 # One tensor in place of several: a file has either form.
 _FORMS = (
     (("attn_qkv",), ("attn_q", "attn_k", "attn_v")),
@@ -105,13 +107,23 @@ def missing(inventory: Inventory) -> Iterator[str]:
             own[part[0]].add(part[1])
     kinds = {n: kind_of(layers, n, stems.get(n, frozenset())) for n in own if n < layers.n_all}
     have = {(kinds[n], name) for n in kinds for name in own[n]}
+    readers = shared_kv(inventory, layers)
+    empty = {n for n, kind in kinds.items() if kind.endswith("-dense") and _says_empty(inventory, n)}
     for n, kind in sorted(kinds.items()):
         if kind == NEXTN and "nextn.eh_proj.weight" not in own[n]:
             continue  # a block without it is not loaded at all
         for name, always in needed.get(kind, {}).items():
+            if (n in empty and _DENSE.match(name)) or (n in readers and _CACHED.match(name)):
+                continue
             sure = _sure(name, always, own[n]) and (whole or _MATRIX.fullmatch(name))
             if name not in own[n] and (sure or (kind, name) in have) and not _other_form(name, own[n]):
                 yield f"blk.{n}.{name}"
+
+
+def _says_empty(inventory: Inventory, n: int) -> bool:
+    """Whether a layer is said to have no feed-forward part, as in pruned models."""
+    lengths = inventory.hparams.get("feed_forward_length")
+    return isinstance(lengths, tuple) and n < len(lengths) and lengths[n] == 0
 
 
 def _sure(name: str, always: bool, own: Collection[str]) -> bool:

@@ -3,8 +3,12 @@
 Keys that every architecture reads, tensors without which the engine does not load one (asked of the engine,
 planner.model.required_tensors), and widths that contradict what the file says of them. Of architectures and
 kinds of layers that the engine was not asked about: tensors that belong together, and what a layer lacks that
-all others of its kind have. A bare table, of no file, need not name everything. A NextN block that is
-promised and not there is loaded all the same, unless it is to draft (planner.model.nextn).
+all others of its kind have. A NextN block that is promised and not there is loaded all the same, unless it is
+to draft (planner.model.nextn).
+
+A table written by hand, of no file (without `header_digest`), need not name norms, biases and keys. It must
+name every layer up to `block_count`, each with all its projections and experts, and the embedding: what it
+does not name would not be planned.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from planner.errors import InputError
 from planner.model.heads import kv_heads, unstated_heads
 from planner.model.inventory import Inventory, Tensor, by_name
 from planner.model.layers import layers_of, shared_kv, stems_by_layer
-from planner.model.required_tensors import knows, missing
+from planner.model.required_tensors import GLOBAL, knows, missing, required_of
 from planner.model.sliding_window import sliding_layers
 from planner.model.tensor_roles import Role, parts_of
 from planner.quoting import short
 
 _NEEDED = ("block_count", "context_length", "embedding_length")  # every architecture reads them
+_MAY_BE_0 = frozenset({"context_length"})
 _PER_LAYER = (  # one, or one a layer
     "attention.head_count",
     "attention.head_count_kv",
@@ -85,7 +90,7 @@ def _keys(inventory: Inventory) -> Iterator[str]:
     for key in _NEEDED:
         if key not in hparams and whole:
             yield f"{arch}.{key} is missing"
-        elif key in hparams and not inventory.number(key):
+        elif key in hparams and key not in _MAY_BE_0 and not inventory.number(key):
             yield f"{arch}.{key} is 0"
     count = inventory.number("block_count")
     for key in _PER_LAYER:
@@ -107,8 +112,9 @@ def _keys(inventory: Inventory) -> Iterator[str]:
 def _global_tensors(inventory: Inventory) -> Iterator[str]:
     tensors = by_name(inventory)
     table = tensors.get("token_embd.weight")
-    if table is None:
-        yield "tensor token_embd.weight is missing"
+    if table is None:  # some take it from the head, a draft from its target
+        if "token_embd.weight" in required_of(inventory.architecture).get(GLOBAL, {}):
+            yield "tensor token_embd.weight is missing"
         return
     width, rows = inventory.number("embedding_length"), inventory.number("vocab_size")
     if width and table.shape[0] != width:
@@ -121,7 +127,9 @@ def _layers(inventory: Inventory) -> Iterator[str]:
     """Layers without tensors, or without those that belong to what they have or that all alike have."""
     layers, stems = layers_of(inventory), stems_by_layer(inventory)
     count = inventory.number("block_count", layers.n_all)
-    yield from (f"no tensor of layer {n}, of {count}" for n in range(layers.n_main) if n not in stems)
+    drafts_alone = layers.n_nextn > 0 and min(stems) >= layers.n_main  # the file of a NextN block
+    lacking = () if drafts_alone else (n for n in range(layers.n_main) if n not in stems)
+    yield from (f"no tensor of layer {n}, of {count}" for n in lacking)
     beyond = [n for n in stems if n >= count > 0]
     if beyond:
         yield f"tensors of layer {min(beyond)}, block_count is {count}"
