@@ -293,8 +293,24 @@ def test_what_a_generated_model_may_leave_out_is_not_missed(whole: Path, tmp_pat
     ]
     assert [load_faults(model) for model in models] == [(), (), ()]
     paths = [write_sparse(tmp_path / f"{n}.gguf", model) for n, model in enumerate(models)]
+    data = whole.read_bytes()
+    unread = retyped(data, "glm4moe.my_tool.trained_count", struct.pack("<Ii", 5, 3))
+    for name, changed in {
+        "unread": unread,
+        "merge": retyped(data, "general.type", struct.pack("<IQ", 8, 5) + b"merge"),
+    }.items():
+        paths.append(tmp_path / f"{name}.gguf")
+        paths[-1].write_bytes(changed)
+        assert read_model(paths[-1]).refused == ()
+    assert any("trained_count: no u32" in note for note in read_model(tmp_path / "unread.gguf").notes)
     assert load_all([str(path) for path in paths]) == [""] * len(paths)
     assert load_faults(reader)  # where no layer reads another's cache
+
+
+def test_an_old_adapter_is_called_one(whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "adapter.gguf"
+    path.write_bytes(retyped(whole.read_bytes(), "adapter.type", struct.pack("<IQ", 8, 4) + b"lora"))
+    assert read_model(path).refused == ("adapter.type is lora: an adapter, not a model",)
 
 
 @pytest.mark.parametrize("spec", [SynthSpec("granitehybrid"), SynthSpec("gpt-oss"), SynthSpec("gemma4")])

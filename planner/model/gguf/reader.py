@@ -24,7 +24,7 @@ from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_b
 from planner.model.gguf.half_published import half_published
 from planner.model.gguf.header import Bytes, Header, KeyValue, TensorInfo, pad, parse_header
 from planner.model.gguf.magic import MAGIC, part_advice
-from planner.model.gguf.sanity import check_counts, check_layers, wrong_types
+from planner.model.gguf.sanity import check_counts, check_layers, unread, wrong_types
 from planner.model.gguf.shards import (
     ShardProblems,
     check_set,
@@ -35,6 +35,8 @@ from planner.model.gguf.shards import (
 )
 from planner.model.inventory import Hparam, Inventory, Shard, Tensor, is_count
 from planner.quoting import short, utf8
+
+_OTHERS = frozenset({"adapter", "imatrix", "mmproj", "vocab", "controlvector", "control_vector"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ def model_of(
     notes += said
     notes += _unknown_types(shards)
     notes += _holes(shards)
+    notes += [f"{key}: no u32 as counts are; stock llama.cpp does not read it" for key in _unread(shards)]
     refused = (*_no_model(shards[0]), *_wrong_types(shards))
     return ModelFile(_inventory(shards), paths, shards, tuple(notes), refused)
 
@@ -259,12 +262,13 @@ def _refuse_joined(header: Header, data: Bytes, end: int, path: str) -> None:
 
 
 def _no_model(first: ShardHeader) -> tuple[str, ...]:
-    """A file that says it is something else: an adapter, a vocabulary, an importance matrix."""
+    """A file that says it is something else; other words (`merge`) stand in files that are models."""
     kind = first.header.text("general.type")
     projector = first.header.text("general.architecture") == "clip"  # read beside its model
-    if kind in ("", "model") or projector:
-        return ()
-    return (f"general.type is {short(kind)}, not model",)
+    if kind in _OTHERS and not projector:
+        return (f"general.type is {kind}, not model",)
+    adapter = first.header.text("adapter.type")  # of adapters older than general.type
+    return (f"adapter.type is {short(adapter)}: an adapter, not a model",) if adapter else ()
 
 
 def _wrong_types(shards: tuple[ShardHeader, ...]) -> list[str]:
@@ -273,6 +277,10 @@ def _wrong_types(shards: tuple[ShardHeader, ...]) -> list[str]:
         return []
     shown = ", ".join(list(found)[:3]) + (" …" if len(found) > 3 else "")
     return [f"{shown}: of a number type that stock llama.cpp does not read there"]
+
+
+def _unread(shards: tuple[ShardHeader, ...]) -> dict[str, None]:
+    return dict.fromkeys(key for shard in shards for key in unread(shard.header))
 
 
 def _unknown_types(shards: tuple[ShardHeader, ...]) -> list[str]:

@@ -29,13 +29,35 @@ _GENERAL = {
     "tokenizer.ggml.add_space_prefix": _BOOL,
 }
 _TOKEN_ID = re.compile(r"tokenizer\.ggml\.(bos|eos|eot|unknown|padding)_token_id")
+# Below the architecture's name, of what looks like a count: the keys that the engine has names for.
+_READ = """
+attention.compress_ratios attention.decay_lora_rank attention.gate_lora_rank attention.head_count
+attention.head_count_kv attention.head_dim attention.iclr_lora_rank attention.indexer.block_size
+attention.indexer.head_count attention.indexer.key_length attention.indexer.kpool attention.indexer.top_k
+attention.key_length attention.key_length_mla attention.key_length_swa attention.kv_lora_rank
+attention.output_group_count attention.output_lora_rank attention.q_lora_rank attention.relative_buckets_count
+attention.shared_kv_layers attention.sliding_window attention.temperature_length attention.value_length
+attention.value_length_mla attention.value_length_swa attention.value_residual_mix_lora_rank
+attn_res.block_size block_count context_length convnext.block_count convnext.embedding_length
+decoder_block_count embedding_length embedding_length_per_layer_input expert_chunk_feed_forward_length
+expert_count expert_feed_forward_length expert_group_count expert_group_used_count expert_latent_length
+expert_shared_count expert_shared_feed_forward_length expert_used_count features_length feed_forward_length
+full_attention_interval hash_layer_count hyper_connection.count hyper_connection.low_rank kda.head_dim
+leading_dense_block_count moe_every_n_layers moe_latent_size n_deepstack_layers nextn_predict_layers
+ple.conv_kernel ple.ngram_size posnet.block_count posnet.embedding_length rescale_every_n_layers
+rope.dimension_count rope.scaling.original_context_length shortconv.l_cache ssm.conv_kernel ssm.group_count
+ssm.inner_size ssm.state_size ssm.time_step_rank token_shift_count wkv.head_size
+"""
+_COUNTS = frozenset(_READ.split())
 _FRACTION = re.compile(
-    r".*_epsilon|rope\.freq_base(_swa)?|rope\.scaling\.(factor|attn_factor)|.*_softcapping|logit_scale"
-    r"|(residual|embedding|expert_weights)_scale"
+    r"attention\.(layer|group)_norm(_rms)?_epsilon|rope\.freq_base(_swa)?|rope\.scaling\.(factor|attn_factor)"
+    r"|(attn|final|router)_logit_softcapping|(logit|residual|embedding|expert_weights)_scale"
+    r"|rope\.scaling\.yarn_\w+|attention\.(clamp_kqv|max_alibi_bias|scale|output_scale)"
 )
 _SINGLE = re.compile(  # the same for every layer
     r"(block|expert|expert_shared)_count|(context|embedding|attention\.key|attention\.value)_length"
-    r"|full_attention_interval|attention\.sliding_window|rope\.dimension_count|ssm\.\w+"
+    r"|full_attention_interval|attention\.sliding_window|rope\.dimension_count"
+    r"|ssm\.(conv_kernel|inner_size|state_size|time_step_rank|group_count)"
 )
 
 
@@ -51,7 +73,7 @@ def wrong_types(header: Header) -> tuple[str, ...]:
     """Keys of a type that stock llama.cpp refuses.
 
     It reads counts as u32 only, numbers of shards as u16, fractions as f32, switches as bool, and so on;
-    a list only where a count may differ from layer to layer.
+    a list only where a count may differ from layer to layer. A key that it has no name for may have any type.
     """
     prefix = header.text("general.architecture") + "."
     wanted = {**_SPLIT, **_GENERAL}
@@ -75,9 +97,17 @@ def _of_model(kv: KeyValue, name: str) -> int:
         return _F32
     if kv.type == ARRAY:
         return _U32 if _SINGLE.fullmatch(name) else ARRAY
-    if kv.type == _F64:
-        return _F32
-    return _U32 if is_count(name) and kv.type in _INTEGERS else kv.type
+    return _U32 if name in _COUNTS and kv.type in _INTEGERS else kv.type
+
+
+def unread(header: Header) -> tuple[str, ...]:
+    """Keys that look like counts of the model, of another type, that the engine does not read."""
+    prefix = header.text("general.architecture") + "."
+    own = [kv for kv in header.kvs if kv.key.startswith(prefix) and kv.type in _INTEGERS - {_U32}]
+    names = [kv.key[len(prefix) :] for kv in own]
+    return tuple(
+        short(prefix + name) for name in names if is_count(name) and name not in _COUNTS | {"vocab_size"}
+    )
 
 
 def check_layers(header: Header, path: str) -> None:
