@@ -66,6 +66,12 @@ def test_more_slots_never_cost_time_and_all_slots_cost_none_but_the_wait() -> No
     assert times[-1] >= LANES.gpu_ns + LANES.sync_ns
 
 
+def test_steps_of_several_tokens_have_a_place_for_each_choice_of_a_token() -> None:
+    """With fewer the device computes nothing of a layer (route.cpp, slots_work)."""
+    assert min(s.k for s in widths(64, 8, 1, 512, flat(64), LANES, 64)) == 1
+    assert min(s.k for s in widths(64, 8, 2, 512, flat(64), LANES, 64)) == 8 - LANES.guests
+
+
 def test_flat_routing_sampled() -> None:
     """Sixteen slots of 64, eight distinct experts a token: the mean of many drawn tokens."""
     draw = np.random.default_rng(3)

@@ -174,7 +174,8 @@ def widths(
     in_prompt = [_touched(used * share, ubatch) for share in shares]
     chosen = min(n, used * tokens)
     for k in dict.fromkeys(round(n * step / steps) for step in range(1, steps)):
-        if 0 < k < n:
+        # Kernels for several tokens need a place of its own for each choice of a token, or all go to the CPU.
+        if 0 < k < n and (tokens == 1 or k + lanes.guests >= used):
             cold = sum(in_prompt[k:]) / max(sum(in_prompt), 1e-12)
             if followed is None or tokens > 1:
                 yield Slots(k, expected_ns(lanes, chosen, sum(touched[k:])), round(cold * PPM))
