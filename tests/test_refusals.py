@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from atsplan import main
 from benchmarks.inputs.tensor_tables import Row, inventory_of
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Severity
+from planner.cost.build_problem import analyse, build_problem
 from planner.errors import OptionProblem
 from planner.machine.budgets import budgets_for
 from planner.machine.presets import load as load_machine
@@ -23,9 +25,12 @@ from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
 from planner.model.tensor_roles import Role, part_of
 from planner.model.units import units_of
+from planner.passes.case import Case
+from planner.passes.largest_context import largest_context
 from planner.passes.make_plan import make_plan
-from planner.passes.refusal import Infeasible
+from planner.passes.refusal import Infeasible, refuse
 from planner.plan.engine_settings import EngineSettings
+from planner.plan.known import Known
 from planner.plan.load_spec import load_spec
 from planner.plan.plan import from_text as plan_text
 from planner.plan.plan import to_text
@@ -271,6 +276,35 @@ def test_only_host_memory_can_be_paged() -> None:
     with pytest.raises(Infeasible) as device:
         make_plan(real("gpt-oss-120b-MXFP4"), profile, Request(budgets, work, pins=pins))
     assert "--page" not in device.value.hints
+
+
+def test_contexts_and_rules_keep_to_what_a_paging_host_holds() -> None:
+    """What `max` finds has a plan, one step of cells more has none, and a rule beyond it is not feasible."""
+    whole = real("Qwen3-30B-A3B-Q4_K_M")
+    few = tuple(t for t in whole.tensors if not re.match(r"blk\.([6-9]|\d\d)\.", t.name))
+    model = whole.model_copy(update={"tensors": few, "hparams": {**whole.hparams, "block_count": 6}})
+    profile, work = load_machine("rtx3060-12gb-ddr4"), Workload(n_ctx=131_072)
+    request = Request({"CUDA0": 2400 * MIB, "CPU": 500 * MIB}, work, page=True)
+    with pytest.raises(Infeasible) as refused:
+        make_plan(model, profile, request)
+    need = refused.value.needs[0]
+    assert need.device == "CPU" and need.memory.weights == 0 and need.memory.kv == 256 * MIB
+    assert need.budget_bytes == 500 * MIB < need.total_bytes
+    case = Case(structure_of(model), profile, replace(request, lowest_ctx=1024))
+    assert largest_context(case, EngineSettings())[0] == 130_816
+    made = make_plan(model, profile, replace(request, workload=Workload(n_ctx=130_816)))
+    assert all(use.over_bytes(page=True) <= 0 for use in made.devices)
+    assert made.baselines and not any(rule.feasible for rule in made.baselines)
+
+
+def test_of_weights_only_those_of_a_host_are_paged() -> None:
+    model, request = moe(), Request({"CUDA0": 600 * MIB, "CPU": 1000 * MIB}, Workload(), page=True)
+    analysed = analyse(structure_of(model), request.workload)
+    needs = [
+        refuse(build_problem(analysed, machine(), asked, EngineSettings(), Known()), asked).needs[0]
+        for asked in (request, replace(request, no_cpu=True))
+    ]
+    assert needs[0].memory.weights == 0 and needs[1].memory.weights > 600 * MIB
 
 
 def test_of_host_memory_only_weights_are_paged() -> None:

@@ -114,6 +114,7 @@ class Priced:
     ledger: Ledger  # the parts of the memory that the problem counts in totals
     settings: EngineSettings
     pins: Mapping[str, Wanted]  # by unit: where it was asked to be
+    resident: Mapping[int, int]  # by host whose weights may be paged: bytes there are for all else
 
     @property
     def copies(self) -> bool:
@@ -187,7 +188,9 @@ def build_problem(
         host_leads=settings.op_offload and _streams(devices, workload),
         contiguous=request.contiguous,
     )
-    return Priced(model, rounded(problem, fastest), prices, ledger, settings, asked)
+    paged = [(i, d.name) for i, d in enumerate(devices) if d.kind == "cpu" and request.page]
+    resident = {i: max(request.budgets[name] - reserved[name], 0) for i, name in paged}
+    return Priced(model, rounded(problem, fastest), prices, ledger, settings, asked, resident)
 
 
 def devices_of(profile: Profile, budgets: Mapping[str, int], settings: EngineSettings) -> tuple[Device, ...]:

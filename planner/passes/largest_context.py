@@ -9,6 +9,7 @@ from functools import partial
 
 from planner.constants import CELL_STEP, CPU
 from planner.cost.build_problem import Priced, analyse, build_problem
+from planner.cost.paged import over_resident, resident_problem
 from planner.passes.case import Case
 from planner.passes.refusal import Infeasible, because, overfilled_by_extras, refuse, unavoidable
 from planner.plan.engine_settings import EngineSettings
@@ -115,7 +116,8 @@ def _fits(case: Case, settings: EngineSettings, workload: Workload, keep: Keep) 
     if not priced.settings.gpus and any(r.opens and r.device != CPU for r in priced.settings.reserves):
         return False  # a GPU is open all the same
     limits = Limits(2.0, deadline=deadline)
-    return solve(free_of_charge(priced.problem), None, limits).solution is not None
+    found = solve(free_of_charge(resident_problem(priced)), None, limits).solution
+    return found is not None and not over_resident(priced, found)
 
 
 def free_of_charge(problem: Problem) -> Problem:

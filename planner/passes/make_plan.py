@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from planner.constants import PPM
+from planner.cost.paged import over_resident
 from planner.errors import InputError
 from planner.machine.engine_builds import sentence
 from planner.machine.profile import Profile
@@ -81,23 +82,11 @@ def _tried(case: Case, start: EngineSettings, ask_engine: AskEngine | None) -> T
     for done, (loading, settings) in enumerate(settings_to_try(case, start, tried, ask_engine)):
         case.clock.watch(done, max(expected, done + 1))
         found = list(placements(loading, settings, tried))  # build the problem, solve, tie-break, evaluate
-        kept = [each for each in found if _pageable(each, case.request)]
-        if found and not kept:
+        kept = [each for each in found if not over_resident(each.priced, each.solution)]
+        if found and not kept:  # a host that shares its memory with a GPU: the solver knows no limit for both
             tried.refusals.append(refuse(found[0].priced, case.request))
         loading.found.extend(kept)
     return tried
-
-
-def _pageable(chosen: Chosen, request: Request) -> bool:
-    """Whether host memory holds all but the weights, where these may be paged from the file."""
-    problem = chosen.priced.problem
-    held = chosen.priced.ledger.held(problem, chosen.solution)
-    beside = chosen.priced.settings.reserved_bytes
-    return not request.page or all(
-        memory.unpaged + beside(device.device) <= request.budgets[device.device]
-        for device, memory in zip(problem.devices, held, strict=True)
-        if device.host
-    )
 
 
 def _no_faster_than_free(chosen: Chosen, tried: Tried, case: Case, start: EngineSettings) -> Chosen:

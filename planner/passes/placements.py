@@ -8,6 +8,7 @@ from dataclasses import replace
 from planner.constants import PPM
 from planner.cost.build_problem import Priced
 from planner.cost.evidence import of_prompt
+from planner.cost.paged import resident_problem
 from planner.cost.pins import pinned
 from planner.machine.host_memory import HostMemory
 from planner.passes import stock_rules
@@ -57,7 +58,7 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
     solved = Solved("infeasible", None, 0, 0) if refusal else _solved(case, priced, usable)
     if solved.solution is not None:
         loading.bound_ns = solved.bound_ns
-        found = _chosen(priced, break_ties(priced.problem, solved.solution), solved)
+        found = _chosen(priced, _settled(priced, solved.solution), solved)
         yield found
         yield from _undivided(loading, settings, found, usable)
     for stock in usable:
@@ -85,13 +86,18 @@ def _undivided(
     kept = [c for c in (translated(priced, each, found.priced) for each in usable) if c and c.feasible]
     solved = _solved(whole, priced, kept, 1.0)
     if solved.solution is not None:
-        yield _chosen(priced, break_ties(priced.problem, solved.solution), solved)
+        yield _chosen(priced, _settled(priced, solved.solution), solved)
 
 
 def _solved(case: Case, priced: Priced, usable: list[Candidate], share: float = 0.7) -> Solved:
     """The solver's answer, started from the best of the placements that are at hand."""
     hint = min(usable, key=request_ns, default=None)
-    return solve(priced.problem, hint.solution if hint else None, case.clock.limits(share))
+    hinted = hint.solution if hint else None
+    return solve(resident_problem(priced), hinted, case.clock.limits(share))
+
+
+def _settled(priced: Priced, solution: Solution) -> Solution:
+    return break_ties(resident_problem(priced), solution)
 
 
 def _chosen(priced: Priced, solution: Solution, solved: Solved, doubt_ns: int = 0) -> Chosen:
@@ -199,7 +205,7 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     solved = _solved(case, plain, usable, 1.0)
     if solved.solution is None:
         return
-    found = _chosen(plain, break_ties(plain.problem, solved.solution), solved)
+    found = _chosen(plain, _settled(plain, solved.solution), solved)
     if streamed is not None and _copies(streamed, start):
         # The speed of a link and that of a CPU do not share their errors, as two placements do.
         prompt = of_prompt(plain, found.solution, found.evaluation)

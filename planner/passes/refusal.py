@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from planner.constants import CPU
 from planner.cost.build_problem import Priced
 from planner.cost.layer_options import PER_DEVICE
+from planner.cost.paged import least_resident, resident_of
 from planner.errors import AnswerIsNo
 from planner.machine.attention_kernels import CUDA_TYPES, attends
 from planner.machine.engine_builds import Fault, sentence
 from planner.memory.memory import Memory, together
 from planner.plan.request import Request
-from planner.solver.problem import Problem
+from planner.solver.problem import Decision, Option, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,25 +132,38 @@ def refuse(priced: Priced, request: Request) -> Infeasible:
     """The refusal after a search: all devices together against all that must be held."""
     need = _together(priced, request)
     if need.total_bytes <= need.budget_bytes:
+        if host := _host_need(priced, request):
+            lacks = host.total_bytes - host.budget_bytes
+            why = "weights of the host may be paged, what else it holds may not"
+            return Infeasible((host,), hints(priced, request, lacks=lacks), why)
         return Infeasible((need,), hints(priced, request), "there is room, but not for whole units")
     lacks = need.total_bytes - need.budget_bytes
     return Infeasible((need,), hints(priced, request, _hosts(priced.problem), lacks))
 
 
+def _host_need(priced: Priced, request: Request) -> Need | None:
+    """What a host that pages its weights lacks for all else, wherever layers are."""
+    if (least := least_resident(priced)) is None:
+        return None
+    name = priced.problem.devices[least[0]].device
+    reserve = Memory(reserve=priced.settings.reserved_bytes(name))
+    need = Need(name, request.budgets[name], least[1] + reserve)
+    return need if need.total_bytes > need.budget_bytes else None
+
+
 def _together(priced: Priced, request: Request) -> Need:
     """The least that all devices must hold together, each one in use, against what they have."""
     problem = priced.problem
-    least = [(d, min(d.options, key=lambda o: sum(o.memory))) for d in problem.decisions]
+    least = [min((_held(priced, d, o) for o in d.options), key=lambda m: m.total) for d in problem.decisions]
     used = [priced.ledger.shares[PER_DEVICE * d] for d in range(len(problem.devices))]
     beside = Memory(reserve=sum(r.size_bytes for r in priced.settings.reserves))
-    held = together((*(together(priced.ledger.of(d, o)) for d, o in least), *used, beside))
     total, name = _total_budget(priced, request)
-    return Need(name, total, _resident(held) if request.page and _hosts(problem) else held)
+    return Need(name, total, together((*least, *used, beside)))
 
 
-def _resident(held: Memory) -> Memory:
-    """What must be in memory where weights may be paged from the file."""
-    return replace(held, weights=0)
+def _held(priced: Priced, decision: Decision, option: Option) -> Memory:
+    """What an option must have in memory, on all devices: of a host that pages no weights."""
+    return together(resident_of(priced, priced.ledger.of(decision, option)))
 
 
 def because(fault: Fault | None, refusal: Infeasible) -> Infeasible:
@@ -182,8 +196,9 @@ def _least_need(priced: Priced, device: int, request: Request) -> Need:
     held = together(priced.ledger.of(d, o)[device] for d, o in least)
     held += together(priced.ledger.shares[s] for s in shares) + Memory(reserve=reserve)
     capacity = problem.devices[device].capacity_bytes
-    paged = request.page and problem.devices[device].host
-    return Need(name, min(request.budgets[name], capacity + reserve), _resident(held) if paged else held)
+    if device in priced.resident:
+        held = replace(held, weights=0)
+    return Need(name, min(request.budgets[name], capacity + reserve), held)
 
 
 def _always(problem: Problem) -> set[int]:

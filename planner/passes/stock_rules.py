@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from planner.block_names import block_name
 from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Model, Priced
+from planner.cost.paged import over_resident
 from planner.model.units import Kind, Unit
 from planner.passes.engine_fit import fit_rules
 from planner.passes.prompt_pipeline import pipeline_of
@@ -137,6 +138,7 @@ def _candidate(priced: Priced, name: str, rule: Rule, solution: Solution) -> Can
     pipeline = pipeline_of(priced, solution, result)
     if pipeline.refused:  # a stock rule does not keep the engine from it
         result = replace(result, violations=(*result.violations, "no room for a pipeline's copies"))
+    result = replace(result, violations=(*result.violations, *over_resident(priced, solution)))
     used = zip(result.memory, priced.problem.devices, pipeline.copies, strict=True)
     beside = priced.settings.reserved_bytes  # a draft, a projector: the rule runs beside them too
     vram = sum(size + extra + beside(d.device) for size, d, extra in used if size and not d.host)
@@ -227,7 +229,9 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
             return None
         choices.append(same[0])
     solution = Solution(tuple(choices))
-    return replace(candidate, solution=solution, evaluation=evaluate(priced.problem, solution))
+    result = evaluate(priced.problem, solution)
+    result = replace(result, violations=(*result.violations, *over_resident(priced, solution)))
+    return replace(candidate, solution=solution, evaluation=result)
 
 
 def _rules(model: Model, priced: Priced) -> Iterator[Rule]:
