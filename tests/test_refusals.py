@@ -29,6 +29,7 @@ from planner.passes.case import Case
 from planner.passes.largest_context import largest_context
 from planner.passes.make_plan import make_plan
 from planner.passes.refusal import Infeasible, refuse
+from planner.passes.stock_rules import candidates
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.load_spec import load_spec
@@ -222,6 +223,16 @@ def test_stock_rules_state_their_own_memory_when_the_plan_uses_the_cpu_alone() -
     memory = {b.name: b.vram_bytes for b in made.baselines if b.feasible}
     assert memory.pop("all-cpu") == 0
     assert memory and all(memory.values())
+
+
+def test_a_rule_that_leaves_a_gpu_empty_counts_the_projector_there() -> None:
+    slow = machine(CUDA0={"bandwidth_bytes_per_s": 10**9, "op_overhead_ns": 10**6})
+    eyes = Reserve(name="projector", device="CUDA0", size_bytes=900 * MIB)
+    plain = EngineSettings(reserves=(eyes,), op_offload=False)
+    request = Request({"CUDA0": 1300 * MIB, "CPU": 2**36}, Workload())
+    priced = build_problem(analyse(structure_of(moe()), request.workload), slow, request, plain, Known())
+    rule = next(each for each in candidates(priced) if each.setting == "-ngl 0")
+    assert rule.vram_bytes == 900 * MIB + slow.device("CUDA0").context_bytes
 
 
 def test_hybrids_stage_two_host_tensors_at_once() -> None:

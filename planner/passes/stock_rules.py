@@ -140,9 +140,17 @@ def _candidate(priced: Priced, name: str, rule: Rule, solution: Solution) -> Can
         result = replace(result, violations=(*result.violations, "no room for a pipeline's copies"))
     result = replace(result, violations=(*result.violations, *over_resident(priced, solution)))
     used = zip(result.memory, priced.problem.devices, pipeline.copies, strict=True)
-    beside = priced.settings.reserved_bytes  # a draft, a projector: the rule runs beside them too
-    vram = sum(size + extra + beside(d.device) for size, d, extra in used if size and not d.host)
+    vram = sum(_vram(priced, d.device, size, extra) for size, d, extra in used if not d.host)
     return Candidate(name, rule.setting, solution, result, vram)
+
+
+def _vram(priced: Priced, device: str, size: int, copies: int) -> int:
+    """What a device holds under a rule: a draft or a projector lies there and opens it, layers or not."""
+    beside = priced.settings.reserved_bytes(device)
+    if size:
+        return size + copies + beside
+    opened = any(r.opens and r.device == device for r in priced.settings.reserves)
+    return beside + priced.prices.profile.device(device).context_bytes if opened else 0
 
 
 class Placer:
