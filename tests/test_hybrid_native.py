@@ -20,6 +20,7 @@ SANITIZERS = {
 TESTS = (
     "reads_settings",
     "knows_names",
+    "divided_tensors_are_refused",
     "divides_choices",
     "shares_work",
     "any_layer_on_the_cpu",

@@ -28,6 +28,7 @@ _PROTOTYPES = {
     "atsplan_hybrid_report": "zppz",
     "atsplan_hybrid_set_residents": "ipiispzpz",
     "atsplan_hybrid_fault": "vppz",
+    "atsplan_hybrid_faults": "qp",
     "atsplan_hybrid_close": "vp",
 }
 
@@ -134,6 +135,11 @@ class HybridDevice:
             self._opened, model, block, kind.encode(), array, len(experts), c.addressof(error), _ROOM
         ):
             raise HybridRefused(_text(error))
+
+    @property
+    def faults(self) -> int:
+        """How many times work was stopped so far, by the same fault or another."""
+        return int(self._lib.atsplan_hybrid_faults(self._opened))
 
     @property
     def fault(self) -> str:

@@ -65,11 +65,12 @@ class HybridSession(Session):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """The device's own sentence in the place of what the engine makes of it."""
+        """The device's own sentence in the place of what the engine makes of it, if it is of this step."""
+        before = {name: device.faults for name, device in self.wrapped.items()}
         try:
             yield
         except EngineProblem as problem:
-            faults = [fault for device in self.wrapped.values() if (fault := device.fault)]
+            faults = [device.fault for name, device in self.wrapped.items() if device.faults != before[name]]
             if not faults:
                 raise
             raise EngineProblem(problem.engine, f"hybrid experts: {faults[0]}") from None

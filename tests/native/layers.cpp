@@ -1,5 +1,7 @@
 // Whole layers in one context: any shape, any residents, and what the device is asked for meanwhile.
 #include <cstdlib>
+#include <new>
+#include <stdexcept>
 
 #include "bench.h"
 
@@ -169,6 +171,20 @@ void faults_are_returned() {
         CHECK(pass.out->src[0] == before);  // put back all the same
         bench.slow_device.n_fail_after = -1;
         CHECK(pass.compute(backend) == kSuccess);
+        // What the device throws is its own fault, whatever it is; memory that is out is none.
+        const int64_t faults = bench.wrapper->store.voice.n_faults();
+        const auto thrown = [&](std::function<void()> what, Status status, const std::string & said) {
+            bench.slow_device.throws = std::move(what);
+            CHECK(pass.compute(backend) == status);
+            CHECK(bench.wrapper->store.voice.last_fault() == said);
+            CHECK(pass.out->src[0] == before && pass.compute(backend) == kSuccess);
+        };
+        thrown([] { throw std::runtime_error("the device\nis lost"); }, kFailed, "a step: the device is lost");
+        thrown([] { throw 7; }, kFailed, "a step: a fault of the inner device");
+        thrown([] { throw std::bad_alloc(); }, kAllocFailed, "no host memory for a step");
+        CHECK(bench.wrapper->store.voice.n_faults() == faults + 3);
+        bench.wrapper->store.voice.lacks("a report");
+        CHECK(bench.wrapper->store.voice.n_faults() == faults + 3);
         (void)pass.output(backend);
     }
     backend->iface.free(backend);

@@ -161,9 +161,20 @@ void scores_are_kept() {
     }
 }
 
+// A program's own words come before its environment.
+void divided_tensors_are_refused() {
+    const auto refused = [](std::vector<std::string> words, const char * environment) {
+        return !divided_tensors(std::move(words), environment).empty();
+    };
+    CHECK(refused({"p", "-sm", "row"}, "") && refused({"p", "--split-mode", "tensor", "x"}, "layer") && refused({"p"}, "row"));
+    CHECK(!refused({"p"}, "") && !refused({"p", "-sm", "layer"}, "row") && !refused({"p", "--split-mode", "none"}, "tensor"));
+    CHECK(!refused({"p", "row"}, "layer"));
+}
+
 }  // namespace
 
 const Tests kParts = {
+    {"divided_tensors_are_refused", divided_tensors_are_refused},
     {"reads_settings", reads_settings},
     {"knows_names", knows_names},
     {"divides_choices", divides_choices},

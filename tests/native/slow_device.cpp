@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <utility>
 #include <vector>
 
 namespace trial {
@@ -218,6 +219,10 @@ void set_async(Backend * backend, Tensor * tensor, const void * data, size_t off
     SlowDevice & slow = of(backend->device);
     slow.calls.uploads++;
     slow.calls.bytes += static_cast<int64_t>(size);
+    if (locks.offered) {
+        std::lock_guard<std::mutex> lock(locks.mutex);
+        locks.read.push_back(data);
+    }
     if (slow.idle) {
         spend(slow.copy_ns);
         std::memcpy(static_cast<char *>(tensor->data) + offset, data, size);
@@ -272,6 +277,9 @@ Status graph_compute(Backend * backend, Graph * graph) {
     SlowDevice & slow = of(backend->device);
     if (slow.n_fail_after >= 0 && slow.n_graphs >= slow.n_fail_after) {
         return kFailed;
+    }
+    if (slow.throws) {
+        std::exchange(slow.throws, nullptr)();
     }
     slow.n_graphs++;
     slow.calls.graphs++;
@@ -371,18 +379,40 @@ BufferType * host_type(Device * device) {
     return slow.refuses_host ? slow.refusing() : slow.host.ggml_backend_cpu_buffer_type();
 }
 
-// Locking takes its time, and reads what it locks.
+// Locking takes its time, and some more once a test lets it end: whoever does not wait for it reads meanwhile.
 bool lock_pages(void * address, size_t size) {
     locks.n_asked++;
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    while (!locks.may_end) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    std::lock_guard<std::mutex> lock(locks.mutex);
+    const auto * begin = static_cast<const char *>(address);
+    for (const void * at : locks.read) {
+        locks.n_early += at >= begin && at < begin + size ? 1 : 0;
+    }
     if (locks.refused || size == 0 || !address) {
         return false;
     }
+    locks.ranges[address] = size;
     locks.n_locked++;
     return true;
 }
 
-void unlock_pages(void *) { locks.n_locked--; }
+// The memory is still there then.
+void unlock_pages(void * address) {
+    std::lock_guard<std::mutex> lock(locks.mutex);
+    const auto found = locks.ranges.find(address);
+    if (found == locks.ranges.end()) {
+        locks.n_unknown++;
+        return;
+    }
+    const auto * bytes = static_cast<const volatile char *>(address);
+    (void)bytes[0];
+    (void)bytes[found->second - 1];
+    locks.ranges.erase(found);
+    locks.n_locked--;
+}
 
 void * registry_function(Registry *, const char * name) {
     if (locks.offered && std::strcmp(name, "ggml_backend_register_host_buffer") == 0) {

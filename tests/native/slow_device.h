@@ -6,9 +6,11 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "host.h"
 
@@ -24,7 +26,14 @@ struct Calls {
 // Memory that was there already and is locked: how the engine's own functions say it, for all devices.
 struct Locks {
     std::atomic<bool> offered{false}, refused{false};
+    std::atomic<bool> may_end{true};  // until then a lock stays in progress
     std::atomic<int> n_locked{0}, n_asked{0};
+
+    std::mutex mutex;
+    std::map<void *, size_t> ranges;  // that are locked
+    std::vector<const void *> read;   // where copies to a device began
+    int n_early = 0;                  // of those, in a range that was not locked yet
+    int n_unknown = 0;                // ranges that are unlocked and were not locked
 };
 extern Locks locks;
 
@@ -43,8 +52,9 @@ class SlowDevice {
     const Host & host;
     Device * const cpu;
 
-    // Graphs that came with this number twice must have had the same nodes; counted for tests.
+    // Graphs so far, and after how many every other fails; -1: none does.
     std::atomic<int> n_graphs{0}, n_fail_after{-1};
+    std::function<void()> throws;  // by the next graph, in its place
 
     // Buffers that are there, and how many more the device has memory for; -1: any number.
     std::atomic<int> n_buffers{0}, n_left{-1};

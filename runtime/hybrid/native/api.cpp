@@ -40,6 +40,7 @@ Result guarded(Result otherwise, char * error, size_t size, Work work) noexcept 
         say_error(error, size, problem.what());
         return otherwise;
     } catch (...) {
+        say_error(error, size, "a fault of the inner device");
         return otherwise;
     }
 }
@@ -100,27 +101,12 @@ bool read_configs(std::vector<Config> & configs, std::string & fault) {
     return true;
 }
 
-// Modes that divide each tensor over devices: experts in slots cannot be divided, and what would become of them (the CPU
-// alone computes them, or the engine stops) is said by nobody.
-std::string divided_tensors() {
-    std::vector<std::string> words = program_words();
-    words.insert(words.end(), {"--split-mode", environment("LLAMA_ARG_SPLIT_MODE")});
-    for (size_t i = 0; i + 1 < words.size(); i++) {
-        for (const char * mode : {"row", "tensor"}) {
-            if ((words[i] == "-sm" || words[i] == "--split-mode") && words[i + 1].find(mode) != std::string::npos) {
-                return std::string("--split-mode ") + mode + " divides tensors over devices, which experts in slots do not allow: leave it out";
-            }
-        }
-    }
-    return "";
-}
-
 // For stock tools: everything comes from the program and from the environment. Never destroyed: the engine
 // keeps what it registered until the process ends.
 Registry * open_from_environment(const void * caller, std::string & fault) {
     std::vector<Config> configs;
     Host host;
-    if (!read_configs(configs, fault) || !(fault = divided_tensors()).empty()) {
+    if (!read_configs(configs, fault) || !(fault = divided_tensors(program_words(), environment("LLAMA_ARG_SPLIT_MODE"))).empty()) {
         return nullptr;
     }
     fault = host.find(nullptr, 0, {caller});
@@ -252,6 +238,9 @@ HYBRID_EXPORT void atsplan_hybrid_fault(void * opened, char * text, size_t size)
         return 0;
     });
 }
+
+// How many times work was stopped so far.
+HYBRID_EXPORT int64_t atsplan_hybrid_faults(void * opened) { return static_cast<Opened *>(opened)->listed[0]->store.voice.n_faults(); }
 
 // Only when no model, context or registration of it is left.
 HYBRID_EXPORT void atsplan_hybrid_close(void * opened) { delete static_cast<Opened *>(opened); }

@@ -1,7 +1,6 @@
 #include "buffers.h"
 
 #include <cstring>
-#include <exception>
 
 namespace hybrid {
 
@@ -22,9 +21,8 @@ Status init_tensor(Buffer * buffer, Tensor * tensor) {
     ExpertBuffer & mine = expert(buffer);
     try {
         return mine.store->add(mine, tensor);
-    } catch (const std::exception &) {
-        mine.store->voice.shortage("the table of experts");
-        return kAllocFailed;
+    } catch (...) {
+        return mine.store->voice.caught("the table of experts");
     }
 }
 
@@ -62,7 +60,7 @@ Buffer * wrap(Store & store, ExpertBuffer * made) {
     functions.clear = clear;
     try {
         return store.host.ggml_backend_buffer_init(store.type, functions, made, made->size);
-    } catch (const std::exception &) {
+    } catch (...) {
         store.release(made);
         throw;
     }
@@ -78,8 +76,8 @@ Buffer * alloc_buffer(BufferType * type, size_t size) {
     Store & store = store_in<Type>(type);
     try {
         return wrap(store, store.allocate(size));
-    } catch (const std::exception &) {
-        store.voice.shortage("experts");
+    } catch (...) {
+        store.voice.caught("experts");
         return nullptr;
     }
 }
@@ -105,8 +103,8 @@ void fill_type(BufferTypeV3 & type, const char * (*get_name)(BufferType *)) { fi
 Buffer * map_experts(Store & store, void * address, size_t size) {
     try {
         return wrap(store, store.map(address, size));
-    } catch (const std::exception &) {
-        store.voice.shortage("experts");
+    } catch (...) {
+        store.voice.caught("experts");
         return nullptr;
     }
 }

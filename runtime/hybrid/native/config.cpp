@@ -1,5 +1,6 @@
 #include "config.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstdlib>
@@ -187,6 +188,22 @@ bool parse_config(const std::string & text, std::vector<Config> & configs, std::
         }
     }
     return true;
+}
+
+// Modes that divide each tensor over devices. A program obeys its words before its environment.
+std::string divided_tensors(std::vector<std::string> words, const std::string & environment) {
+    const auto named = [](const std::string & word) { return word == "-sm" || word == "--split-mode"; };
+    if (std::none_of(words.begin(), words.end(), named)) {
+        words.insert(words.end(), {"--split-mode", environment});
+    }
+    for (size_t i = 0; i + 1 < words.size(); i++) {
+        for (const char * mode : {"row", "tensor"}) {
+            if (named(words[i]) && words[i + 1].find(mode) != std::string::npos) {
+                return std::string("--split-mode ") + mode + " divides tensors over devices, which experts in slots do not allow: leave it out";
+            }
+        }
+    }
+    return "";
 }
 
 }  // namespace hybrid

@@ -52,4 +52,8 @@ struct Config {
 // On error returns false and says in `error` which line is wrong.
 bool parse_config(const std::string & text, std::vector<Config> & configs, std::string & error);
 
+// What is wrong with a program's words, and with LLAMA_ARG_SPLIT_MODE where they name no split mode; "": nothing.
+// Experts in slots cannot be divided: the CPU alone would compute them, or the engine stops, and nobody says why.
+std::string divided_tensors(std::vector<std::string> words, const std::string & environment);
+
 }  // namespace hybrid

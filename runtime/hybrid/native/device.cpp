@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <new>
 
 #include "buffers.h"
@@ -141,11 +140,11 @@ Backend * device_init(Device * device, const char * params) {
         of.streams.push_back(work.get());
         (void)work.release();
         return made.release();
-    } catch (const std::exception &) {
+    } catch (...) {
         if (!work) {
             of.host.ggml_backend_free(real);
         }
-        of.store.voice.shortage("a context");
+        of.store.voice.caught("a context");
         return nullptr;
     }
 }

@@ -55,6 +55,8 @@ bool Prefetch::pays(const Region & region) const {
 }
 
 void Prefetch::begin(const Plan & plan) {
+    held_.reserve(plan.regions.size());
+    regions_.reserve(plan.regions.size());
     for (const auto & region : plan.regions) {
         Residency * residency = region->group->residency.get();
         const bool again = std::find(held_.begin(), held_.end(), residency) != held_.end();
@@ -146,11 +148,15 @@ void Prefetch::done() {
 }
 
 void Prefetch::end() {
-    if (!active()) {
+    if (!active() && held_.empty()) {
         return;
     }
     if (uploads_ && at_ < next_ && uploads_->iface.synchronize) {
-        uploads_->iface.synchronize(uploads_);  // an end in the middle: nobody waits for what is on its way
+        try {
+            uploads_->iface.synchronize(uploads_);  // an end in the middle: nobody waits for what is on its way
+        } catch (...) {
+            // A device that is lost: the error that led here tells.
+        }
     }
     regions_.clear();
     if (lock_.owns_lock()) {

@@ -97,7 +97,7 @@ void Store::write_report() noexcept {
             voice.note("cannot write the report " + config.report);
         }
     } catch (const std::exception &) {
-        voice.shortage("a report");
+        voice.lacks("a report");
     }
 }
 

@@ -1,7 +1,6 @@
 #include "residency.h"
 
 #include <algorithm>
-#include <exception>
 
 #include "store.h"
 
@@ -53,34 +52,36 @@ void Residency::decide(const Choices & choices, int32_t n_needed) {
     }
 }
 
-// The slot is free for its new expert from now on.
+// The slot is free for its new expert from now on. The list comes first: what throws changes nothing.
 void Residency::admit(const Admission & admission) {
     const auto slot = static_cast<size_t>(admission.slot);
+    coming_.push_back(Coming{admission.expert, admission.slot});
     group_.slot_of[static_cast<size_t>(group_.expert_in[slot])] = -1;
     group_.expert_in[slot] = -1;
     on_its_way_[static_cast<size_t>(admission.expert)] = 1;
-    coming_.push_back(Coming{admission.expert, admission.slot});
     admitted++;
 }
 
 // Written when nobody reads it any more who might before.
 void Residency::send(const Coming & coming) {
     Delivery delivery;
+    int64_t sum = 0;
     delivery.arrived = std::make_shared<std::atomic<bool>>(false);
     for (Matrix * matrix : group_.matrices) {
         const size_t each = matrix->tensor->nb[2];
         const char * data = static_cast<const char *>(matrix->tensor->data) + static_cast<size_t>(coming.expert) * each;
         delivery.pieces.push_back(Piece{matrix->slots, data, static_cast<size_t>(coming.slot) * each, each});
-        bytes += static_cast<int64_t>(each);
+        sum += static_cast<int64_t>(each);
     }
     delivery.readers = leaving_;
     sent_.push_back(Sent{coming.expert, coming.slot, delivery.arrived});
     try {
         courier_.send(std::move(delivery));
-    } catch (const std::exception &) {
+    } catch (...) {
         sent_.pop_back();  // nobody would ever see it arrive
         throw;
     }
+    bytes += sum;
 }
 
 bool Residency::hold() {
@@ -90,7 +91,8 @@ bool Residency::hold() {
         return false;
     }
     receive(false);
-    const bool free = sent_.empty() && (!wrote_.progress || wrote_.done());
+    readers_.reserve(readers_.size() + static_cast<size_t>(holders_) + 1);
+    const bool free = sent_.empty() && coming_.empty() && (!wrote_.progress || wrote_.done());
     holders_ += free ? 1 : 0;
     return free;
 }
@@ -108,20 +110,26 @@ void Residency::release(const std::shared_ptr<Progress> & progress) {
     progress->queued = progress->issued;
 }
 
-// The context is one of the readers, of all that has an expert now.
+// The context is one of the readers, of all that has an expert now. Those who hold the tables have room in the list:
+// who lets go cannot be refused.
 void Residency::reads(const std::shared_ptr<Progress> & progress) {
-    progress->issued++;
+    readers_.reserve(readers_.size() + static_cast<size_t>(holders_) + 1);
+    const uint64_t number = ++progress->issued;
     const auto mine = std::find_if(readers_.begin(), readers_.end(), [&](const Reader & reader) { return reader.progress == progress; });
     if (mine != readers_.end()) {
-        mine->number = progress->issued;
+        mine->number = number;
     } else {
-        readers_.push_back(Reader{progress, progress->issued});
+        readers_.push_back(Reader{progress, number});
     }
 }
 
 void Residency::finish() {
     std::lock_guard<std::mutex> lock(mutex_);
     receive(true);
+    for (const Coming & one : coming_) {  // a step without memory left them: others come to these slots
+        on_its_way_[static_cast<size_t>(one.expert)] = 0;
+    }
+    coming_.clear();
 }
 
 // ---- a step
@@ -141,6 +149,7 @@ Residency::Turn::Turn(Residency * residency, const Choices & choices, bool count
     if (counts) {
         residency->decide(choices, n_needed);
     }
+    residency->leaving_.reserve(residency->leaving_.size() + 1);  // of this step, should it end early
     for (const Sent & each : residency->sent_) {
         before_.push_back(each.arrived);
     }
@@ -167,17 +176,20 @@ bool Residency::Turn::keep(const std::vector<Upload> & uploads) {
         return false;  // what comes now is another's
     }
     std::vector<Coming> & coming = residency_->coming_;
-    const auto sent = [&](const Coming & one) {
+    before_.reserve(before_.size() + coming.size());
+    for (size_t i = 0; i < coming.size();) {
+        const Coming one = coming[i];
         const bool here = std::any_of(uploads.begin(), uploads.end(), [&](const Upload & upload) {
             return upload.expert == one.expert && upload.position == one.slot;
         });
-        if (!here) {
-            residency_->send(one);
-            before_.push_back(residency_->sent_.back().arrived);
+        if (here) {
+            i++;
+            continue;
         }
-        return !here;
-    };
-    coming.erase(std::remove_if(coming.begin(), coming.end(), sent), coming.end());
+        residency_->send(one);  // what cannot be sent stays, and what was sent is nowhere else
+        before_.push_back(residency_->sent_.back().arrived);
+        coming.erase(coming.begin() + static_cast<ptrdiff_t>(i));
+    }
     return !coming.empty();
 }
 
@@ -215,7 +227,11 @@ Residency::Turn::~Turn() {
     if (residency_) {
         if (lock_.owns_lock()) {  // an error came first: by the other way, after what this step may have queued
             residency_->leaving_.push_back(Reader{progress_, progress_->issued});
-            keep({});
+            try {
+                keep({});
+            } catch (...) {
+                // What was not sent is left to the next step.
+            }
         }
         progress_->queued = progress_->issued;
     }

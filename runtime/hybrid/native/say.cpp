@@ -1,6 +1,8 @@
 #include "say.h"
 
 #include <cstdio>
+#include <new>
+#include <stdexcept>
 
 namespace hybrid {
 
@@ -13,6 +15,7 @@ void Voice::fault(const std::string & text) {
     }
     fault_ = text;
     short_of_ = nullptr;
+    n_faults_++;
 }
 
 void Voice::note(const std::string & text) {
@@ -31,6 +34,40 @@ void Voice::shortage(const char * of) noexcept {
         std::fprintf(stderr, "hybrid experts: no host memory for %s\n", of);
     }
     short_of_ = of;
+    n_faults_++;
+}
+
+void Voice::lacks(const char * of) noexcept {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (lacked_ != of && !quiet_) {
+        std::fprintf(stderr, "hybrid experts: note: no host memory for %s\n", of);
+    }
+    lacked_ = of;
+}
+
+// Exceptions of an engine with a C++ library of its own may be of no type that is known here.
+Status Voice::caught(const char * of) noexcept {
+    try {
+        try {
+            throw;
+        } catch (const std::bad_alloc &) {
+        } catch (const std::length_error &) {
+        } catch (const std::exception & problem) {
+            std::string text = problem.what();
+            for (char & letter : text) {
+                letter = static_cast<unsigned char>(letter) < 32 ? ' ' : letter;
+            }
+            fault(std::string(of) + ": " + text);
+            return kFailed;
+        } catch (...) {
+            fault(std::string(of) + ": a fault of the inner device");
+            return kFailed;
+        }
+    } catch (...) {
+        // There is no memory for the words.
+    }
+    shortage(of);
+    return kAllocFailed;
 }
 
 std::string mebibytes(size_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
@@ -38,6 +75,11 @@ std::string mebibytes(size_t bytes) { return std::to_string((bytes + (1 << 20) -
 std::string Voice::last_fault() {
     std::lock_guard<std::mutex> lock(mutex_);
     return short_of_ ? std::string("no host memory for ") + short_of_ : fault_;
+}
+
+int64_t Voice::n_faults() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return n_faults_;
 }
 
 }  // namespace hybrid

@@ -1,8 +1,11 @@
 // One line for people: on stderr, and kept for who asks what went wrong.
 #pragma once
 
+#include <cstdint>
 #include <mutex>
 #include <string>
+
+#include "abi.h"
 
 namespace hybrid {
 
@@ -14,7 +17,13 @@ class Voice {
     void note(const std::string & text);
     // The host is out of memory: told without needing more. `of` stays.
     void shortage(const char * of) noexcept;
+    // The same for something that is done without.
+    void lacks(const char * of) noexcept;
+    // In a handler: what was thrown while `of` was made. Memory that is out is a shortage, anything else a fault.
+    Status caught(const char * of) noexcept;
     std::string last_fault();
+    // Faults and shortages so far, each time one came: who asks before and after knows whose the last is.
+    int64_t n_faults();
     // Without notes; what stops work is told all the same.
     void set_quiet(bool quiet) { quiet_ = quiet; }
 
@@ -24,6 +33,8 @@ class Voice {
     std::mutex mutex_;
     std::string fault_, noted_;
     const char * short_of_ = nullptr;  // came after `fault_`
+    const char * lacked_ = nullptr;
+    int64_t n_faults_ = 0;
     bool quiet_ = false;
 };
 

@@ -150,7 +150,7 @@ void Store::retire(const Model & model) noexcept {
             retired_.push_back(describe(*group, model.number));
         }
     } catch (const std::exception &) {
-        voice.shortage("a report");
+        voice.lacks("a report");
     }
 }
 

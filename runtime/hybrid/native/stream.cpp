@@ -1,7 +1,6 @@
 #include "stream.h"
 
 #include <algorithm>
-#include <exception>
 #include <thread>
 
 namespace hybrid {
@@ -174,9 +173,8 @@ Status Stream::compute(Graph * graph) {
             store_.voice.fault(fault);
         }
         return status;
-    } catch (const std::exception &) {
-        store_.voice.shortage("a step");
-        return kAllocFailed;
+    } catch (...) {
+        return store_.voice.caught("a step");
     }
 }
 
@@ -194,7 +192,7 @@ Status Stream::compute_in_step(Graph * graph, std::string & fault) {
         const Status status = compute_plan(graph, *plan, fault);
         count_resident(*plan);
         return status;
-    } catch (const std::exception &) {
+    } catch (...) {
         give_up();
         throw;
     }
