@@ -9,18 +9,23 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 from engines import ENVIRONMENT, ROOT
 from processes import alive, descendants, until
 from sparse_model import write_sparse
 
+from planner.errors import EngineProblem
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Tensor
 from planner.plan.plan import from_text, to_text
 from profiler.synth.synth import SynthSpec, write
 from runtime.hybrid import build
+from runtime.hybrid.device import HybridDevice
+from runtime.session.hybrid import HybridSession
 from runtime.tools.hybrid_script import settings_folder
 from runtime.tools.llama_server import free_port
 
@@ -168,3 +173,26 @@ def test_a_server_that_is_told_to_divide_tensors_is_one_line(
     done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
     assert done.returncode == 3
     assert "--split-mode tensor divides tensors over devices" in done.stderr.splitlines()[-1]
+
+
+@dataclass
+class Stopped:
+    """What a session asks of a device of its own."""
+
+    faults: int
+    fault: str
+
+
+def test_a_fault_of_an_earlier_step_is_not_told_again() -> None:
+    """One that comes in the step is, the same one a second time too."""
+    session = HybridSession.__new__(HybridSession)
+    device = Stopped(1, "expert 8 was chosen of 8")
+    session.wrapped = {"CUDA0": cast(HybridDevice, device)}
+    told = []
+    for came in (0, 1, 1, 0):
+        with pytest.raises(EngineProblem) as problem, session._named():
+            device.faults += came
+            raise EngineProblem("engine", "could not decode")
+        told.append(problem.value.why)
+    ours = f"hybrid experts: {device.fault}"
+    assert told == ["could not decode", ours, ours, "could not decode"]

@@ -47,6 +47,8 @@ from runtime.engine.logs import Tail, cause
             "hybrid experts: note: uploads will be slower\nerror: invalid device: HYBRID0",
             "invalid device: HYBRID0",
         ),
+        ("hybrid experts: no slots\na.cpp:7: GGML_ASSERT(x)", "hybrid experts: no slots"),
+        ("hybrid experts: no slots" + "\nserved" * 20 + "\na.cpp:7: GGML_ASSERT(x)", "GGML_ASSERT(x)"),
         ("load_tensors: fine\nall well", "all well"),
         ("", ""),
     ],

@@ -12,6 +12,7 @@ CONTINUED = 5
 _ABORT = re.compile(r"^(?:\S*/)?[\w.-]+\.(?:cpp|cc|c|cu|cuh|h|hpp|m|mm):\d+: (.+)")
 # Of the native library of hybrid experts: what the engine says then is what follows from it.
 _OURS = re.compile(r"hybrid experts: (?!note: )")
+_FOLLOWS = 20  # lines: an abort that comes later than that has another cause
 _CAUSE = re.compile(
     r"error loading model|out of memory|failed to allocate|cannot run the operation|requires|not supported"
     r"|no such|unable to|invalid|what\(\):",
@@ -72,11 +73,12 @@ def cause(lines: list[str]) -> str:
 
 def _telling(lines: list[str]) -> str:
     said = [line.strip() for line in lines if line.strip()]
-    if ours := [line for line in said if _OURS.match(line)]:
-        return ours[-1]
-    for line in reversed(said):
-        if abort := _ABORT.match(line):
-            return abort[1]
+    ours = max((i for i, line in enumerate(said) if _OURS.match(line)), default=None)
+    aborts = [(i, abort[1]) for i, line in enumerate(said) if (abort := _ABORT.match(line))]
+    if ours is not None and not (aborts and aborts[-1][0] > ours + _FOLLOWS):
+        return said[ours]
+    if aborts:
+        return aborts[-1][1]
     if any(line.startswith(_TRACEBACK) for line in said):
         return said[-1]
     for pattern in (_CAUSE, _FAILED):

@@ -17,7 +17,6 @@ constexpr unsigned kMostThreads = 8;
 
 // ---- by the engine: it locks only where its users ask for that
 
-bool lock_by_engine(const Locker & how, void * address, size_t size) { return how.engine_lock(address, size); }
 void unlock_by_engine(const Locker & how, void * address) { how.engine_unlock(address); }
 
 // ---- by CUDA's driver, which the engine has loaded
@@ -97,28 +96,38 @@ bool cuda_number(const char * name, int & number) {
 
 }  // namespace
 
+Locker::Unlock Locker::lock(void * address, size_t size) const {
+    if (engine_lock && engine_lock(address, size)) {
+        return unlock_by_engine;
+    }
+    return number >= 0 && lock_by_cuda(*this, address, size) ? unlock_by_cuda : nullptr;
+}
+
 Locker locker_of(Device * device) {
     Locker found;
+    if (std::getenv("GGML_CUDA_NO_PINNED")) {  // the engine's own switch, whatever its value
+        return found;
+    }
     const auto function = device->registry->iface.get_proc_address;
     const auto named = [&](const char * name) { return function ? function(device->registry, name) : nullptr; };
-    void * call = nullptr;
     if (!environment("GGML_CUDA_REGISTER_HOST").empty()) {  // the engine's own switch
         found.engine_lock = reinterpret_cast<bool (*)(void *, size_t)>(named("ggml_backend_register_host_buffer"));
         found.engine_unlock = reinterpret_cast<void (*)(void *)>(named("ggml_backend_unregister_host_buffer"));
     }
-    if (found.engine_lock && found.engine_unlock) {
-        found.lock = lock_by_engine;
-        found.unlock = unlock_by_engine;
-    } else if (cuda_number(device->iface.get_name(device), found.number) && loaded_library(kDriver) &&
-               (call = function_in(loaded_library(kDriver), "cuMemHostRegister_v2"))) {
-        found.lock = lock_by_cuda;
-        found.unlock = unlock_by_cuda;
+    if (!found.engine_unlock) {
+        found.engine_lock = nullptr;
+    }
+    int number = 0;
+    if (cuda_number(device->iface.get_name(device), number) && loaded_library(kDriver) &&
+        function_in(loaded_library(kDriver), "cuMemHostRegister_v2")) {
+        found.number = number;
     }
     return found;
 }
 
 LockedPages::LockedPages(const Locker & how, size_t size) : how_(how), size_(size), base_(static_cast<char *>(allocate_pages(size))) {
     if (base_) {
+        keep_from_children(base_, size_);
         begin();
     }
 }
@@ -133,7 +142,7 @@ void LockedPages::begin() {
     } catch (const std::exception &) {
         // No more threads to be had: fewer do the work, or this one.
         if (!first_.joinable()) {
-            locked_ = how_.lock(how_, base_, size_);
+            unlock_ = how_.lock(base_, size_);
         }
     }
 }
@@ -141,7 +150,7 @@ void LockedPages::begin() {
 LockedPages::~LockedPages() {
     ended_ = true;
     if (ready()) {
-        how_.unlock(how_, base_);
+        unlock_(how_, base_);
     }
     if (base_) {
         free_pages(base_, size_);
@@ -157,7 +166,7 @@ bool LockedPages::ready() {
     if (first_.joinable()) {
         first_.join();
     }
-    return locked_;
+    return unlock_ != nullptr;
 }
 
 void LockedPages::take() {
@@ -171,7 +180,7 @@ void LockedPages::take() {
 // In one piece: copies across the border of two would be refused.
 void LockedPages::take_and_lock() {
     take();
-    locked_ = !ended_ && how_.lock(how_, base_, size_);
+    unlock_ = ended_ ? nullptr : how_.lock(base_, size_);
 }
 
 }  // namespace hybrid

@@ -12,15 +12,18 @@
 
 namespace hybrid {
 
-// How memory that is there already is locked for a device; a driver's own functions.
+// How memory that is there already is locked for a device: by the engine's functions, where it offers them, else by a
+// driver's own.
 struct Locker {
-    bool (*lock)(const Locker & how, void * address, size_t size) = nullptr;
-    void (*unlock)(const Locker & how, void * address) = nullptr;
-    int number = 0;                                // of the device, for its driver
-    bool (*engine_lock)(void *, size_t) = nullptr;  // the engine's functions, where it offers them
-    void (*engine_unlock)(void *) = nullptr;
+    using Unlock = void (*)(const Locker & how, void * address);
 
-    explicit operator bool() const { return lock != nullptr; }
+    bool (*engine_lock)(void *, size_t) = nullptr;
+    void (*engine_unlock)(void *) = nullptr;
+    int number = -1;  // of the device, for its driver; -1: there is none
+
+    // How to undo it; nullptr: refused.
+    Unlock lock(void * address, size_t size) const;
+    explicit operator bool() const { return engine_lock || number >= 0; }
 };
 
 // The way of a device; an empty one where memory can only be reserved locked.
@@ -48,7 +51,7 @@ class LockedPages {
     char * const base_;
     std::atomic<size_t> next_{0};
     std::atomic<bool> ended_{false};
-    bool locked_ = false;  // by the first thread, read when it has ended
+    Locker::Unlock unlock_ = nullptr;  // when it is locked: by the first thread, read when it has ended
     std::mutex mutex_;     // of waiting for it
     std::thread first_;
     std::vector<std::thread> others_;

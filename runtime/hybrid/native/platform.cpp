@@ -30,6 +30,8 @@ void * loaded_library(const char * name) { return reinterpret_cast<void *>(GetMo
 
 bool take_pages(void *, size_t) { return false; }
 
+void keep_from_children(void *, size_t) {}
+
 }  // namespace hybrid
 
 #else
@@ -72,6 +74,15 @@ bool take_pages(void * address, size_t size) {
     (void)address;
     (void)size;
     return false;
+#endif
+}
+
+void keep_from_children(void * address, size_t size) {
+#if defined(MADV_DONTFORK)
+    madvise(address, size, MADV_DONTFORK);
+#else
+    (void)address;
+    (void)size;
 #endif
 }
 

@@ -30,6 +30,10 @@ void free_pages(void * address, size_t size);
 // cannot do that for all of them at once.
 bool take_pages(void * address, size_t size);
 
+// A process that is forked has no part in these pages: locked ones would be copied at once. Who only starts another
+// program there never reads them.
+void keep_from_children(void * address, size_t size);
+
 // The words that this program was started with; none where the system does not tell.
 std::vector<std::string> program_words();
 
