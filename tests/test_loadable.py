@@ -305,6 +305,8 @@ def test_what_a_generated_model_may_leave_out_is_not_missed(whole: Path, tmp_pat
     assert any("trained_count: no u32" in note for note in read_model(tmp_path / "unread.gguf").notes)
     assert load_all([str(path) for path in paths]) == [""] * len(paths)
     assert load_faults(reader)  # where no layer reads another's cache
+    sizes = ("--budget", "2000", "-c", "max", "-o", tmp_path / "plan.yaml")
+    assert told("solve", paths[1], *MACHINE, *sizes).exit_code == 0  # a context_length of 0 says nothing
 
 
 def test_an_old_adapter_is_called_one(whole: Path, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def workload_of(asked: SolveOptions, inventory: Inventory, profile: Profile) -> 
         raise OptionProblem("--ubatch", "auto", "give a number: only solve chooses it")
     type_k, slash, type_v = asked.kv_type.partition("/")
     use = _use(asked.use) if asked.use is not None else {}
-    trained = inventory.number("context_length", 4096) * max(use.get("n_seq", 1), 1)
+    trained = (inventory.number("context_length") or 4096) * max(use.get("n_seq", 1), 1)
     if asked.ctx != "max" and not 0 < (whole(asked.ctx) or 0) < 2**31:
         raise OptionProblem("--ctx", asked.ctx, "expected a number of tokens, or max")
     fields: dict[str, Any] = {
