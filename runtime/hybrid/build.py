@@ -7,6 +7,7 @@ folder (runtime.cache.libraries), and loaded only while nobody has touched it th
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -26,7 +27,7 @@ SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
 COMPILER = "CXX"  # environment variable that names one
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-DNDEBUG")
-_WARNINGS = ("-Wall", "-Wextra", "-Werror")
+_WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-subobject-linkage")
 # The engine may bring another C++ runtime: ours stays inside.
 _GNU_RUNTIME = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
 _OLDEST_GLIBC = "2.17"
@@ -113,11 +114,18 @@ def compilers(target: str = "") -> Iterator[tuple[str, ...]]:
         yield tuple(python("-m", "ziglang", "c++", "-target", target))
 
 
-def command(compiler: Sequence[str], target: Path, options: Sequence[str] = ()) -> list[str]:
-    """The command line that builds the library."""
-    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
+def command(compiler: Sequence[str], source: Path, target: Path, options: Sequence[str] = ()) -> list[str]:
+    """The command line that builds the library from the one file that `joined` writes."""
     # What follows -Wl and -static belongs to linking, where the order matters to no compiler tried.
-    return [*compiler, *_OPTIONS, *_WARNINGS, *options, *sources, "-o", str(target)]
+    return [*compiler, *_OPTIONS, *_WARNINGS, *options, str(source), "-o", str(target)]
+
+
+def joined(folder: Path) -> Path:
+    """A file that includes every source: compiled together they take a third of the time."""
+    source = folder / "hybrid.cpp"
+    paths = sorted(SOURCES.glob("*.cpp"))
+    source.write_text("".join(f"#include {json.dumps(str(path))}\n" for path in paths), encoding="utf-8")
+    return source
 
 
 def prebuild(machines: Sequence[str] = ("x86_64", "aarch64")) -> list[Path]:
@@ -134,7 +142,9 @@ def prebuild(machines: Sequence[str] = ("x86_64", "aarch64")) -> list[Path]:
         if compiler is None:
             raise HybridRefused("pip install ziglang")
         target = PREBUILT / f"{source_digest(machine=machine)}.so"
-        if fault := _compile(command((*compiler, "-s"), target)):
+        with tempfile.TemporaryDirectory() as scratch:
+            fault = _compile(command((*compiler, "-s"), joined(Path(scratch)), target))
+        if fault:
             raise HybridRefused(f"{machine}: {fault}")
         made.append(target)
     return made
@@ -149,7 +159,7 @@ def _build(digest: str, options: Sequence[str]) -> None:
     for compiler in compilers():
         with tempfile.TemporaryDirectory() as scratch:
             made = Path(scratch) / _NAME
-            if fault := _compile(command(compiler, made, options)):
+            if fault := _compile(command(compiler, joined(Path(scratch)), made, options)):
                 faults.append(f"{' '.join(compiler[:4])}: {fault}")
                 continue
             if intact(_kept(digest)):
