@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.rounds.hybrid_contender import hot_orders, slots_of
 from benchmarks.rounds.live import WARM_UP
 from benchmarks.rounds.paired import Journal
+from planner.plan.load_spec import HYBRID_BANKS, HYBRID_GUESTS
 from profiler.routed.codes import chosen_by_code
 from profiler.routed.presets import PRESETS
 from profiler.routed.stream import codes_of
@@ -33,7 +34,7 @@ LANES = RESULTS / "h200-2026-11-30-lanes.jsonl"
 WHOLE = tuple(
     RESULTS / f"h200-2026-11-30-{name}.jsonl" for name in ("hybrid", "lanes-fewer-slots", "prompts")
 )
-OURS, GUESTS, BANKS = "all_lanes", 2, 2
+OURS = "all_lanes"
 DEPTH, GEN = 512, 64  # of benchmarks.rounds.experts
 Q4_K = 4.5 / 8  # bytes a weight
 # GB/s that the kernels of the CPU lane read alone (docs/findings-hybrid.md: 77 on such a machine).
@@ -54,18 +55,22 @@ class Share:
 
     @property
     def bound(self) -> float:
+        """Milliseconds that CPU and bus together would need at all the rates of the machine."""
         return self.whole + self.cold_mb / (self.cpu + self.link)
 
     @property
     def bound_of_kernels(self) -> float:
+        """The same where the CPU reads as its kernels do."""
         return self.whole + self.cold_mb / (KERNELS + self.link)
 
     @property
     def share(self) -> float:
+        """Of the measured time."""
         return self.bound / self.measured
 
     @property
     def share_of_kernels(self) -> float:
+        """Of the measured time."""
         return self.bound_of_kernels / self.measured
 
 
@@ -84,7 +89,7 @@ def _share(runs: Sequence[Mapping[str, Any]], machines: Mapping[str, Mapping[str
     factors = runs[0]["factors"]
     preset = str(factors["preset"])
     spec, habits = PRESETS[preset].spec("large"), PRESETS[preset].habits
-    k = slots_of(factors["residency"] / 100, habits.n_expert, spec.n_layers, GUESTS, BANKS)
+    k = slots_of(factors["residency"] / 100, habits.n_expert, spec.n_layers, HYBRID_GUESTS, HYBRID_BANKS)
     hits = fmean(_hits(preset, spec.n_layers, k, int(r["round"]) + 1) for r in runs)
     expert = 3 * spec.n_embd * int(spec.n_ff_exp or 0) * Q4_K
     machine = [machines[r["visit"]] for r in runs]
@@ -146,8 +151,10 @@ def _row(one: Share) -> list[str]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("journal", nargs="*", type=Path, help="One of benchmarks.rounds.experts.")
-    print(table(shares(*parser.parse_args().journal[:1])))
+    parser.add_argument(
+        "journal", nargs="?", type=Path, default=LANES, help="One of benchmarks.rounds.experts."
+    )
+    print(table(shares(parser.parse_args().journal)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from runtime.session.session import Session
 
 EXPERTS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight$"
 WARM_TOKENS = 6
-_COUNTS = ("steps", "hits", "uploaded", "cpu", "cpu_ns")
+_COUNTS = ("hits", "uploaded", "cpu", "cpu_ns")
 
 
 def runs(request: Line) -> Iterator[Line]:
@@ -65,7 +65,6 @@ def _measured(session: Session, device: HybridDevice, draw: Random, request: Lin
         "decode_ns": round(trimmed(each)),
         "prompt_ns": min(prompts[1:], default=0),
         **{name: _sum(after, name) - _sum(before, name) for name in _COUNTS},
-        "layers": len(after.blocks),
         "expert_bytes": after.blocks[0].expert_bytes if after.blocks else 0,
         "device_ns": after.device_ns,
         "cpu_start_ns": after.cpu_start_ns,

@@ -180,6 +180,7 @@ def config(way: str, shape: Shape) -> dict[str, Any]:
 
 
 def expert_bytes(shape: Shape) -> int:
+    """Bytes of one expert of a layer: gate, up and down."""
     return 3 * size_bytes(shape.type, (shape.n_embd, shape.n_ff))
 
 
@@ -188,11 +189,14 @@ def _why(lines: Mapping[str, Line]) -> str:
 
 
 def costs_of(lines: Mapping[str, Line], device: str, shape: Shape) -> SlotCosts | None:
-    """The costs that explain the runs; None where one is missing."""
+    """The costs that explain the runs, nanoseconds; None where one is missing or a lane had nothing to do.
+
+    The unknowns of `planner.cost.hybrid_slots.step_ns`, one from each way.
+    """
     if any("decode_ns" not in lines.get(way, {}) for way in WAYS):
         return None
     if not (lines["cpu"]["cpu"] and lines["bus"]["uploaded"] and lines["both"]["expert_bytes"]):
-        return None  # a lane had nothing to do: the engine has no kernel for the type, or no slot was made
+        return None  # the engine has no kernel for the type, or no slot was made
     seen = {way: _Seen(lines[way], shape) for way in WAYS}
     gpu_ns, whole_ns = int(lines["both"]["device_ns"]), seen["all"].layer_ns
     lane = _lane(seen["cut"], seen["cpu"], gpu_ns, whole_ns)
