@@ -171,6 +171,36 @@ def test_measured_gains_are_those_of_the_results() -> None:
     assert more in readme and more in measured
 
 
+def test_loads_and_what_was_tried_are_those_of_the_results() -> None:
+    """Loading since memory is locked meanwhile, the cell that is left out, the change that was taken out."""
+    results = ROOT / "benchmarks" / "results"
+    findings = " ".join((ROOT / "docs/findings-hybrid.md").read_text(encoding="utf-8").split())
+    twelve, slots = (_runs(results / f"h200-2026-11-30-{name}.jsonl") for name in ("twelve", "slots"))
+    loads: dict[tuple[str, str], dict[str, float]] = {}
+    for run in twelve:
+        if run["visit"].partition("-")[2] > "20261130T2244":
+            loads.setdefault((run["visit"], run["cell"]), {})[run["contender"]] = run["load_s"]
+    ours, rule = ([pair[name] for pair in loads.values()] for name in ("all_lanes", "n-cpu-moe"))
+    shares = [one / other for one, other in zip(ours, rule, strict=True)]
+    assert len({cell for _, cell in loads}) == 11
+    assert (
+        f"Loading: {min(ours):.1f} to {max(ours):.1f} s where the rule takes {min(rule):.1f} to" in findings
+    )
+    assert f"{max(rule):.1f} in the same visit, {min(shares):.2f} to {max(shares):.2f} times" in findings
+    left_out = [
+        median(r["decode_ns"] / 1e6 for r in twelve if (r["cell"], r["contender"]) == ("residency=10", name))
+        for name in ("all_lanes", "n-cpu-moe")
+    ]
+    assert "than the rule ({:.1f} ms against {:.1f})".format(*left_out) in findings
+    told = [
+        paired.compare(slots, cell, "told more", "all_lanes", "decode_ns")
+        for cell in ("base", "preset=strong", "preset=uniform", "residency=25")
+    ]
+    base, strong, uniform, quarter = (each for each in told if each is not None)
+    words = f"Base {_said(base)}, strong {_said(strong)}, uniform {uniform.mean:.2f}×"
+    assert f"{words}, a quarter {quarter.mean:.2f}× of before" in findings
+
+
 def test_measured_gains_of_long_prompts_and_a_shared_bus_are_those_of_the_results() -> None:
     results = ROOT / "benchmarks" / "results"
     long = _runs(results / "h200-2026-11-30-prompts.jsonl", "1-20261130T182221")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,12 +246,57 @@ def test_without_them_the_bus_takes_its_part_of_the_memory_that_the_cpu_reads() 
     assert step_ns(replace(found, guests=0), 4) <= 1.1 * step_ns(replace(found, guests=4), 4)
 
 
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results/h200-2026-11-30-slots.jsonl"
+_ROW = re.compile(
+    r"^\| ([\w=]+) \| ([\w-]+) \| ([\d.]+) ms \| ([\d.]+) ms \| ([+-][\d.]+)% \|$", re.MULTILINE
+)
+
+
+def page_rows() -> dict[tuple[str, str], tuple[float, float, float]]:
+    """Predicted and measured milliseconds and the error in percent, as the findings show them."""
+    text = (ROOT / "docs/findings-hybrid.md").read_text(encoding="utf-8")
+    return {(m[1], m[2]): (float(m[3]), float(m[4]), float(m[5])) for m in _ROW.finditer(text)}
+
+
 def test_what_was_predicted_and_measured_is_what_the_findings_say() -> None:
     """One cell whose routing takes no time to draw; the command that stands there computes the others."""
-    root = Path(__file__).parents[1]
-    results = root / "benchmarks/results/h200-2026-11-30-slots.jsonl"
-    profile = results.with_suffix(".profile.yaml")
-    records = [r for r in Journal(results).records() if r.get("cell") == "preset=uniform"]
+    profile = RESULTS.with_suffix(".profile.yaml")
+    records = [r for r in Journal(RESULTS).records() if r.get("cell") == "preset=uniform"]
     shown = table(list(rows(records, from_text(profile.read_text(), str(profile))))).splitlines()[2:4]
-    text = (root / "docs/findings-hybrid.md").read_text()
+    text = (ROOT / "docs/findings-hybrid.md").read_text()
     assert len(shown) == 2 and all(line in text for line in shown)
+
+
+def test_measured_columns_and_what_is_said_of_all_rows() -> None:
+    runs = [r for r in Journal(RESULTS).records() if r["kind"] == "run" and r["contender"] != "told more"]
+    found = page_rows()
+    assert found.keys() == {(r["cell"], r["contender"]) for r in runs}
+    for (cell, name), (told, seen, error) in found.items():
+        times = [r["decode_ns"] / 1e6 for r in runs if (r["cell"], r["contender"]) == (cell, name)]
+        assert seen == pytest.approx(statistics.median(times), abs=0.006)
+        assert error == pytest.approx(100 * (told / seen - 1), abs=0.15)
+    measured = (ROOT / "docs/measured.md").read_text(encoding="utf-8")
+    ours, rule = (
+        [abs(row[2]) for (_, name), row in found.items() if name == which]
+        for which in ("all_lanes", "n-cpu-moe")
+    )
+    wanted = [statistics.median(ours), max(ours), statistics.median(rule), max(rule)]
+    said = re.search(
+        r"off by ([\d.]+) % in the middle, ([\d.]+) % at worst; "
+        r"`--n-cpu-moe` there ([\d.]+) % and ([\d.]+) %",
+        measured,
+    )
+    assert said and list(map(float, said.groups())) == pytest.approx(wanted, abs=0.06)  # of rounded errors
+
+
+def test_the_costs_that_the_findings_name_are_those_of_the_profile() -> None:
+    profile = RESULTS.with_suffix(".profile.yaml")
+    (costs,) = from_text(profile.read_text(), str(profile)).slots or ()
+    text = " ".join((ROOT / "docs/findings-hybrid.md").read_text(encoding="utf-8").split())
+    times = (costs.sync_ns, costs.pair_ns, costs.beside_ns, costs.pair_start_ns, costs.upload_ns)
+    layer, pair, beside, start, upload = (f"{ns / 1e3:.0f} µs" for ns in times)
+    size, rate = f"{costs.expert_bytes / 2**20:.1f} MiB", f"{costs.staged_bytes_per_s / 1e9:.0f} GB/s"
+    assert f"{layer} a layer, {pair} an expert of {size} by the CPU and {beside} beside the bus" in text
+    assert f"({start} to begin), {upload} by the bus, prompts brought at {rate}, " in text
+    assert f"half with both {costs.residual_ppm / 1e4:.1f} % off" in text
