@@ -84,7 +84,7 @@ def test_a_refusal_says_the_smallest_change_and_it_fits() -> None:
     assert refusal["verdict"] == "does not fit" and not refusal["feasible"]
     more = next(int(m[1]) for c in refusal["smallest_change"] if (m := re.match(r"(\d+) GiB more host", c)))
     bigger = ("--ram", f"{32 + more}GiB", "--memory", "ddr5-6000", "--cpu", "8", "-c", "8k")
-    assert data(LLAMA, "--gpu", "RTX 4060", *bigger, "--no-levers")["feasible"]
+    assert data(LLAMA, "--gpu", "RTX 4060", *bigger)["feasible"]
     text = run("fit", LLAMA, *machine)
     assert text.exit_code == 1 and "does not fit\nshort by " in text.stdout
     told = text.stdout[text.stdout.index("it would fit with one of these, each tried:\n") :].splitlines()[1:]
@@ -100,8 +100,7 @@ def test_a_shorter_context_is_a_way_out_that_was_tried() -> None:
     machine = ("--machine", "rtx4090-ddr5", "-c", "1M")
     refusal = data(LLAMA, *machine, code=1)
     context = next(re.search(r"--ctx (\d+)", hint) for hint in refusal["tested"] if hint.startswith("--ctx"))
-    assert context
-    assert data(LLAMA, "--machine", "rtx4090-ddr5", "-c", context[1], "--no-levers")["feasible"]
+    assert context and data(LLAMA, "--machine", "rtx4090-ddr5", "-c", context[1])["feasible"]
 
 
 def test_the_command_to_paste_is_that_of_export(model: Path, tmp_path: Path) -> None:
@@ -167,3 +166,11 @@ def test_each_lever_is_what_solve_says_of_it() -> None:
     other = json.loads(run("solve", QWEN, *machine, "--quant", ".=q3_K", "--json").stdout)
     assert levers["quantisation"]["option"] == "solve --quant .=q3_K"
     assert levers["quantisation"]["after_ns"] == other["predicted"]["tpot_ns"]
+
+
+def test_what_slots_bring_without_routing_statistics_is_what_the_readme_says() -> None:
+    """Beside the gain with them, which its example shows."""
+    told = json.loads(run("fit", QWEN, *MINE, "--json").stdout)
+    lanes = next(lever for lever in told["levers"] if lever["name"] == "lanes")
+    readme = (INPUTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"without them {lanes['before_ns'] / lanes['after_ns']:.2f}×" in readme
