@@ -108,7 +108,7 @@ def _layers(
 
 
 def _more(blocks: Sequence[Shapes]) -> frozenset[str]:
-    """Tensors that Q4_K_M gives more bits: values and down projections at both ends and every third between."""
+    """Tensors that Q4_K_M gives more bits: values and down projections at both ends, every third between."""
     found = set()
     for stem in ("attn_v", "ffn_down"):
         having = [layer for layer, shapes in enumerate(blocks) if stem in shapes]
