@@ -79,11 +79,11 @@ def test_the_largest_context_has_a_plan_and_no_larger_one() -> None:
 
 
 def test_a_refusal_says_the_smallest_change_and_it_fits() -> None:
-    machine = ("--machine", "rtx4060-8gb-ddr5", "-c", "8k")
+    machine = ("--machine", "rtx4060-8gb-ddr5", "-c", "12k")
     refusal = data(LLAMA, *machine, code=1)
     assert refusal["verdict"] == "does not fit" and not refusal["feasible"]
     more = next(int(m[1]) for c in refusal["smallest_change"] if (m := re.match(r"(\d+) GiB more host", c)))
-    bigger = ("--ram", f"{32 + more}GiB", "--memory", "ddr5-6000", "--cpu", "8", "-c", "8k")
+    bigger = ("--ram", f"{32 + more}GiB", "--memory", "ddr5-6000", "--cpu", "8", "-c", "12k")
     assert data(LLAMA, "--gpu", "RTX 4060", *bigger)["feasible"]
     text = run("fit", LLAMA, *machine)
     assert text.exit_code == 1 and "does not fit\nshort by " in text.stdout

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from random_problems import brute_force, random_problem, with_budget
 
 from planner.solver import counting, frontier
+from planner.solver.counting import parts
 from planner.solver.evaluate import evaluate
-from planner.solver.host_prefixes import parts
-from planner.solver.problem import Problem, Solution
-from planner.solver.solve import Solved, price_of, solve, solve_cp
+from planner.solver.problem import Capacity, Decision, Edge, Option, Problem, Share, Solution
+from planner.solver.solve import Solved, any_placement, price_of, solve, solve_cp
 from planner.solver.totals import Totals
 
 SEEDS = st.integers(min_value=0, max_value=2**40)
@@ -41,6 +41,37 @@ def agree(problem: Problem, solved: Solved, best: int | None) -> None:
 def test_same_objective_as_trying_everything(seed: int) -> None:
     problem = random_problem(seed, length=3)
     agree(problem, solve(problem), brute_force(problem))
+
+
+@many(120)
+@given(SEEDS)
+def test_there_is_room_where_trying_everything_finds_a_placement(seed: int) -> None:
+    problem = random_problem(seed, length=4)
+    found = any_placement(problem)
+    if found.status != "unknown":  # the order that was tried is not the only one
+        assert (found.solution is None) == (brute_force(problem) is None)
+    if found.solution is not None:
+        judged = evaluate(problem, found.solution)
+        assert (judged.violations, judged.objective_ns) == ((), found.objective_ns)
+
+
+@pytest.mark.parametrize("runs", [0, 3])
+def test_room_for_many_layers_is_known_either_way(runs: int) -> None:
+    """Kinds of layers that take turns, and memory for the whole of them to the byte."""
+    options = [
+        tuple(Option(d, d, ("x",), 1, 1, (size * (d == 0), size * (d == 1)), (d,)) for d in (0, 1))
+        for size in (3, 5)
+    ]
+    decisions = tuple(Decision(f"blk.{n}", ("a",), options[n % 2]) for n in range(40))
+    zero = ((0, 0), (0, 0))
+    shares = (Share("GPU", 0, 2), Share("CPU", 1, 1))
+    edges = tuple(Edge(n, n + 1, zero, zero) for n in range(39))
+    for spare, leads in itertools.product((-1, 0), (False, True)):
+        devices = (Capacity("GPU", "gpu", 82), Capacity("CPU", "cpu", 81 + spare))
+        problem = Problem(devices, decisions, edges, shares=shares, max_runs=runs, host_leads=leads)
+        found = any_placement(problem)
+        assert found.status == ("infeasible" if spare else "feasible")
+        assert found.solution is None or evaluate(problem, found.solution).feasible
 
 
 @many(250)

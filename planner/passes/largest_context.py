@@ -14,7 +14,7 @@ from planner.passes.case import Case
 from planner.passes.refusal import Infeasible, because, overfilled_by_extras, refuse, unavoidable
 from planner.plan.engine_settings import EngineSettings
 from planner.solver.problem import Decision, Edge, Option, Problem
-from planner.solver.solve import Limits, solve
+from planner.solver.solve import Limits, any_placement, solve
 from planner.workload import Workload
 
 _AFTER = 16  # everything from the context to the recorded plan, in terms of building one problem
@@ -116,8 +116,13 @@ def _fits(case: Case, settings: EngineSettings, workload: Workload, keep: Keep) 
     if not priced.settings.gpus and any(r.opens and r.device != CPU for r in priced.settings.reserves):
         return False  # a GPU is open all the same
     limits = Limits(2.0, deadline=deadline)
-    found = solve(free_of_charge(resident_problem(priced)), None, limits).solution
-    return found is not None and not over_resident(priced, found)
+    problem = resident_problem(priced)
+    found = any_placement(problem, limits)
+    if found.solution is not None and not over_resident(priced, found.solution):
+        return True
+    if found.status != "infeasible":  # not in the order that was tried, or too much beside paged weights
+        found = solve(free_of_charge(problem), None, limits)
+    return found.solution is not None and not over_resident(priced, found.solution)
 
 
 def free_of_charge(problem: Problem) -> Problem:

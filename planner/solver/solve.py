@@ -14,10 +14,11 @@ from typing import Any
 
 from planner.solver import counting, frontier
 from planner.solver.capacities import binding, free_shares
+from planner.solver.counting import Part, parts
 from planner.solver.cp_sat import ExactModel
 from planner.solver.deadline import Deadline
-from planner.solver.host_prefixes import Part, parts
 from planner.solver.problem import Problem, Solution
+from planner.solver.room import RoomModel
 
 _LEAST_S = 0.01  # CP-SAT takes no limit of zero for a limit
 _SHARES = {"count": 0.3, "arrange": 0.2, "exact": 0.5}  # of the time, for each use of CP-SAT
@@ -64,6 +65,28 @@ def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None 
     if found.status not in ("optimal", "infeasible"):
         limits.deadline.ended.add("work")  # which the clock outweighs
     return found
+
+
+def any_placement(problem: Problem, limits: Limits | None = None) -> Solved:
+    """Some placement that keeps every limit, whatever it costs, with its price and no bound.
+
+    Infeasible where there is none; unknown where numbers of layers fit, but not in the orders that were
+    tried, or the work allowed was not enough.
+    """
+    from ortools.sat.python import cp_model as cp
+
+    limits = limits or Limits()
+    for stretches in (False, True):
+        room = RoomModel(cp, problem, stretches=stretches)
+        solver = _solver(cp, limits)
+        status = _within(cp, solver, room.model, limits)
+        if status == cp.INFEASIBLE and not stretches:
+            return Solved("infeasible", None, 0, 0)
+        if status in (cp.OPTIMAL, cp.FEASIBLE):
+            found = room.laid_out([[int(solver.value(v)) for v in row] for row in room.counts])
+            if found is not None:
+                return Solved("feasible", found, price_of(problem, found), 0)
+    return Solved("unknown", None, 0, 0)
 
 
 def _frontier(problem: Problem, best: Solved, limits: Limits) -> Solved:
