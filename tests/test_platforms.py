@@ -100,6 +100,12 @@ def test_a_budget_above_the_working_set_names_the_setting_that_raises_it(name: s
         ("APU of 128 GiB LPDDR5X", 128, 96),
         ("ggml-rpc-server with an NVIDIA GeForce RTX 3090 24GB", 24, 0),
         ("a Machine with a Radeon", 24, 0),
+        ("Ryzen AI Max+ 395 with a Radeon 8060S", 128, 96),
+        ("Intel(R) Arc(TM) Graphics", 32, 24),
+        ("Intel Arc B580 Graphics", 12, 0),
+        ("a Mac Pro of 2019 with a Radeon Pro W6800X", 32, 0),
+        ("a Jetson AGX Thor", 128, 96),
+        ("a server", 512, 384),
     ],
 )
 def test_a_remote_device_has_the_ceiling_of_what_it_is(what: str, memory: int, ceiling: int) -> None:

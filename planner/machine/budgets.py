@@ -35,10 +35,19 @@ _MAC = re.compile(
     r"\b(apple|i?mac(book|os)?|mac ?(studio|mini|pro)|metal|m[1-9] (ultra|max|pro))\b", re.IGNORECASE
 )
 _ONE_MEMORY = re.compile(
-    r"\b(phone|iphone|ipad|tablet|android|snapdragon|adreno|mali|apu|unified|integrated|strix|jetson|orin|"
-    r"gb10|dgx spark|raspberry)\b",
+    r"\b(phone|iphone|ipad|tablet|android|snapdragon|adreno|mali|exynos|dimensity|mediatek|kirin|pixel|galaxy|"
+    r"apu|unified|integrated|[ai]gpu|strix|ryzen ai|steam deck|van gogh|radeon(\(tm\))? ([6-8][0-9]0m|80[4-6]0s)|"
+    r"(vega|u?hd|iris( xe)?|arc(\(tm\))?) graphics|arc 1[0-9]0[tv]|(lunar|meteor|arrow|panther) lake|"
+    r"jetson|orin|tegra|thor|gb10|dgx spark|raspberry|rk35[0-9]{2})\b",
     re.IGNORECASE,
 )
+# Cards, which have their own memory whatever machine they are in.
+_CARD = re.compile(
+    r"\b(rtx|gtx|geforce|quadro|tesla|titan|radeon pro|rx ?[0-9]{3,4}|instinct|arc [ab][0-9]{3}|egpu|"
+    r"mi[0-9]{2,3}x?|[ahv]100|h200|b[23]00|l40s?|a[3-6]0(00)?)\b",
+    re.IGNORECASE,
+)
+_NO_CARD = 300 * 2**30  # more than the largest card has: what states it states the memory of a machine
 
 
 def parse_budget(text: str, option: str = "--budget") -> Mapping[str, int]:
@@ -192,8 +201,8 @@ def working_set(device: Device, profile: Profile) -> int:
 
 
 def shared_by(device: Device, profile: Profile) -> str:
-    """The system that shares a GPU's memory: as the profile says, by the backend, or by what a described
-    device is called; "" for memory of its own. A measured remote device reports what it may use.
+    """The system that shares a GPU's memory: as the profile says, by the backend or kind, or by what a
+    described device is called; "" for memory of its own. A measured remote device reports what it may use.
     """
     if device.kind == "cpu":
         return ""
@@ -201,8 +210,11 @@ def shared_by(device: Device, profile: Profile) -> str:
         return device.shared
     if device.name.startswith(METAL):
         return MACOS
-    if profile.measured or device.kind == "gpu":
+    if device.kind == "igpu":
+        return UNIFIED
+    if profile.measured or _CARD.search(device.description):
         return ""
     if _MAC.search(device.description):
         return MACOS
-    return UNIFIED if _ONE_MEMORY.search(device.description) else ""
+    one = _ONE_MEMORY.search(device.description) or device.memory_bytes > _NO_CARD
+    return UNIFIED if one else ""
