@@ -10,7 +10,7 @@ from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.structure import structure_of
 from planner.model.tensor_roles import missing_partners
-from planner.model.units import BOUND, ExpertMismatch, Kind, Unit, UnitTable, units_of
+from planner.model.units import BOUND, ExpertMismatch, Kind, Unit, UnitTable, divisible, movable, units_of
 from planner.workload import Workload
 
 
@@ -76,7 +76,7 @@ def test_a_tied_head_is_counted_beside_the_file() -> None:
     assert tied.active_bytes == whole.active_bytes
 
 
-def test_expert_biases_and_selection_biases_stay_with_the_router() -> None:
+def test_biases_and_scales_go_with_their_experts_and_selection_biases_with_the_router() -> None:
     extra = "\n".join(
         [f"blk.1.ffn_{n}_exps.bias 32x8" for n in ("gate", "up")]
         + [
@@ -87,12 +87,15 @@ def test_expert_biases_and_selection_biases_stay_with_the_router() -> None:
         ]
     )
     units = named(units_of(moe(extra)))
-    assert {"blk.1.ffn_gate_exps.bias", "blk.1.exp_probs_b", "blk.1.ffn_down_exps.scale"} <= set(
-        units["blk.1.router"].tensors
+    small = {"blk.1.ffn_gate_exps.bias", "blk.1.ffn_up_exps.bias", "blk.1.ffn_down_exps.scale"}
+    assert (
+        small < set(movable(units["blk.1.experts"])) and "blk.1.exp_probs_b" in units["blk.1.router"].tensors
     )
     assert "blk.2.exp_probs_b.bias" in units["blk.2.router"].tensors
     assert "blk.1.attn_sinks.weight" in units["blk.1.attention"].tensors
-    assert all(name.endswith("exps.weight") for name in units["blk.1.experts"].tensors)
+    assert set(divisible(units["blk.1.experts"])) == set(units["blk.1.experts"].tensors) - small
+    alone = table("qwen3moe", f"{attention(0)}\nblk.0.ffn_gate_exps.bias 32x8\n{ends()}", block_count=1)
+    assert "blk.0.ffn_gate_exps.bias" in named(units_of(alone))["blk.0.router"].tensors
 
 
 @pytest.mark.parametrize("spelt", ["scale", "weight.scale", "input_scale", "weight.input_scale"])
@@ -101,7 +104,7 @@ def test_scales_stay_with_what_they_scale_however_they_are_spelt(spelt: str) -> 
     found = units_of(model)
     assert found.unknown == () and missing_partners(model) == ()
     units = named(found)
-    assert f"blk.1.ffn_down_exps.{spelt}" in units["blk.1.router"].tensors
+    assert f"blk.1.ffn_down_exps.{spelt}" in units["blk.1.experts"].tensors
     assert f"blk.1.attn_q.{spelt}" in units["blk.1.attention"].tensors
     assert f"blk.0.ffn_up.{spelt}" in units["blk.0.ffn"].tensors
 

@@ -24,7 +24,7 @@ from planner.memory.memory import NOTHING, Memory
 from planner.model.inventory import Inventory
 from planner.model.layers import Layers
 from planner.model.structure import Structure
-from planner.model.units import Kind, Unit
+from planner.model.units import Kind, Unit, divisible
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.load_spec import HYBRID_BANKS
@@ -295,7 +295,9 @@ def _counted(chooser: Chooser, option: Option, name: str, first: int) -> bool:
 
 def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Once, ...]:
     """Where prompts bring experts without a slot: room for two of the largest layer, a device."""
-    largest = max((u.size_bytes for u in model.units if u.kind is Kind.EXPERTS), default=0)
+    tensors = model.structure.tensors
+    experts = [divisible(u) for u in model.units if u.kind is Kind.EXPERTS]
+    largest = max((sum(tensors[name].size_bytes for name in names) for names in experts), default=0)
     staged = Memory(compute=HYBRID_BANKS * largest)
     return tuple(once(f"{d.name} stages experts", i, staged) for i, d in enumerate(devices))
 

@@ -14,7 +14,7 @@ from planner.cost.ledger import Once, once
 from planner.machine.profile import Device
 from planner.memory.memory import NOTHING, Memory
 from planner.model.structure import Structure
-from planner.model.units import Kind, movable
+from planner.model.units import Kind, divisible
 from planner.plan.load_spec import plan_layer_devices
 from planner.plan.plan import CachePoint, Placement, Plan
 from planner.site import ON_CPU, Site, SiteKind
@@ -37,9 +37,10 @@ def cache_shares(
         return ()
     tensors = structure.tensors
     slots = {
-        tuple((tensors[n].type, tensors[n].shape) for n in movable(u)): u.size_bytes // u.experts
+        tuple((t.type, t.shape) for t in held): sum(t.size_bytes for t in held) // u.experts
         for u in structure.units
         if u.kind is Kind.EXPERTS
+        for held in [[tensors[n] for n in divisible(u)]]
     }
     extra = sum(slots.values()) + 2**20
     found = [

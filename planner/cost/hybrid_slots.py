@@ -18,7 +18,7 @@ from planner.cost.unit_time import Prices
 from planner.machine.op_time import NS_PER_S
 from planner.machine.profile import Device, Profile, SlotCosts
 from planner.model.inventory import Tensor
-from planner.model.units import Unit, movable
+from planner.model.units import Unit, divisible
 from planner.plan.plan import FollowedLayer
 
 # Read-back of the choice and the input, rewritten ids, rows sent back: 28 to 40 us a layer on an H200 with 16
@@ -51,7 +51,7 @@ def lanes_of(prices: Prices, unit: Unit, device: Device, host: Device, guests: i
     takes its part of the host memory that the CPU reads.
     """
     gpu_ns, tokens = prices.on(unit, device.name).decode_ns, prices.step_tokens
-    each = prices.moved_bytes(unit) // unit.experts
+    each = prices.divisible_bytes(unit) // unit.experts
     chosen = max(min(unit.experts, unit.used * tokens), 1)
     found = measured(prices.profile, device.name, main_type(unit, prices.tensors))
     if found is not None:
@@ -81,7 +81,7 @@ def staged_ppm(prices: Prices, unit: Unit, device: str) -> int:
 def main_type(unit: Unit, tensors: Mapping[str, Tensor]) -> str:
     """The type that most bytes of a unit's experts have."""
     sizes: dict[str, int] = {}
-    for tensor in (tensors[name] for name in movable(unit)):
+    for tensor in (tensors[name] for name in divisible(unit)):
         sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size_bytes
     return max(sorted(sizes), key=lambda kind: sizes[kind], default="")
 

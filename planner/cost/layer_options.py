@@ -196,7 +196,8 @@ class Chooser:
             return
         cold = self.prices.on(unit, device.name, "CUDA_Host")
         for stripe in stripe_widths(unit, self.prices, curve):
-            held = self._weights({d: stripe.device_bytes, self.cpu: stripe.host_bytes})
+            small = unit.size_bytes - self.prices.divisible_bytes(unit)
+            held = self._weights({d: stripe.device_bytes + small, self.cpu: stripe.host_bytes})
             times = _blend(here, cold, stripe)
             yield Spot(Site(SiteKind.STRIPE, device.name, stripe.k), held, times)
 
@@ -205,7 +206,7 @@ class Chooser:
         device, host = self.devices[d], self.devices[self.cpu]
         if not self.choices.hybrid or (device.memory_pool and device.memory_pool == host.memory_pool):
             return
-        tokens, moved = self.prices.step_tokens, self.prices.moved_bytes(unit)
+        tokens, moved = self.prices.step_tokens, self.prices.divisible_bytes(unit)
         each = moved // unit.experts
         curve = self.choices.curves.get(unit.layer or 0) or hybrid_slots.flat(unit.experts)
         lanes = hybrid_slots.lanes_of(self.prices, unit, device, host, HYBRID_GUESTS)
@@ -242,7 +243,7 @@ class Chooser:
         device = self.devices[d]
         if device.memory_pool and device.memory_pool == self.devices[self.cpu].memory_pool:
             return  # one memory: a cache would only copy within it
-        moved = self.prices.moved_bytes(unit)
+        moved = self.prices.divisible_bytes(unit)
         there = self._there(d, unit) + self._hand_over(self.cpu, d, 1)
         prefill = self._host_times(unit, d).prefill_ns + there.prefill_ns
         streaming = (PER_DEVICE * d + 1, PER_DEVICE * d + 2) if self._streams(d) else ()

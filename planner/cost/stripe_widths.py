@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.constants import PPM, STRIPE_GRANULE
 from planner.cost.unit_time import Prices
-from planner.model.units import Unit
+from planner.model.units import Unit, divisible
 
 STEPS = 16  # of a whole layer; widths tried are multiples of one
 
@@ -29,7 +29,7 @@ def stripe_widths(unit: Unit, prices: Prices, curve: Sequence[float]) -> Iterato
     n = unit.experts
     if n < 2 or len(curve) != n + 1:
         return
-    sizes = [prices.tensors[name].size_bytes for name in unit.tensors]
+    sizes = [prices.tensors[name].size_bytes for name in divisible(unit)]
     ubatch = prices.workload.n_ubatch
     for k in dict.fromkeys(round(n * step / STEPS) for step in range(1, STEPS)):
         if not 0 < k < n:

@@ -21,7 +21,7 @@ from planner.model.inventory import Inventory, Tensor
 from planner.model.sliding_window import window
 from planner.model.structure import Structure
 from planner.model.tensor_roles import Role, parts_of
-from planner.model.units import Kind, Unit, movable
+from planner.model.units import Kind, Unit, divisible, movable
 from planner.plan.plan import Speculation
 from planner.remember import remembered
 from planner.workload import Workload
@@ -192,6 +192,10 @@ class Prices:
     def moved_bytes(self, unit: Unit) -> int:
         """Weights of a unit that can live elsewhere than on its layer device."""
         return sum(self.tensors[name].size_bytes for name in movable(unit))
+
+    def divisible_bytes(self, unit: Unit) -> int:
+        """Weights of a unit that slots, stripes or a cache hold a part of; the rest stays on the device."""
+        return sum(self.tensors[name].size_bytes for name in divisible(unit))
 
     def stream_ns(self, cpu: str, target: str, size_bytes: int) -> int:
         """Time of one copy of weights in host memory to a device that computes with them."""

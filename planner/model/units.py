@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
@@ -24,9 +24,9 @@ class Kind(StrEnum):
     LOOKUP = "lookup"  # per-layer and n-gram tables: host only
     ATTENTION = "attention"  # with the layer's norms; bound to the layer device, owns KV
     RECURRENT = "recurrent"  # T0 and T1 of a recurrent mixer and the norms; bound, owns state
-    ROUTER = "router"  # router, its biases, shared experts, expert biases and scales; bound
+    ROUTER = "router"  # router, its biases, shared experts; bound
     FFN = "ffn"  # dense gate/up/down weights: the layer device or the CPU
-    EXPERTS = "experts"  # routed gate/up/down weights: the layer device, the CPU, a cache, a stripe
+    EXPERTS = "experts"  # routed gate/up/down, with biases and scales: as FFN, or a cache, slots, a stripe
     LAYER = "layer"  # a whole layer of an unknown architecture; bound
     OUTPUT = "output"  # output head and final norm
     NEXTN = "nextn"  # a NextN/MTP block: only loaded on request
@@ -54,10 +54,18 @@ class Unit:
 
 
 def movable(unit: Unit) -> tuple[str, ...]:
-    """The tensors that leave the layer device with their unit: of the head the matrix, never the norm."""
+    """The tensors that leave the layer device with their unit: of the head the matrix, never the norm.
+
+    Biases and scales go with their experts: the engine adds them where they lie, between two products.
+    """
     if unit.kind is not Kind.OUTPUT:
         return unit.tensors
     return tuple(name for name in unit.tensors if name == "output.weight")
+
+
+def divisible(unit: Unit) -> tuple[str, ...]:
+    """The tensors of a unit that slots, stripes or a cache hold a part of: experts, not biases and scales."""
+    return tuple(name for name in movable(unit) if name.endswith(".weight"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +116,7 @@ _GLOBAL = {
 _NAMES = {Kind.EMBEDDING: "token_embd", Kind.OUTPUT: "output", Kind.FOREIGN: "foreign"}
 # Tensors of a router whose last axis counts experts.
 _BY_EXPERT = re.compile(r"\.(ffn_gate_inp\.(weight|bias)|exp_probs_b(\.(weight|bias))?)$")
-_IN_ROUTER = frozenset({Role.ROUTER, Role.SHARED, Role.EXPERT_SMALL})
+_IN_ROUTER = frozenset({Role.ROUTER, Role.SHARED})
 
 
 def is_table(unit: str) -> bool:
@@ -135,8 +143,12 @@ def units_of(inventory: Inventory) -> UnitTable:
     experts = _experts_by_layer(inventory, parts)
     bound = {n: _bound_kind(layers, n) for n in range(layers.n_main)}
     groups: dict[Group, list[tuple[Tensor, Part]]] = defaultdict(list)
+    routed = {part.layer for _, part in parts if part.role is Role.EXPERTS}
     for tensor, part in parts:
-        groups[_group(part, layers, bound, known)].append((tensor, part))
+        alone = part.role is Role.EXPERT_SMALL and part.layer not in routed
+        groups[_group(replace(part, role=Role.ROUTER) if alone else part, layers, bound, known)].append(
+            (tensor, part)
+        )
     groups.setdefault((Kind.OUTPUT, None), [])
     units = tuple(
         _unit(inventory, kind, layer, tuple(groups[kind, layer]), experts)
@@ -165,7 +177,7 @@ def _group(part: Part, layers: Layers, bound: Mapping[int, Kind], known: bool) -
 
 
 def _kind_in_layer(role: Role, norms: Kind, recurrent: bool) -> Kind:
-    if role is Role.EXPERTS:
+    if role in (Role.EXPERTS, Role.EXPERT_SMALL):
         return Kind.EXPERTS
     if role is Role.FFN:
         return Kind.FFN

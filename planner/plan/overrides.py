@@ -17,7 +17,7 @@ from planner.block_names import within_block
 from planner.constants import CPU
 from planner.errors import InputError
 from planner.model.inventory import Inventory
-from planner.model.units import Kind, Unit, movable
+from planner.model.units import Kind, Unit, divisible, movable
 from planner.plan.plan import Override
 from planner.site import Site, SiteKind
 
@@ -61,7 +61,7 @@ def wanted_buffers(
             continue
         if tied and _TIED in unit.tensors and buffer != layer_devices[-1]:
             raise UnplaceableUnit(unit.name, site, "the output head is the same tensor and lives elsewhere")
-        wanted.update(dict.fromkeys(movable(unit), buffer))
+        wanted.update(dict.fromkeys(divisible(unit) if site.divided else movable(unit), buffer))
     return wanted
 
 

@@ -19,7 +19,7 @@ from planner.cost.hybrid_slots import AHEAD, Lanes, binomial, expected_ns, main_
 from planner.errors import AtsplanError
 from planner.machine.profile import Device, SlotCosts
 from planner.model.inventory import Inventory
-from planner.model.units import Kind, Unit, units_of
+from planner.model.units import Kind, Unit, divisible, units_of
 from planner.plan.load_spec import HYBRID_GUESTS, LoadSpec
 from planner.workload import Workload
 from profiler import host
@@ -78,7 +78,7 @@ def _shape(inventory: Inventory, unit: Unit) -> Shape | None:
     if down is None or kind not in TYPES:
         return None
     n_ff, n_embd = down.shape[0], down.shape[1]
-    each = sum(tensors[n].size_bytes for n in unit.tensors) // unit.experts
+    each = sum(tensors[n].size_bytes for n in divisible(unit)) // unit.experts
     fitting = ALL_BYTES // max(LAYERS * each, 1)
     n_expert = min(unit.experts, max(fitting, 2 * unit.used, 4))
     return Shape(n_embd, n_ff, n_expert, unit.used, kind)
