@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import moe
+from planning_models import dense, moe
 
 from atsplan import COMMANDS, main
 from planner.model.inventory import to_text
@@ -127,3 +127,18 @@ def test_a_command_that_is_not_there_names_the_near_ones() -> None:
 def test_output_is_spelt_the_same_everywhere(words: tuple[str, ...]) -> None:
     told = run(*words, "--help").stdout
     assert "--output" in told and "--out," in told.replace("--out ", "--out,")
+
+
+def test_experts_of_the_first_layers_are_counted_as_llama_cpp_counts_them(tmp_path: Path) -> None:
+    """Dense layers count, more layers than there are stand for all; a model without experts is told so."""
+    late, flat = tmp_path / "late.inventory.yaml", tmp_path / "dense.inventory.yaml"
+    late.write_text(to_text(moe(4, dense_first=1)))
+    flat.write_text(to_text(dense([4096] * 2)))
+    budget = ("--budget", "2000")
+    assert planned(late, *budget, "-ncmoe", "2") == planned(late, *budget, "--pin", "blk.1.experts=cpu")
+    assert planned(late, *budget, "-ncmoe", "99") == planned(
+        late, *budget, *(f for n in (1, 2, 3) for f in ("--pin", f"blk.{n}.experts=cpu"))
+    )
+    for words in (("-ncmoe", "2"), ("-cmoe",)):
+        found = run("solve", flat, "--machine", "rtx4090-ddr5", *budget, *words)
+        assert found.exit_code == 2 and "moe" in found.stderr and "no routed experts" in found.stderr

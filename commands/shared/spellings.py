@@ -7,7 +7,7 @@ one line that says what to use.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import click
@@ -85,11 +85,18 @@ def use_with_sequences(use: str | None, sequences: int | None) -> str | None:
     return f"seqs={sequences}" if use is None else f"{use},seqs={sequences}"
 
 
-def expert_pins(pins: tuple[str, ...], layers: int | None, every: bool) -> tuple[str, ...]:
-    """Pins with --n-cpu-moe and --cpu-moe among them: experts of the first layers, or all, on the CPU."""
+def expert_pins(layers: int | None, every: bool, routed: Iterable[int]) -> tuple[str, ...]:
+    """Pins that --cpu-moe and --n-cpu-moe stand for: experts of all layers, or of the first, on the CPU.
+
+    `routed`: the layers that have experts. As in llama.cpp dense layers count, and `layers` may be more than
+    there are; OptionProblem where no layer has any.
+    """
+    where = sorted(routed)
+    if not where and (every or layers):
+        answered("--cpu-moe" if every else "--n-cpu-moe", "the model has no routed experts")
     if every:
-        return (*pins, "blk.*.experts=cpu")
-    return (*pins, *(f"blk.{layer}.experts=cpu" for layer in range(layers or 0)))
+        return ("blk.*.experts=cpu",)
+    return tuple(f"blk.{layer}.experts=cpu" for layer in where if layer < (layers or 0))
 
 
 # Options that are only answered

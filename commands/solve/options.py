@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from commands.shared.option_types import Number
-from commands.shared.spellings import SOLVE, Size, Tokens, answers, expert_pins, kv_type, use_with_sequences
+from commands.shared.spellings import SOLVE, Size, Tokens, answers, kv_type, use_with_sequences
 
 _FILE = click.Path(path_type=Path)
 UBATCH_AUTO = 0
@@ -157,6 +157,8 @@ class SolveOptions:
     use: str | None
     mtp: bool
     pins: tuple[str, ...]
+    cpu_moe_layers: int | None
+    cpu_moe: bool
     contiguous: bool
     no_cpu: bool
     page: bool
@@ -186,8 +188,6 @@ def solve_options(function: Callable[..., Any]) -> Callable[..., Any]:
         keys, values_type = values.pop("type_k"), values.pop("type_v")
         values["kv_type"] = kv_type(values["kv_type"], keys, values_type)
         values["use"] = use_with_sequences(values["use"], values.pop("sequences"))
-        every, layers = values.pop("cpu_moe"), values.pop("cpu_moe_layers")
-        values["pins"] = expert_pins(values["pins"], layers, every)
         own = {name: values.pop(name) for name in names}
         return function(asked=SolveOptions(**own), **values)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
 from commands.shared.option_types import began, whole
+from commands.shared.spellings import expert_pins
 from commands.solve.extras import acceptance, extras_of, first_gpu
 from commands.solve.options import UBATCH_AUTO, SolveOptions
 from planner.constants import CPU
@@ -109,7 +110,7 @@ def inputs_of(asked: SolveOptions) -> Inputs:
         budgets=budgets,
         workload=workload,
         lowest_ctx=lowest,
-        pins=tuple(parse_pin(text) for text in asked.pins),
+        pins=tuple(parse_pin(text) for text in (*asked.pins, *_expert_pins(asked, inventory))),
         contiguous=asked.contiguous,
         no_cpu=asked.no_cpu,
         page=asked.page,
@@ -128,6 +129,15 @@ def inputs_of(asked: SolveOptions) -> Inputs:
         deadline,
         asked.engine or "",
     )
+
+
+def _expert_pins(asked: SolveOptions, inventory: Inventory) -> tuple[str, ...]:
+    from planner.model.units import Kind, units_of
+
+    if not asked.cpu_moe and not asked.cpu_moe_layers:
+        return ()
+    routed = [u.layer for u in units_of(inventory).units if u.kind is Kind.EXPERTS and u.layer is not None]
+    return expert_pins(asked.cpu_moe_layers, asked.cpu_moe, routed)
 
 
 def _note_changes(profile: Profile, path: Path | None) -> None:
