@@ -35,10 +35,10 @@ _MAC = re.compile(
     r"\b(apple|i?mac(book|os)?|mac ?(studio|mini|pro)|metal|m[1-9] (ultra|max|pro))\b", re.IGNORECASE
 )
 _ONE_MEMORY = re.compile(
-    r"\b(phone|iphone|ipad|tablet|android|snapdragon|adreno|mali|exynos|dimensity|mediatek|kirin|pixel|galaxy|"
-    r"apu|unified|integrated|[ai]gpu|strix|ryzen ai|steam deck|van gogh|radeon(\(tm\))? ([6-8][0-9]0m|80[4-6]0s)|"
-    r"(vega|u?hd|iris( xe)?|arc(\(tm\))?) graphics|arc 1[0-9]0[tv]|(lunar|meteor|arrow|panther) lake|"
-    r"jetson|orin|tegra|thor|gb10|dgx spark|raspberry|rk35[0-9]{2})\b",
+    r"\b(phone|iphone|ipad|tablet|android|snapdragon|adreno|mali|exynos|dimensity|mediatek|kirin|pixel|"
+    r"galaxy|apu|unified|integrated|[ai]gpu|strix|ryzen ai|steam deck|van gogh|"
+    r"radeon(\(tm\))? ([6-8][0-9]0m|80[4-6]0s)|(vega|u?hd|iris( xe)?|arc(\(tm\))?) graphics|arc 1[0-9]0[tv]|"
+    r"(lunar|meteor|arrow|panther) lake|jetson|orin|tegra|thor|gb10|dgx spark|raspberry|rk35[0-9]{2})\b",
     re.IGNORECASE,
 )
 # Cards, which have their own memory whatever machine they are in.
