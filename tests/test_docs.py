@@ -217,7 +217,7 @@ def _said(found: paired.Ratio) -> str:
 
 
 def test_measured_gains_of_following_are_those_of_the_results() -> None:
-    """Of the rules that the planner tries, computed from every token again."""
+    """Of the rules that the planner tried first, computed from every token again."""
     path = ROOT / "benchmarks" / "results" / "h200-2026-11-30-drifting-shifting.json"
     gains, back, lost, spared = [], [], [], []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:

@@ -12,8 +12,8 @@ def test_slots_follow_a_topic(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     small = ["--size", "small", "--preset", "shifting", "--layers", 2, "--switch", 128, "--turns", 2]
     words = ["--device", "CPU", "--shares", "0.25", "--threads", 1, "--window", 16]
-    words += ["--lockstep", "--work", tmp_path]
-    ways = "ncmoe,A,B,lfu:32:100,lru:0:100"
+    words += ["--lockstep", "--work", tmp_path, "--rounds", 2]
+    ways = "ncmoe,A,B,lfu:32:100,lfu:32:100:2"
     done = python(
         "-m", "benchmarks.rounds.drifting", *small, *words, "--contenders", ways, "--out", out, limit_s=300
     )
@@ -24,8 +24,11 @@ def test_slots_follow_a_topic(tmp_path: Path) -> None:
     assert all(len(row["ms"]) == 256 for row in rows.values())
     wrong, right = rows["A"]["phase_hits"][1], rows["B"]["phase_hits"][1]
     assert wrong + 0.2 < right
-    for name in ("lfu:32:100", "lru:0:100"):
+    assert [len(row["rounds_ms"]) for row in rows.values()] == [1, *[2] * 5]
+    for name in ("lfu:32:100", "lfu:32:100:2"):
         hits = rows[name]["phase_hits"]
         assert hits[0] > rows["A"]["phase_hits"][0] - 0.03
         assert hits[1] > wrong + 0.8 * (right - wrong)
         assert rows[name]["lanes"]["admitted"] > 0 == rows["A"]["lanes"]["admitted"]
+    assert rows["lfu:32:100:2"]["lanes"]["admitted"] < rows["lfu:32:100"]["lanes"]["admitted"]
+    assert "time over A's 1.000 (1.000-1.000)" in done.stdout

@@ -14,7 +14,7 @@ from planning_models import machine, moe, plan
 from atsplan import main
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.explain import sentences
-from planner.cost.hybrid_slots import Lanes, served, step_ns, widths
+from planner.cost.hybrid_slots import Lanes, expected_ns, on_demand_ns, served, step_ns, widths
 from planner.model.routed_layers import moe_shape
 from planner.plan.adaptation import STAYS, Adaptation, Policy
 from planner.plan.known import Known
@@ -97,6 +97,28 @@ def test_experts_on_their_way_take_the_bus() -> None:
     assert several == {slots.k: slots.step_ns for slots in widths(64, 8, 4, 512, flat, LANES, 64)}
 
 
+def test_who_gets_a_slot_on_demand_is_brought_in_any_case() -> None:
+    lanes = replace(LANES, upload_ns=60_000)
+    assert step_ns(lanes, 1, 1) > step_ns(lanes, 1)  # the CPU would be done sooner
+    assert step_ns(lanes, 3, 1) == step_ns(lanes, 3)  # the bus brings one of three anyhow
+    assert on_demand_ns(lanes, 8, 2.0, 3, 0.0) == expected_ns(lanes, 8, 2.0)
+    assert on_demand_ns(lanes, 8, 2.0, 3, 0.3) <= expected_ns(lanes, 8, 2.0)
+    assert (
+        on_demand_ns(lanes, 8, 2.0, 1, 0.6) > on_demand_ns(lanes, 8, 2.0, 1, 0.3) > expected_ns(lanes, 8, 2.0)
+    )
+    assert on_demand_ns(lanes, 8, 0.2, 3, 0.1) > expected_ns(lanes, 8, 0.2)  # in steps that miss few
+
+
+def test_a_plan_of_before_follows_as_before(shifting: Known) -> None:
+    (way, *_) = shifting.following
+    before = way.model_copy(update={"least_misses": None})
+    made = plan(moe(), "1500", known=replace(shifting, following=(before,)), hybrid=True)
+    assert made.following is not None and "least_misses" not in to_text(made)
+    text = settings(load_spec(made), "CUDA0", load_spec(made).residents, "HYBRID0").text().decode()
+    assert "policy lfu\n" in text and "least_misses" not in text
+    assert problems(made, shifting) == []
+
+
 def test_a_plan_follows_where_that_pays(shifting: Known) -> None:
     model = moe()
     without = plan(model, "1500", known=replace(shifting, following=()), hybrid=True)
@@ -112,6 +134,7 @@ def test_a_plan_follows_where_that_pays(shifting: Known) -> None:
     assert load_spec(without).adaptation == STAYS
     text = settings(spec, "CUDA0", spec.residents, "HYBRID0").text().decode()
     assert "policy lfu\n" in text and f"upload_bytes {made.following.upload_bytes}\n" in text
+    assert f"least_misses {made.following.least_misses}\n" in text
     assert "policy" not in settings(load_spec(without), "CUDA0", spec.residents, "HYBRID0").text().decode()
 
 
@@ -164,7 +187,7 @@ def test_simulate_follows_like_the_device(tmp_path: Path) -> None:
     steps, _ = steps_of(traces.select(trace, trace.decode))
     hot = traces.heat_of(traces.select(trace, trace.decode & (trace.step < 100))).total()
     seeds = [np.argsort(-np.array(row), kind="stable")[:32].tolist() for row in hot.values()]
-    how = Adaptation(Policy.LFU, 32, upload_bytes=1000)
+    how = Adaptation(Policy.LFU, 32, upload_bytes=1000, least_misses=2)
     assert follow(steps[100:], how, seeds, 128, [1000] * 2).rate() == pytest.approx(
         rates["slots-lfu"], abs=1e-6
     )

@@ -32,6 +32,7 @@ TESTS = (
     "slots_follow",
     "prompts_while_slots_follow",
     "scores_are_kept",
+    "experts_come_on_demand",
     "begins_ahead",
     "guests_come_in_one_piece",
     "is_not_cut_where_all_is_resident",

@@ -26,6 +26,9 @@ SEVERAL = (
     Adaptation(Policy.LRU, upload_bytes=EACH // 3, protect=2),
     Adaptation(Policy.LFU, half_life=5, upload_bytes=3 * EACH, refill_bytes=4 * EACH),
     Adaptation(Policy.LFU, half_life=16, upload_bytes=EACH // 2, protect=1),
+    Adaptation(Policy.LFU, half_life=4, upload_bytes=EACH, protect=1, least_misses=2),
+    Adaptation(Policy.LFU, half_life=4, upload_bytes=2 * EACH, refill_bytes=3 * EACH, least_misses=1),
+    Adaptation(Policy.LRU, upload_bytes=EACH, least_misses=2),
 )
 
 
@@ -34,6 +37,7 @@ def by_hand(
 ) -> tuple[list[int], list[int]]:
     """Hits and admissions of one layer, step by step: the words of the module as plain loops."""
     slots, fixed, credit, tick = list(seed), set(seed[: how.protect]), 0, 0
+    ghost, ghost_credit, lead, back = list(seed), 0, 0, False
     never = float("-inf")
     score: list[float] = [0.0 if how.policy is Policy.LFU else never] * n
     for rank, expert in enumerate(seed):
@@ -57,22 +61,48 @@ def by_hand(
         if len(tokens) > 16:
             credit = max(credit, how.refill_bytes)
             continue
-        credit = max(credit, min(credit + how.upload_bytes, max(how.upload_bytes, EACH)))
         chosen = {expert for token in tokens for expert in token}
-        fresh: set[int] = set()
-        while credit >= EACH:
-            inside = [e for e in sorted(slots) if e not in chosen | fixed | fresh]
-            outside = [e for e in range(n) if e not in slots and score[e] > never]
-            if not inside or not outside:
-                break
-            comes, goes = max(outside, key=lambda e: score[e]), min(inside, key=lambda e: score[e])
-            if score[comes] <= score[goes]:
-                break
-            slots[slots.index(goes)] = comes
-            fresh.add(comes)
-            credit -= EACH
-            admitted[-1] += 1
+        for token in tokens if how.least_misses else ():
+            lead += (sum(e in seed for e in token) - sum(e in ghost for e in token)) * 65536 - lead // 256
+        back = lead > (0 if back else len(tokens[0]) * 65536 * 2)
+        ghost_credit, _ = exchanged(ghost, ghost_credit, None, how, chosen, fixed, score, tick)
+        credit, admitted[-1] = exchanged(
+            slots, credit, seed if back else None, how, chosen, fixed, score, tick
+        )
     return hits, admitted
+
+
+def exchanged(
+    slots: list[int],
+    credit: int,
+    back: Sequence[int] | None,
+    how: Adaptation,
+    chosen: set[int],
+    fixed: set[int],
+    score: Sequence[float],
+    tick: int,
+) -> tuple[int, int]:
+    """One step's exchanges: what is left of the credit, and how many there were."""
+    credit = max(credit, min(credit + how.upload_bytes, max(how.upload_bytes, EACH)))
+    missed = chosen - set(slots)
+    fresh: set[int] = set()
+    few = len(missed) < how.least_misses
+    use = (1 << 16) * 2 ** ((tick - 1) % how.half_life / how.half_life)
+    ahead = (2 * round(use) if how.policy is Policy.LFU else float("inf")) if few else 0
+    while credit >= EACH:
+        inside = [e for e in sorted(slots) if e not in chosen | fixed | fresh | set(back or ())]
+        coming = missed if how.least_misses else range(len(score))
+        outside = [e for e in sorted(coming) if e not in slots and score[e] > float("-inf")]
+        outside = [e for e in outside if back is None or e in back]
+        if not inside or not outside:
+            break
+        comes, goes = max(outside, key=lambda e: score[e]), min(inside, key=lambda e: score[e])
+        if score[comes] - score[goes] <= ahead and (back is None or few):
+            break
+        slots[slots.index(goes)] = comes
+        fresh.add(comes)
+        credit -= EACH
+    return credit, len(fresh)
 
 
 def test_follows_the_rules() -> None:
@@ -98,8 +128,8 @@ def test_follows_the_rules() -> None:
                 assert found.asked[:, layer].tolist() == [3 * size for size in sizes]
 
 
-@pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU])
-def test_the_engine_counts_what_was_foretold(policy: Policy, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("policy", "misses"), [(Policy.LRU, 0), (Policy.LFU, 0), (Policy.LFU, 2)])
+def test_the_engine_counts_what_was_foretold(policy: Policy, misses: int, tmp_path: Path) -> None:
     preset = PRESETS["olmoe"]
     # Quantised experts: a token may name a slot twice, so that choices of the CPU need no place of their own.
     spec = replace(preset.spec("small"), n_layers=3)
@@ -110,20 +140,21 @@ def test_the_engine_counts_what_was_foretold(policy: Policy, tmp_path: Path) -> 
     plain = Run(path, prompt=tokens[:prompt], more=tokens[prompt:], n_experts=n, threads=1)
     seed = {layer: list(range(slots)) for layer in range(3)}
     follows = plain.on(
-        policy=policy.value, half_life=16, upload_bytes=1 << 20, lockstep=True, stage=0, cpu_bytes_us=1000
-    )
+        policy=policy.value, half_life=16, upload_bytes=1 << 20, least_misses=misses, lockstep=True, stage=0,
+        cpu_bytes_us=1000,
+    )  # fmt: skip
     static = replace(plain.on(stage=0, cpu_bytes_us=1000), residents=seed)
     # A bus so fast that the steps bring newcomers to their slots by themselves.
     bus = plain.on(
-        policy=policy.value, half_life=16, upload_bytes=1 << 20, lockstep=True, stage=0, guests=2,
-        cpu_bytes_us=1000, bus_bytes_us=10**9,
+        policy=policy.value, half_life=16, upload_bytes=1 << 20, least_misses=misses, lockstep=True, stage=0,
+        guests=2, cpu_bytes_us=1000, bus_bytes_us=10**9,
     )  # fmt: skip
     ran = run_all([plain, static, replace(follows, residents=seed), replace(bus, residents=seed)], tmp_path)
     for run in ran[2:]:
         assert distance(ran[0].logits, run.logits) < 2e-2  # q4_0, on other kernels than the engine's
     table = chosen_by_code(preset.habits, 3)[:, codes]
     steps = [table[:, :prompt], *(table[:, t : t + 1] for t in range(prompt, len(codes)))]
-    how = Adaptation(policy, 16, upload_bytes=1 << 20)
+    how = Adaptation(policy, 16, upload_bytes=1 << 20, least_misses=misses)
     static_slots = Adaptation()
     for number, rules in ((1, static_slots), (2, how), (3, how)):
         foretold = follow(steps, rules, list(seed.values()), n, [1000] * 3)

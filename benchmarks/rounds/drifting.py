@@ -10,19 +10,25 @@ token with each contender in turn: some hundred tokens of topic A, as many of B,
     A, B                slots with the hottest experts of one topic, which stay: right in its phases only
     lfu:H:U, lru:0:U    begin as A and follow: half-life of H tokens, U hundredths of an expert a layer
                         and token
+    lfu:H:U:M           the same on demand, in steps of a layer that miss M experts
 
-`+G` behind a name gives G guests. Writes JSON (milliseconds of every token, hits of every window, VRAM),
-prints a table, and draws a picture beside it where matplotlib is.
+`+G` behind a name gives G guests; a name may stand twice, which shows what loading by itself changes. With
+`--rounds` all of a share are loaded at once and decode the stream in turns, and each is compared with the
+slots for A round by round. With `--mixed` the topics come as the preset has them, A is right for all of them,
+and there is no B. Writes JSON (milliseconds of every token, hits of every window, VRAM), prints a table, and
+draws a picture beside it where matplotlib is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rounds.paired import interval
 from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 from profiler.routed import codes, model, stream
@@ -43,6 +50,7 @@ EXPERTS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight$"
 USUAL = "ncmoe,A+2,B+2,lfu:32:100+2,lfu:32:25+2,lru:0:100+2"
 SEEN = 4096  # tokens of a topic that its hottest experts are counted on
 WARM_UP = 8  # tokens that are decoded before the stream
+SLOWEST = 100  # of so many tokens one, the slowest, is left out of means
 
 
 @dataclass(slots=True)
@@ -53,9 +61,27 @@ class Contender:
     slots: int = 0
     vram_mib: float = 0.0
     load_s: float = 0.0
-    ms: list[float] = field(default_factory=list)  # of every token
-    hits: list[float] = field(default_factory=list)  # of every window
+    rounds: list[list[float]] = field(default_factory=list)  # milliseconds of every token
+    windows: list[list[float]] = field(default_factory=list)  # hits of every window, by round
     told: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ms(self) -> list[float]:
+        return [statistics.median(each) for each in zip(*self.rounds, strict=True)]
+
+    @property
+    def hits(self) -> list[float]:
+        return [round(statistics.mean(each), 4) for each in zip(*self.windows, strict=True)]
+
+
+@dataclass(slots=True)
+class Loaded:
+    """One way, ready to decode."""
+
+    found: Contender
+    session: Session
+    hybrid: HybridDevice | None
+    last: tuple[int, int] = (0, 0)  # hits and choices so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +115,8 @@ def main() -> None:
     found["cells"] = cells = []
     whole = measured(given, "plain", 1.0)
     for share in map(float, options.shares.split(",")):
-        made = [whole]
-        for name in options.contenders.split(","):
-            if time.monotonic() > ends:
-                said(f"time is over before {name} at {share}")
-                break
-            made.append(measured(given, name, share))
+        names = options.contenders.split(",")
+        made = [whole, *(in_turns if options.rounds > 1 else one_by_one)(given, names, share, ends)]
         cells.append({"share": share, "contenders": [_row(each, given) for each in made]})
         Path(options.out).write_text(json.dumps(found, indent=1))
         print(table(cells[-1], given), flush=True)
@@ -120,6 +142,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", default=USUAL)
     parser.add_argument("--switch", type=int, default=256, help="tokens of a topic")
     parser.add_argument("--turns", type=int, default=3, help="phases")
+    parser.add_argument("--mixed", action="store_true", help="the preset's own turns of all its topics")
+    parser.add_argument("--rounds", type=int, default=1, help="more: all are loaded, and take turns")
     parser.add_argument("--window", type=int, default=32, help="tokens of a point of the curves")
     parser.add_argument("--lockstep", action="store_true", help="steps wait for newcomers: for counts alone")
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
@@ -140,12 +164,12 @@ def _given(options: argparse.Namespace) -> Given:
         said(f"making {path}")
         path = model.write(path, spec, habits)
     chosen = codes.chosen_by_code(habits, options.layers)
-    drawn = {name: _of_topic(habits, index, SEEN, 77) for index, name in enumerate("AB")}
+    topics = {"A": None} if options.mixed else {"A": 0, "B": 1}
+    drawn = {name: _of_topic(habits, topic, SEEN, 77) for name, topic in topics.items()}
     hot = {name: tuple(map(_hottest(habits.n_expert), chosen[:, seen])) for name, seen in drawn.items()}
-    phases = tuple(("AB"[turn % 2], options.switch) for turn in range(options.turns))
-    fresh = {
-        name: _of_topic(habits, index, options.turns * options.switch, 5) for index, name in enumerate("AB")
-    }
+    phases = tuple((list(topics)[turn % len(topics)], options.switch) for turn in range(options.turns))
+    length = options.turns * options.switch
+    fresh = {name: _of_topic(habits, topic, length, 5) for name, topic in topics.items()}
     parts = [fresh[name][turn * length :][:length] for turn, (name, length) in enumerate(phases)]
     tokens = tuple(int(code) + stream.FIRST_ID for code in np.concatenate(parts))
     return Given(
@@ -154,8 +178,10 @@ def _given(options: argparse.Namespace) -> Given:
     )  # fmt: skip
 
 
-def _of_topic(habits: codes.Habits, topic: int, length: int, seed: int) -> Any:
-    """Codes of one topic, in the order of a stream."""
+def _of_topic(habits: codes.Habits, topic: int | None, length: int, seed: int) -> Any:
+    """Codes of one topic, in the order of a stream; of all where none is named."""
+    if topic is None:
+        return stream.codes_of(replace(habits, drift=0.0), length, seed)
     enough = 2 * habits.n_topics * max(length, habits.topic_tokens)
     drawn = stream.codes_of(replace(habits, drift=0.0), enough, seed)
     return drawn[habits.topic_of(drawn) == topic][:length]
@@ -180,36 +206,86 @@ def _expert_bytes(path: Path, n_experts: int) -> int:
     )
 
 
-# ---- one contender
+# ---- one contender, and several in turns
+
+
+def one_by_one(given: Given, names: Sequence[str], share: float, ends: float) -> list[Contender]:
+    """Each is alone in memory, and decodes the stream once."""
+    found = []
+    for name in names:
+        if time.monotonic() > ends:
+            said(f"time is over before {name} at {share}")
+            break
+        found.append(measured(given, name, share))
+    return found
+
+
+def in_turns(given: Given, names: Sequence[str], share: float, ends: float) -> list[Contender]:
+    """All are in memory; slots that followed begin a round as the one before left them."""
+    if time.monotonic() > ends:
+        said(f"time is over before {share}")
+        return []
+    with ExitStack() as stack:
+        ready = [loaded(given, name, share, stack) for name in names]
+        for number in range(given.options.rounds):
+            if number and time.monotonic() > ends:
+                said(f"time is over before round {number} at {share}")
+                break
+            for each in ready if number % 2 == 0 else ready[::-1]:
+                decode(given, each)
+        for each in ready:
+            _ended(given, each, share)
+    return [each.found for each in ready]
 
 
 def measured(given: Given, name: str, share: float) -> Contender:
     """Load, decode the stream, free."""
+    with ExitStack() as stack:
+        ready = loaded(given, name, share, stack)
+        decode(given, ready)
+        _ended(given, ready, share)
+    return ready.found
+
+
+def loaded(given: Given, name: str, share: float, stack: ExitStack) -> Loaded:
+    """A contender that has decoded some tokens."""
     kind, _, guests = name.partition("+")
     found = Contender(name)
-    with ExitStack() as stack:
-        before, begin = _used_mib(given), time.perf_counter()
-        spec, hybrid, found.slots = _loading(given, kind, int(guests or 0), share)
-        own = {hybrid.buffer_name: hybrid.buffer_type} if hybrid else {}
-        session = stack.enter_context(Session(given.engine, given.path, spec, own=own))
-        for at, token in enumerate(given.tokens[:WARM_UP]):
-            session.choose([token], at)
-        found.load_s = round(time.perf_counter() - begin, 1)
-        found.vram_mib = round(_used_mib(given) - before, 1)
-        session.clear()
-        last = (0, 0)
-        for at, token in enumerate(given.tokens):
-            begin = time.perf_counter()
-            session.choose([token], at)
-            found.ms.append(round((time.perf_counter() - begin) * 1e3, 4))
-            if hybrid and (at + 1) % given.options.window == 0:
-                last, rate = _hits(hybrid, last)
-                found.hits.append(rate)
-        found.told = _told(hybrid, len(given.tokens)) if hybrid else {}
+    before, begin = _used_mib(given), time.perf_counter()
+    spec, hybrid, found.slots = _loading(given, kind, int(guests or 0), share)
+    own = {hybrid.buffer_name: hybrid.buffer_type} if hybrid else {}
+    session = stack.enter_context(Session(given.engine, given.path, spec, own=own))
+    for at, token in enumerate(given.tokens[:WARM_UP]):
+        session.choose([token], at)
+    found.load_s = round(time.perf_counter() - begin, 1)
+    found.vram_mib = round(_used_mib(given) - before, 1)
+    return Loaded(found, session, hybrid)
+
+
+def decode(given: Given, ready: Loaded) -> None:
+    """The stream once."""
+    times: list[float] = []
+    hits: list[float] = []
+    ready.session.clear()
+    for at, token in enumerate(given.tokens):
+        begin = time.perf_counter()
+        ready.session.choose([token], at)
+        times.append(round((time.perf_counter() - begin) * 1e3, 4))
+        if ready.hybrid and (at + 1) % given.options.window == 0:
+            ready.last, rate = _hits(ready.hybrid, ready.last)
+            hits.append(rate)
+    ready.found.rounds.append(times)
+    ready.found.windows.append(hits)
+
+
+def _ended(given: Given, ready: Loaded, share: float) -> None:
+    found = ready.found
+    if ready.hybrid:
+        found.told = _told(ready.hybrid, len(given.tokens) * len(found.rounds))
     said(
-        f"{name} at {share}: {statistics.median(found.ms):.2f} ms, {found.vram_mib:.0f} MiB, {found.load_s} s"
+        f"{found.name} at {share}: {statistics.median(found.ms):.2f} ms, {found.vram_mib:.0f} MiB, "
+        f"{found.load_s} s"
     )
-    return found
 
 
 def _loading(given: Given, kind: str, guests: int, share: float) -> tuple[LoadSpec, HybridDevice | None, int]:
@@ -246,9 +322,9 @@ def _config(given: Given, kind: str, guests: int, slots: int) -> Config:
     )
     if policy in given.hot:
         return made
-    half_life, hundredths = map(int, numbers)
+    half_life, hundredths, misses = (*map(int, numbers), 0)[:3]
     upload = given.expert_bytes * hundredths // 100
-    return replace(made, policy=policy, half_life=max(half_life, 1), upload_bytes=upload)
+    return replace(made, policy=policy, half_life=max(half_life, 1), upload_bytes=upload, least_misses=misses)
 
 
 def _used_mib(given: Given) -> float:
@@ -288,6 +364,7 @@ def _row(each: Contender, given: Given) -> dict[str, Any]:
         "load_s": each.load_s,
         "ms": each.ms,
         "hits": each.hits,
+        "rounds_ms": [[round(_mean(part), 4) for part in _phases(times, given, 1)] for times in each.rounds],
         "phase_ms": [round(statistics.median(part), 3) for part in _phases(each.ms, given, 1)],
         "phase_hits": [round(statistics.mean(part), 4) for part in _phases(each.hits, given, window)],
         "lanes": each.told,
@@ -300,6 +377,29 @@ def _phases(values: list[float], given: Given, each: int) -> list[list[float]]:
     for _, length in given.phases if values else ():
         found.append(values[(at + length // 2) // each : (at + length) // each])
         at += length
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    kept = sorted(values)[: len(values) - len(values) // SLOWEST]
+    return statistics.mean(kept)
+
+
+def over_seed(cell: dict[str, Any], row: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """Time over that of the slots for A, by phase, with a 95 % interval over the rounds.
+
+    Where A stands twice, the mean of both counts.
+    """
+    guests = "".join(row["name"].partition("+")[1:])
+    seeds = [one["rounds_ms"] for one in cell["contenders"] if one["name"] == f"A{guests}"]
+    found = []
+    for phase in range(len(row["phase_ms"]) if seeds else 0):
+        logs = [
+            math.log(ours[phase] / statistics.mean(one[phase] for one in theirs))
+            for ours, theirs in zip(row["rounds_ms"], zip(*seeds, strict=True), strict=False)
+        ]
+        mean, low, high = (math.exp(value) for value in interval(logs))
+        found.append((round(mean, 4), round(low, 4), round(high, 4)))
     return found
 
 
@@ -331,7 +431,11 @@ def table(cell: dict[str, Any], given: Given) -> str:
             text += f"  {statistics.median(stock['ms']) / statistics.median(row['ms']):.2f}x stock"
             text += f"  hits {statistics.mean(row['hits'] or [0]):.3f}"
         back = regained(cell, row["name"], given) if ":" in row["name"] else {}
-        lines.append(text + "".join(f"  {what[6:]} regained {share:.0%}" for what, share in back.items()))
+        text += "".join(f"  {what[6:]} regained {share:.0%}" for what, share in back.items())
+        if row["slots"] and len(row["rounds_ms"]) > 1:
+            ratios = (f"{mean:.3f} ({low:.3f}-{high:.3f})" for mean, low, high in over_seed(cell, row))
+            text += f"  time over A's {' '.join(ratios)}"
+        lines.append(text)
     return "\n".join(lines)
 
 

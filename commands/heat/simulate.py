@@ -48,6 +48,13 @@ SHARES = (0.0625, 0.125, 0.25, 0.5)  # of the experts, where no slots are asked 
     help="Also slots that follow the text (solve --hybrid): experts that a layer may bring in a step.",
 )
 @click.option(
+    "--least-misses",
+    type=click.IntRange(0),
+    default=2,
+    show_default=True,
+    help="With --upload: experts come on demand, in steps of a layer that miss so many; 0: at any time.",
+)
+@click.option(
     "--warm-up",
     type=click.IntRange(0),
     help="Steps that are not counted; the static set is chosen on them [default: half].",
@@ -75,6 +82,7 @@ def command(
     serial: bool,
     half_life: float,
     upload: float | None,
+    least_misses: int,
     warm_up: int | None,
     hot: Path | None,
     budget: float | None,
@@ -104,7 +112,7 @@ def command(
         task = bar.add_task("replaying", total=len(policies) * len(sizes), rate="")
         runs = sim.sweep(demand, policies, sizes, order, after, lambda: bar.advance(task))
     if upload is not None:
-        runs += _following(trace, order, sizes, after, half_life, upload, shared)
+        runs += _following(trace, order, sizes, after, half_life, upload, least_misses, shared)
     times = _time_model(found, fixed_ms, miss_ms)
     ahead = _prefetch(recall, width, spare)
     advice = _advise(trace, shape_of(model), budget, after)
@@ -136,6 +144,7 @@ def _following(
     after: int,
     half_life: float,
     upload: float,
+    least_misses: int,
     shared: bool,
 ) -> list[Replay]:
     """Slots as the device of hybrid experts fills them, from the static set at the end of the warm-up on."""
@@ -146,7 +155,9 @@ def _following(
         raise OptionProblem(
             "--upload", str(upload), "needs slots in every layer, and steps to choose a seed on"
         )
-    ways = [(policy, round(half_life), round(100 * upload)) for policy in (Policy.LRU, Policy.LFU)]
+    ways = [
+        (policy, round(half_life), round(100 * upload), least_misses) for policy in (Policy.LRU, Policy.LFU)
+    ]
     return [run for way in ways for run in replays(trace, way, order, sizes, after)]
 
 

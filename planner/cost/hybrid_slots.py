@@ -113,18 +113,20 @@ class Slots:
     cold_prefill_ppm: int  # of the bytes that a ubatch reads: those without a slot
 
 
-def step_ns(lanes: Lanes, misses: int) -> int:
+def step_ns(lanes: Lanes, misses: int, comes: int = 0) -> int:
     """One step with so many distinct missing experts, divided between CPU and bus as well as it goes.
 
-    The device computes what has a slot and what was brought in one product, so after the last upload.
+    The device computes what has a slot and what was brought in one product, so after the last upload. `comes`
+    of them get slots, in which the bus brings them in any case.
     """
-    alone = _cpu_ns(lanes, misses, lanes.pair_ns)
-    best = max(lanes.gpu_ns, alone, lanes.busy_ns)
-    for brought in range(1, min(misses, lanes.guests) + 1):
+    ways = []
+    if not comes:
+        ways.append(max(lanes.gpu_ns, _cpu_ns(lanes, misses, lanes.pair_ns), lanes.busy_ns))
+    for brought in range(max(comes, 1), min(misses, lanes.guests + comes) + 1):
         bus = lanes.busy_ns + lanes.upload_start_ns + brought * lanes.upload_ns
         cpu = _cpu_ns(lanes, misses - brought, lanes.beside_ns or lanes.pair_ns)
-        best = min(best, max(bus + lanes.gpu_ns, cpu))
-    return best + lanes.sync_ns
+        ways.append(max(bus + lanes.gpu_ns, cpu))
+    return min(ways) + lanes.sync_ns
 
 
 def _cpu_ns(lanes: Lanes, pairs: int, each_ns: int) -> int:
@@ -137,6 +139,20 @@ def expected_ns(lanes: Lanes, chosen: int, missing: float) -> int:
     Each choice misses independently with the same probability: binomial.
     """
     found = sum(p * step_ns(lanes, m) for m, p in enumerate(binomial(chosen, missing / max(chosen, 1))))
+    return round(found)
+
+
+def on_demand_ns(lanes: Lanes, chosen: int, missing: float, least: int, admitted: float) -> int:
+    """The same where `admitted` experts a step get slots: one in a step, first in steps that miss `least`."""
+    odds = binomial(chosen, missing / max(chosen, 1))
+    many, few = sum(odds[least:]), sum(odds[1:least])
+    share = min(admitted / max(many, 1e-12), 1.0)
+    rest = min(max(admitted - many, 0.0) / max(few, 1e-12), 1.0)
+    found = 0.0
+    for misses, p in enumerate(odds):
+        comes = share if misses >= least else rest if misses else 0.0
+        found += p * (1.0 - comes) * step_ns(lanes, misses)
+        found += p * comes * step_ns(lanes, misses, 1) if comes else 0.0
     return round(found)
 
 
@@ -161,11 +177,13 @@ def widths(
     lanes: Lanes,
     steps: int,
     followed: FollowedLayer | None = None,
+    least_misses: int = 0,
 ) -> Iterator[Slots]:
     """Up to `steps` numbers of slots, evenly spaced, of a layer of `n` experts with `used` chosen a token.
 
     `curve[k]` is the share of choices that the k hottest serve on tokens not seen before; `followed` says
-    what slots serve whose experts change with the text, in steps of one token (of several nothing is known).
+    what slots serve whose experts change with the text, in steps of one token (of several nothing is known):
+    on demand in steps with `least_misses`, else at any time.
     """
     if n < 2 or len(curve) != n + 1:
         return
@@ -181,8 +199,13 @@ def widths(
                 yield Slots(k, expected_ns(lanes, chosen, sum(touched[k:])), round(cold * PPM))
                 continue
             hit, admitted = served(followed, k, n)
+            missing = chosen * (1.0 - hit)
+            if least_misses:
+                ns = on_demand_ns(lanes, chosen, missing, least_misses, admitted)
+                yield Slots(k, ns, round(cold * PPM))
+                continue
             busy = replace(lanes, busy_ns=round(lanes.upload_ns * admitted))
-            yield Slots(k, expected_ns(busy, chosen, chosen * (1.0 - hit)), round(cold * PPM))
+            yield Slots(k, expected_ns(busy, chosen, missing), round(cold * PPM))
 
 
 def served(layer: FollowedLayer, k: int, n: int) -> tuple[float, float]:

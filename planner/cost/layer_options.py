@@ -51,6 +51,7 @@ class Choices:
     curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # coverage by layer
     cache: tuple[CachePoint, ...] = ()  # sizes of the engine's MoE cache
     followed: Mapping[int, FollowedLayer] = field(default_factory=dict)  # by slots that follow
+    least_misses: int = 0  # of a step in which experts come to them on demand
 
     @classmethod
     def of(cls, request: Request, settings: EngineSettings, known: Known) -> Choices:
@@ -66,6 +67,7 @@ class Choices:
             known.curves,
             () if settings.slots else known.cache,
             {each.layer: each for each in followed},
+            (settings.following.least_misses or 0) if settings.following else 0,
         )
 
 
@@ -213,7 +215,10 @@ class Chooser:
         copies = max(self._host_times(unit, d).prefill_ns - here.prefill_ns, 0)
         work = self.workload.n_ubatch
         followed = self.choices.followed.get(unit.layer if unit.layer is not None else -1)
-        ways = hybrid_slots.widths(unit.experts, unit.used, tokens, work, curve, lanes, STEPS, followed)
+        least = self.choices.least_misses
+        ways = hybrid_slots.widths(
+            unit.experts, unit.used, tokens, work, curve, lanes, STEPS, followed, least
+        )
         for slots in ways:
             here_bytes = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
             held = self._weights({d: here_bytes, self.cpu: moved})

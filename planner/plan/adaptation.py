@@ -23,6 +23,7 @@ class Adaptation:
     protect: int = 0  # first experts of the seed, which never leave
     upload_bytes: int = 0  # a layer and step; saved up until they are an expert's
     refill_bytes: int = 0  # a layer, once after a prompt
+    least_misses: int = 0  # > 0: experts come on demand, in steps that miss so many
 
 
 STAYS = Adaptation()

@@ -264,11 +264,19 @@ class Following(Record):
     protect: int = Field(0, ge=0, lt=MAX_EXPERTS)
     upload_bytes: Bytes
     refill_bytes: Bytes = 0
+    least_misses: int | None = Field(None, gt=0, lt=MAX_EXPERTS)  # experts come on demand, in such steps
     layers: Many[FollowedLayer] = Field(max_length=MAX_RANGES)
 
     @property
     def adaptation(self) -> Adaptation:
-        return Adaptation(self.policy, self.half_life, self.protect, self.upload_bytes, self.refill_bytes)
+        return Adaptation(
+            self.policy,
+            self.half_life,
+            self.protect,
+            self.upload_bytes,
+            self.refill_bytes,
+            self.least_misses or 0,
+        )
 
 
 class Constraints(Record):

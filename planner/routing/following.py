@@ -18,9 +18,12 @@ from planner.routing.trace import PAD, Trace, select
 
 POINTS = 8  # numbers of slots a layer that are replayed, evenly spaced
 MOST_STEPS = 1024  # of the judged half: enough for a share of hits to about a point
-# Half-life in tokens and uploads in hundredths of an expert, a layer and step. Counts that fade within 32
-# tokens follow passages as recency does, with fewer uploads (docs/findings-hybrid.md): LRU is not tried.
-CANDIDATES: tuple[tuple[Policy, int, int], ...] = ((Policy.LFU, 32, 100), (Policy.LFU, 32, 25))
+Way = tuple[Policy, int, int, int]
+# Half-life in tokens, uploads in hundredths of an expert, a layer and step, and how many misses a step has
+# whose experts come on demand. Counts that fade within 32 tokens follow passages as recency does, with fewer
+# uploads; what comes unasked costs more than it brings (docs/findings-hybrid.md). Of two misses a fast bus
+# brings one in any case, of four a slow one.
+CANDIDATES: tuple[Way, ...] = ((Policy.LFU, 32, 100, 2), (Policy.LFU, 32, 100, 4))
 
 
 def steps_of(trace: Trace) -> tuple[list[Ints], list[int]]:
@@ -50,7 +53,7 @@ def sizes(n_expert: int) -> tuple[int, ...]:
 
 
 def followings(
-    trace: Trace, expert_bytes: Mapping[int, int], candidates: Sequence[tuple[Policy, int, int]] = CANDIDATES
+    trace: Trace, expert_bytes: Mapping[int, int], candidates: Sequence[Way] = CANDIDATES
 ) -> tuple[Following, ...]:
     """What each candidate serves; () for a trace with too few decode steps.
 
@@ -75,9 +78,7 @@ def followings(
     )
 
 
-def replays(
-    trace: Trace, way: tuple[Policy, int, int], order: Ints, slots: Sequence[int], after: int
-) -> list[Replay]:
+def replays(trace: Trace, way: Way, order: Ints, slots: Sequence[int], after: int) -> list[Replay]:
     """Decode steps from `after` on, with numbers of slots; `order` (layers, experts): seeds, best first."""
     steps, _ = steps_of(select(trace, trace.decode))
     how = _adaptation(way, PPM)  # all experts alike
@@ -88,9 +89,15 @@ def replays(
     return found
 
 
-def _adaptation(candidate: tuple[Policy, int, int], each: int) -> Adaptation:
-    policy, half_life, hundredths = candidate
-    return Adaptation(policy, half_life, upload_bytes=each * hundredths // 100, refill_bytes=4 * each)
+def _adaptation(candidate: Way, each: int) -> Adaptation:
+    policy, half_life, hundredths, misses = candidate
+    return Adaptation(
+        policy,
+        half_life,
+        upload_bytes=each * hundredths // 100,
+        refill_bytes=4 * each,
+        least_misses=misses,
+    )
 
 
 def _hottest(steps: Sequence[Ints], n_expert: int) -> Ints:
@@ -123,6 +130,7 @@ def _one(
         half_life=how.half_life,
         upload_bytes=how.upload_bytes,
         refill_bytes=how.refill_bytes,
+        least_misses=how.least_misses or None,
         layers=tuple(
             FollowedLayer(
                 layer=layer,

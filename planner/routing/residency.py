@@ -2,7 +2,12 @@
 
 Every layer scores its experts: by when they were used last (LRU), or by counts that fade (LFU with decay).
 Between two steps the highest score without a slot takes the slot of the lowest, while bytes are left to
-upload: so with enough of them the slots hold the experts of the highest scores. The rules are those of
+upload: so with enough of them the slots hold the experts of the highest scores.
+
+On demand (`least_misses`) an expert comes only in a step that misses it, and where the step misses so many
+that the bus would bring some in any case, a guest that stays; where fewer are missed, two uses ahead of who
+goes. And the seed has a rival: a ghost, tables without bytes, follows at every time. While the seed serves
+more than the ghost, the slots go back to the seed, also on demand. The rules are those of
 runtime/hybrid/native/policy.cpp, in the same whole numbers.
 """
 
@@ -22,6 +27,9 @@ ONE = 1 << 16  # a use, at the beginning of a half-life
 NEVER = -(1 << 62)
 PLACES = 1 << 10  # of a token, at most
 PROMPT = 16  # tokens: longer steps are prompts, after which slots are refilled
+SPAN = 8  # 2^8 tokens are what seed and ghost are compared over
+LEAD = 7  # a choice in 2^7 more by the seed: the slots go back to it
+USES = 2  # ahead of who goes, where a step misses few
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,11 +81,15 @@ class _Slots:
         self.score = np.full((n, n_expert + 1), 0 if adaptation.policy is Policy.LFU else NEVER, np.int64)
         self.resident = np.zeros((n, n_expert + 1), bool)
         self.fixed = np.zeros((n, n_expert + 1), bool)
+        self.lead = np.zeros(n, np.int64)  # choices that the seed served and the ghost did not, fading
+        self.back = np.zeros(n, bool)  # whether the slots go back to the seed
         self.gains = [round(ONE * 2 ** (t / adaptation.half_life)) for t in range(adaptation.half_life)]
         for layer, experts in enumerate(seed):
             self.resident[layer, list(experts)] = True
             self.fixed[layer, list(experts[: adaptation.protect])] = True
             self.score[layer, list(experts)] = seed_scores(adaptation, len(experts))
+        self.seeded, self.ghost = self.resident.copy(), self.resident.copy()
+        self.ghost_credit = self.credit.copy()
 
     def step(self, ids: Ints) -> tuple[Ints, Ints, Ints]:
         """Choices, hits and admissions of each layer."""
@@ -91,9 +103,31 @@ class _Slots:
         if ids.shape[1] > PROMPT:
             self.credit = np.maximum(self.credit, self.how.refill_bytes)
             return asked, hits, np.zeros_like(hits)
+        self.credit = self._earned(self.credit)
+        chosen = np.zeros_like(self.resident)
+        chosen[self.rows[:, None, None], ids] = True
+        chosen[:, -1] = False
+        if self.how.least_misses:
+            self._duel(ids, valid, chosen)
+        return asked, hits, self._exchange(self.resident, self.credit, chosen, self.back)
+
+    def _earned(self, credit: Ints) -> Ints:
         most = np.maximum(self.how.upload_bytes, self.bytes)
-        self.credit = np.maximum(self.credit, np.minimum(self.credit + self.how.upload_bytes, most))
-        return asked, hits, self._exchange(ids)
+        return np.maximum(credit, np.minimum(credit + self.how.upload_bytes, most))
+
+    def _least_lead(self) -> int:
+        """By how much a score must be above another where a step misses few."""
+        last = (self.tick - 1) % self.how.half_life
+        return USES * self.gains[last] if self.how.policy is Policy.LFU else -NEVER
+
+    def _duel(self, ids: Ints, valid: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> None:
+        """What the step says of seed and ghost; then the ghost's own exchanges."""
+        ahead = (self.seeded.astype(np.int64) - self.ghost)[self.rows[:, None, None], ids] * valid
+        for token in range(ids.shape[1]):
+            self.lead += ahead[:, token].sum(axis=1) * ONE - (self.lead >> SPAN)
+        self.back = self.lead > np.where(self.back, 0, ids.shape[2] * (ONE << (SPAN - LEAD)))
+        self.ghost_credit = self._earned(self.ghost_credit)
+        self._exchange(self.ghost, self.ghost_credit, chosen, np.zeros_like(self.back))
 
     def _touch(self, ids: Ints) -> None:
         """One token; a layer's choices differ from each other."""
@@ -107,25 +141,32 @@ class _Slots:
             self.score[self.rows[:, None], ids] += self.gains[t]
         self.tick += 1
 
-    def _exchange(self, ids: Ints) -> Ints:
-        """Who comes and who goes after a step; what the step chose stays."""
-        n = self.resident.shape[1] - 1
+    def _exchange(
+        self, held: NDArray[np.bool_], credit: Ints, chosen: NDArray[np.bool_], back: NDArray[np.bool_]
+    ) -> Ints:
+        """Who comes and who goes after a step, in `held` and `credit`; what the step chose stays."""
+        n = held.shape[1] - 1
         admitted = np.zeros(len(self.rows), np.int64)
-        stays = self.fixed.copy()
-        stays[self.rows[:, None, None], ids] = True
-        leaves = self.resident & ~stays
+        many = (chosen & ~held).sum(axis=1) >= self.how.least_misses
+        lead = np.where(many, 0, self._least_lead())
+        at_once = back & many
+        leaves = held & ~self.fixed & ~chosen & ~(back[:, None] & self.seeded)
+        comes = ~back[:, None] | self.seeded
+        if self.how.least_misses:
+            comes &= chosen
         while True:
-            coming = np.where(self.resident[:, :n], NEVER, self.score[:, :n])
+            coming = np.where((comes & ~held)[:, :n], self.score[:, :n], NEVER)
             going = np.where(leaves[:, :n], self.score[:, :n], -NEVER)
             come, go = coming.argmax(axis=1), going.argmin(axis=1)
             best, least = coming[self.rows, come], going[self.rows, go]
-            turns = (least < -NEVER) & (best > NEVER) & (best > least) & (self.credit >= self.bytes)
+            turns = (least < -NEVER) & (best > NEVER) & (credit >= self.bytes)
+            turns &= at_once | (best - least > lead)
             if not turns.any():
                 return admitted
             layers = np.flatnonzero(turns)
-            self.resident[layers, go[layers]] = leaves[layers, go[layers]] = False
-            self.resident[layers, come[layers]] = True
-            self.credit[layers] -= self.bytes[layers]
+            held[layers, go[layers]] = leaves[layers, go[layers]] = False
+            held[layers, come[layers]] = True
+            credit[layers] -= self.bytes[layers]
             admitted[layers] += 1
 
 

@@ -44,6 +44,7 @@ class Config:
     protect: int = 0  # first experts of each line that never leave
     upload_bytes: int = 0  # a block and step may bring, saved up until they are an expert's
     refill_bytes: int = 0  # and once after a prompt
+    least_misses: int = 0  # > 0: experts come on demand, in steps that miss so many
     lockstep: bool = False  # steps wait for what was sent: counts can be told
     moves: tuple[tuple[int, int, int, int], ...] = ()  # schedule: step, block, expert, slot
     report: str = ""  # file for statistics, written when a model is freed
@@ -73,5 +74,6 @@ class Config:
     def _adaptation(self) -> list[str]:
         numbers = ("half_life", "protect", "upload_bytes", "refill_bytes")
         lines = [f"policy {self.policy}", *(f"{key} {getattr(self, key)}" for key in numbers)]
+        lines += [f"least_misses {self.least_misses}"] if self.least_misses else []
         moves = [f"move {' '.join(map(str, move))}" for move in sorted(self.moves)]
         return [*lines, f"lockstep {self.lockstep:d}", *moves]

@@ -143,6 +143,7 @@ def settings(spec: LoadSpec, device: str, residents: Residents, name: str) -> Co
         protect=how.protect,
         upload_bytes=how.upload_bytes,
         refill_bytes=how.refill_bytes,
+        least_misses=how.least_misses,
     )
 
 

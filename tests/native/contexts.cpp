@@ -82,14 +82,15 @@ void follow_in_threads(const std::string & settings, bool events) {
 
 void slots_follow() {
     const std::string changing[] = {"policy lru\nupload_bytes 1000000000\nrefill_bytes 1000000000\n",
-                                    "policy lfu\nhalf_life 4\nprotect 1\nupload_bytes 20000\n"};
+                                    "policy lfu\nhalf_life 4\nprotect 1\nupload_bytes 20000\n",
+                                    "policy lfu\nhalf_life 4\nupload_bytes 1000000000\nleast_misses 2\n"};
     std::string forced = "policy schedule\n";
     for (int step = 0; step < 100; step++) {
         for (int expert = 0; expert < 8; expert++) {
             forced += "move " + std::to_string(step) + " 0 " + std::to_string((step + expert) % 8) + " " + std::to_string(step % 4) + "\n";
         }
     }
-    for (const std::string & policy : {changing[0], changing[1], forced}) {
+    for (const std::string & policy : {changing[0], changing[1], changing[2], forced}) {
         for (int kind = 0; kind < 4; kind++) {
             const char * lanes = kind % 2 ? "guests 2\nstage -1\ncpu_bytes_us 1000\nbus_bytes_us 1000000\n" : "stage 0\n";
             follow_in_threads(policy + lanes + "lockstep " + (kind / 2 ? "1" : "0") + "\n", kind != 3);

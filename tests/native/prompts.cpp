@@ -92,7 +92,7 @@ void prompts_of_many() {
 
 // Prompts whose experts are brought ahead, in contexts whose single tokens exchange them.
 void prompts_while_slots_follow() {
-    for (const char * policy : {"policy lru\nupload_bytes 1000000000\n", "policy lfu\nhalf_life 4\nupload_bytes 60000\nlockstep 1\n"}) {
+    for (const char * policy : {"policy lru\nupload_bytes 1000000000\n", "policy lfu\nhalf_life 4\nupload_bytes 60000\nleast_misses 2\nlockstep 1\n"}) {
         Shape shape;
         Bench bench(std::string("cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nslots 5\nguests 1\n") + policy, true);
         const Layers layers(shape, 4, bench.wrapper->store.type, bench.inner_type);

@@ -144,6 +144,7 @@ bool setting(const std::vector<std::string> & words, Config & config) {
            : key == "protect"      ? small(value, 0, how.protect)
            : key == "upload_bytes" ? whole(value, 0, LLONG_MAX / 4, how.upload_bytes)
            : key == "refill_bytes" ? whole(value, 0, LLONG_MAX / 4, how.refill_bytes)
+           : key == "least_misses" ? small(value, 0, how.least_misses)
            : key == "lockstep"     ? yes_or_no(value, how.lockstep)
            : key == "fault"        ? fault(value, config.fault)
                                    : false;

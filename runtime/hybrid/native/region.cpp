@@ -108,6 +108,7 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
     for (;;) {
         table.n_empty = turn.n_empty();
         table.coming = whole && table.n_guests ? turn.coming() : nullptr;
+        table.brings_coming = turn.on_demand();
         fault = router_.route(choices, table, cost, routing_);
         if (!fault.empty()) {
             return kFailed;

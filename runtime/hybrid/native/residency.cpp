@@ -41,7 +41,7 @@ void Residency::decide(const Choices & choices, int32_t n_needed) {
     for (const Matrix * matrix : group_.matrices) {
         expert_bytes += static_cast<int64_t>(matrix->tensor->nb[2]);
     }
-    scores_.step(choices, expert_bytes);
+    scores_.step(choices, expert_bytes, group_.slot_of);
     Admission admission{};
     readers_.erase(std::remove_if(readers_.begin(), readers_.end(), [](const Reader & reader) { return reader.done(); }),
                    readers_.end());
@@ -155,6 +155,8 @@ Residency::Turn::Turn(Residency * residency, const Choices & choices, bool count
     }
     residency->reads(progress);
 }
+
+bool Residency::Turn::on_demand() const { return residency_ && residency_->how_.least_misses; }
 
 int32_t Residency::Turn::n_empty() const { return residency_ ? static_cast<int32_t>(residency_->sent_.size() + residency_->coming_.size()) : 0; }
 

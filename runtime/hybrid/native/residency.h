@@ -68,6 +68,7 @@ class Residency::Turn {
     Turn & operator=(const Turn &) = delete;
 
     int32_t n_empty() const;  // slots that hold nothing now
+    bool on_demand() const;   // whether an expert that gets a slot is one that this step has to have brought
     // Experts that get slots in this step, if the step itself may write there: nobody else reads them.
     const std::vector<Coming> * coming() const;
     // Those that the step's uploads bring to their slots stay with the step, the others are sent. Returns whether any

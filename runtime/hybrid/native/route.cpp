@@ -108,11 +108,12 @@ void Router::choose(const Choices & choices, const Table & table, const Costs & 
     int64_t best = never, n_brought = 0;
     int64_t left = rest;
     const auto n_coming = std::count_if(cold_.begin(), cold_.end(), [](const Cold & cold) { return cold.slot >= 0; });
+    const int64_t least = table.brings_coming && slots_work ? n_coming : 0;
     for (int64_t n = 0; n <= std::min<int64_t>(n_cold, slots_work ? table.n_guests + n_coming : 0); n++) {
         const int64_t cpu = left ? costs.cpu_start + left * costs.cpu_pair : 0;
         const int64_t bus = n ? costs.bus_start + n * costs.bus_expert : 0;
         const int64_t ends = std::max(cpu, bus + costs.device);
-        if ((table.cpu || left == 0) && ends < best) {
+        if (n >= least && (table.cpu || left == 0) && ends < best) {
             best = ends;
             n_brought = n;
         }

@@ -44,6 +44,7 @@ struct Table {
     const std::vector<int32_t> * expert_in = nullptr;  // by slot; -1: not to be read. nullptr: all may be
     int32_t n_empty = 0;      // how many may not
     const std::vector<Coming> * coming = nullptr;  // who gets which empty slot, if the bus may bring it there
+    bool brings_coming = false;                    // and does, also where the CPU would be done sooner
 };
 
 struct Upload {
