@@ -385,22 +385,27 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.mean(kept)
 
 
-def over_seed(cell: dict[str, Any], row: dict[str, Any]) -> list[tuple[float, float, float]]:
+def over_seed(cell: dict[str, Any], *rows: dict[str, Any]) -> list[tuple[float, float, float]]:
     """Time over that of the slots for A, by phase, with a 95 % interval over the rounds.
 
-    Where A stands twice, the mean of both counts.
+    Where several stand for one way, their mean counts in every round.
     """
-    guests = "".join(row["name"].partition("+")[1:])
-    seeds = [one["rounds_ms"] for one in cell["contenders"] if one["name"] == f"A{guests}"]
+    guests = "".join(rows[0]["name"].partition("+")[1:])
+    seeds = [row for row in cell["contenders"] if row["name"] == f"A{guests}"]
     found = []
-    for phase in range(len(row["phase_ms"]) if seeds else 0):
-        logs = [
-            math.log(ours[phase] / statistics.mean(one[phase] for one in theirs))
-            for ours, theirs in zip(row["rounds_ms"], zip(*seeds, strict=True), strict=False)
-        ]
+    for phase in range(len(rows[0]["phase_ms"]) if seeds else 0):
+        ours, theirs = (
+            [statistics.mean(one) for one in zip(*(_times(row, phase) for row in some), strict=True)]
+            for some in (rows, seeds)
+        )
+        logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
         mean, low, high = (math.exp(value) for value in interval(logs))
         found.append((round(mean, 4), round(low, 4), round(high, 4)))
     return found
+
+
+def _times(row: dict[str, Any], phase: int) -> list[float]:
+    return [times[phase] for times in row["rounds_ms"]]
 
 
 def regained(cell: dict[str, Any], name: str, given: Given) -> dict[str, float]:
@@ -429,14 +434,25 @@ def table(cell: dict[str, Any], given: Given) -> str:
         text = f"{row['name']:>16} {phases}  {row['vram_mib']:8.0f} MiB"
         if stock and row["slots"]:
             text += f"  {statistics.median(stock['ms']) / statistics.median(row['ms']):.2f}x stock"
+        if row["slots"]:
             text += f"  hits {statistics.mean(row['hits'] or [0]):.3f}"
         back = regained(cell, row["name"], given) if ":" in row["name"] else {}
         text += "".join(f"  {what[6:]} regained {share:.0%}" for what, share in back.items())
-        if row["slots"] and len(row["rounds_ms"]) > 1:
-            ratios = (f"{mean:.3f} ({low:.3f}-{high:.3f})" for mean, low, high in over_seed(cell, row))
-            text += f"  time over A's {' '.join(ratios)}"
-        lines.append(text)
-    return "\n".join(lines)
+        lines.append(text + _over(cell, row))
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in cell["contenders"]:
+        by_name.setdefault(row["name"], []).append(row)
+    several = [(name, rows) for name, rows in by_name.items() if len(rows) > 1 and name[0] not in given.hot]
+    return "\n".join(
+        (*lines, *(f"{name:>16} {len(rows)} loads{_over(cell, *rows)}" for name, rows in several))
+    )
+
+
+def _over(cell: dict[str, Any], *rows: dict[str, Any]) -> str:
+    if not rows[0]["slots"] or len(rows[0]["rounds_ms"]) < 2:
+        return ""
+    ratios = (f"{mean:.3f} ({low:.3f}-{high:.3f})" for mean, low, high in over_seed(cell, *rows))
+    return f"  time over A's {' '.join(ratios)}"
 
 
 def picture(found: dict[str, Any], path: Path) -> None:
