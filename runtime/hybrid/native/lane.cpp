@@ -15,9 +15,11 @@ constexpr int64_t kLeastChunk = 8 << 10, kMostChunk = 64 << 10;
 constexpr int64_t kChunksEach = 6;  // for every thread, where the work suffices
 constexpr int64_t kRowStep = 4;
 // Values that are converted at once: whole blocks of every form that kernels take.
-constexpr int64_t kInputPiece = 512, kHiddenPiece = 256;
+constexpr int64_t kInputPiece = 256, kHiddenPiece = 256;
 constexpr int64_t kManyInputs = 8;      // then rows are converted whole
-constexpr size_t kAhead = 4 << 10;      // bytes of weights to ask for while something else is waited for
+// Bytes of weights that are asked for before a kernel comes to them, and while something else is waited for.
+constexpr size_t kAhead = 4 << 10, kMeanwhile = 16 << 10;
+constexpr size_t kLine = 64;  // bytes of a cache line
 
 size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -36,16 +38,55 @@ size_t converted_bytes(const Host & host, int32_t type, int64_t n) {
 }
 
 // What lies there is wanted soon.
-void expect(const char * data, size_t size) {
+void expect(const char * data) {
 #if defined(__GNUC__) || defined(__clang__)
-    for (size_t at = 0; at < std::min(size, kAhead); at += 64) {
-        __builtin_prefetch(data + at);
-    }
+    __builtin_prefetch(data);
 #else
     (void)data;
-    (void)size;
 #endif
 }
+
+// The weights of a chunk in the order in which they are read. Kernels by themselves keep too few reads under way to fill
+// the time that memory takes (docs/findings-hybrid.md): so lines are asked for some KiB before.
+class Lines {
+  public:
+    void add(const char * data, size_t size) {
+        if (n_parts_ < kParts) {
+            parts_[n_parts_++] = Part{data, size};
+        }
+    }
+
+    // So many bytes were read, or are about to be.
+    void advance(size_t bytes) {
+        read_ += bytes;
+        ask(read_ + kAhead);
+    }
+
+    // All up to this many bytes after the first.
+    void ask(size_t until) {
+        for (; asked_ < until && part_ < n_parts_; asked_ += kLine) {
+            if (at_ >= parts_[part_].size) {
+                at_ = 0;
+                if (++part_ == n_parts_) {
+                    return;
+                }
+            }
+            expect(parts_[part_].data + at_);
+            at_ += kLine;
+        }
+    }
+
+  private:
+    static constexpr size_t kParts = 2;  // gate and up
+    struct Part {
+        const char * data;
+        size_t size;
+    };
+
+    Part parts_[kParts] = {};
+    size_t n_parts_ = 0, part_ = 0, at_ = 0;  // at_: within a part
+    size_t read_ = 0, asked_ = 0;
+};
 
 // Pairs of one expert.
 struct Bundle {
@@ -226,14 +267,19 @@ class LaneJob : public Job {
         const int64_t piece = chunk / piece_chunks_, end = (piece + 1) * piece_;
         const int64_t from = piece * piece_ + chunk % piece_chunks_ * first_rows_, to = std::min(from + first_rows_, end);
         const auto converted = [&] { return unconverted_.load(std::memory_order_acquire) == 0; };
+        Lines lines;
+        for (const Weights & weights : work_->first) {
+            for (int64_t half = 0; half < weights.n_out; half += n_hidden_) {
+                add_rows(lines, weights, bundle, half + from, half + to);
+            }
+        }
         if (!converted()) {
-            expect_rows(work_->first[0], bundle, from, to);
+            lines.ask(kMeanwhile);
             wait_until(converted);
         }
         for (size_t m = 0; m < work_->first.size(); m++) {
-            const Weights & weights = work_->first[m];
-            for (int64_t half = 0; half < weights.n_out; half += n_hidden_) {
-                products(m, bundle, half + from, half + to);
+            for (int64_t half = 0; half < work_->first[m].n_out; half += n_hidden_) {
+                products(m, bundle, half + from, half + to, lines);
             }
         }
         if (!work_->program) {
@@ -247,17 +293,18 @@ class LaneJob : public Job {
         }
     }
 
-    void expect_rows(const Weights & weights, const Bundle & bundle, int64_t from, int64_t to) const {
-        expect(weights.row(work_->pairs[bundle.begin].expert, from), static_cast<size_t>(to - from) * weights.row_bytes);
+    void add_rows(Lines & lines, const Weights & weights, const Bundle & bundle, int64_t from, int64_t to) const {
+        lines.add(weights.row(work_->pairs[bundle.begin].expert, from), static_cast<size_t>(to - from) * weights.row_bytes);
     }
 
     // Rows from..to of one first product for every pair of the bundle; a row of weights serves them all.
-    void products(size_t m, const Bundle & bundle, int64_t from, int64_t to) {
+    void products(size_t m, const Bundle & bundle, int64_t from, int64_t to, Lines & lines) {
         const Weights & weights = work_->first[m];
         const auto dot = host_->ggml_get_type_traits_cpu(weights.type)->vec_dot;
         const int expert = work_->pairs[bundle.begin].expert;
         for (int64_t r = from; r < to; r++) {
             const char * row = weights.row(expert, r);
+            lines.advance(weights.row_bytes);
             for (size_t p = bundle.begin; p < bundle.end; p++) {
                 const char * input = inputs_[m] + static_cast<size_t>(work_->pairs[p].input) * input_bytes_[m];
                 dot(static_cast<int>(weights.n_in), target(m, p) + r, 0, row, 0, input, 0, 1);
@@ -291,15 +338,18 @@ class LaneJob : public Job {
     void last(Bundle & bundle, int64_t chunk) {
         const auto ready = [&] { return bundle.left.load(std::memory_order_acquire) == 0; };
         const int64_t from = chunk * last_rows_, to = std::min(from + last_rows_, work_->last.n_out);
+        const Weights & weights = work_->last;
+        Lines lines;
+        add_rows(lines, weights, bundle, from, to);
         if (!ready()) {
-            expect_rows(work_->last, bundle, from, to);
+            lines.ask(kMeanwhile);
             wait_until(ready);
         }
-        const Weights & weights = work_->last;
         const auto dot = host_->ggml_get_type_traits_cpu(weights.type)->vec_dot;
         const int expert = work_->pairs[bundle.begin].expert;
         for (int64_t r = from; r < to; r++) {
             const char * row = weights.row(expert, r);
+            lines.advance(weights.row_bytes);
             for (size_t p = bundle.begin; p < bundle.end; p++) {
                 float * out = work_->outputs + work_->pairs[p].row * weights.n_out + r;
                 dot(static_cast<int>(weights.n_in), out, 0, row, 0, hidden_ + p * hidden_bytes_, 0, 1);
