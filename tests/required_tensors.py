@@ -1,9 +1,9 @@
 """What the engine requires of each architecture's layers, asked of the engine itself.
 
 `python tests/required_tensors.py` takes a small model of every architecture that can be made or generated,
-leaves out one tensor at a time with its bias and scales, and groups that may be absent together, loads what
-is left without weights, and writes what was missed to planner/model/required_tensors.txt. With architectures
-as arguments it asks only about these, and keeps the other lines.
+leaves out one tensor at a time with its bias and scales, groups that may be absent together, and one key at a
+time, loads what is left without weights, and writes what was missed to planner/model/required_tensors.txt.
+With architectures as arguments it asks only about these, and keeps the other lines.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from planner.block_names import within_block
-from planner.model.inventory import Inventory
+from planner.model.inventory import Hparam, Inventory
 from planner.model.layers import layers_of, stems_by_layer
-from planner.model.required_tensors import GLOBAL, PATH, kind_of, parse
+from planner.model.required_tensors import GLOBAL, KEYS, PATH, kind_of, parse
 from profiler.synth.synth import ARCHITECTURES, SynthProblem, SynthSpec, write
 
 _VARIANTS: tuple[Mapping[str, int], ...] = (
@@ -199,6 +199,49 @@ def _by_kind(inventory: Inventory, gone: set[str]) -> Mapping[str, list[set[str]
     return found
 
 
+_UNREAD = re.compile(r"key not found in model: \w[\w.-]*?\.(?P<key>\S+)")
+# Whose default contradicts some tables: the engine then finds a wrong shape, misses tensors, or dies.
+_DEFAULTS = frozenset({"feed_forward_length", "leading_dense_block_count"})
+_LATENT_DEFAULTS = frozenset({"attention.key_length", "rope.dimension_count"})
+_SOME = frozenset({("deepseek2", "attention.q_lora_rank")})  # models of 27 layers do without
+
+
+def required_keys(models: Iterable[Inventory], folder: Path) -> dict[str, str]:
+    """Keys without which the engine refuses every one of these models that it loads whole."""
+    from sparse_model import write_sparse
+
+    found: list[dict[str, str]] = []
+    for model in models:
+        keys = sorted(model.hparams)
+        less = [
+            model,
+            *(model.model_copy(update={"hparams": _but(model.hparams, key)}) for key in keys),
+        ]
+        paths = [write_sparse(folder / f"key-{n}.gguf", each) for n, each in enumerate(less)]
+        whole, *answers = load_all([str(path) for path in paths])
+        for path in paths:
+            path.unlink()
+        if not whole:
+            found.append(dict(_refused(model, dict(zip(keys, answers, strict=True)))))
+    every = {key: mark for each in found for key, mark in each.items()}
+    return {k: every[k] for k in sorted(every) if k in _DEFAULTS or all(k in each for each in found)}
+
+
+def _but(hparams: Mapping[str, Hparam], gone: str) -> dict[str, Hparam]:
+    return {key: one for key, one in hparams.items() if key != gone}
+
+
+def _refused(model: Inventory, answers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The keys that a model is refused without, and how they are marked in the table."""
+    latent = "attention.key_length_mla" in model.hparams
+    for key, said in answers.items():
+        unread = _UNREAD.search(said)
+        if unread and unread["key"] == key:
+            yield key, "?" * ((model.architecture, key) in _SOME)
+        elif said and (key in _DEFAULTS or (latent and key in _LATENT_DEFAULTS)):
+            yield key, "?" * (key in _DEFAULTS)
+
+
 def lines(arch: str, found: Found) -> Iterator[str]:
     """The table's lines of one architecture."""
     for kind in sorted(found):
@@ -217,7 +260,8 @@ def table(names: Iterable[str]) -> str:
             made = [arch] if arch in ALL else []
             made += [f"{arch}+nextn"] if arch in NEXTN else []
             models += engine_made(made, folder)
-            text += lines(arch, required(models, folder))
+            found = required(models, folder)
+            text += lines(arch, found | ({KEYS: keys} if (keys := required_keys(models, folder)) else {}))
             print(arch, len(models), file=sys.stderr, flush=True)
     return "\n".join(text) + "\n"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -177,6 +177,44 @@ def test_metadata_of_another_type_no_command_takes(kind: str, whole: Path, tmp_p
     plan = tmp_path / "plan.yaml"
     plan.write_text(whole.with_name("plan.yaml").read_text())
     refused_alike(path, plan, tmp_path, why)
+
+
+_PACKED = {2: "H", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+
+
+def listed(kind: int, values: Iterable[object]) -> bytes:
+    """An array of a GGUF value type."""
+    cast = {6: float, 7: bool}.get(kind, int)
+    packed = b"".join(struct.pack("<" + _PACKED[kind], cast(int(str(v)))) for v in values)
+    return struct.pack("<IIQ", 9, kind, len(packed) // struct.calcsize(_PACKED[kind])) + packed
+
+
+def test_types_are_read_as_the_engine_reads_them(tmp_path: Path) -> None:
+    """Every count as a list and as a wider number, lists of every kind of number."""
+    gemma = write(tmp_path / "gemma.gguf", SynthSpec("gemma4", n_layers=2)).read_bytes()
+    mla = write(tmp_path / "mla.gguf", SynthSpec("deepseek2", n_layers=2)).read_bytes()
+    changed = [
+        retyped(data, kv.key, value)
+        for data in (gemma, mla)
+        for kv in parse_header(data, "model").kvs
+        if type(kv.value) is int and kv.key.partition(".")[0] in ("gemma4", "deepseek2")
+        for value in (listed(4, [kv.value] * 2), struct.pack("<IQ", 10, kv.value))
+        if not kv.key.endswith(".vocab_size")
+    ]
+    pattern = "gemma4.attention.sliding_window_pattern"
+    changed += [retyped(gemma, pattern, listed(kind, (1, 0))) for kind in _PACKED]
+    changed += [
+        retyped(mla, f"tokenizer.ggml.{key}", listed(kind, (1,) * header.length))
+        for key in ("tokens", "token_type")
+        for kind in (4, 5, 6)
+        if (header := parse_header(mla, "model").get(f"tokenizer.ggml.{key}"))
+    ]
+    paths = [tmp_path / f"{n}.gguf" for n in range(len(changed))]
+    for path, data in zip(paths, changed, strict=True):
+        path.write_bytes(data)
+    for path, said in zip(paths, load_all([str(path) for path in paths]), strict=True):
+        model = read_model(path)
+        assert bool(model.refused or load_faults(model.inventory)) == bool(said), (path.name, said)
 
 
 @pytest.mark.parametrize("kind", ["a norm of one layer", "a weight beside its bias", "unsaid heads"])

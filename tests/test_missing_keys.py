@@ -18,6 +18,7 @@ from planner.model.gguf.reader import read_model
 from planner.model.heads import unstated_heads
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
+from planner.model.validity import load_faults
 from profiler.synth.synth import ARCHITECTURES, SynthSpec, write
 
 MIB = 2**20
@@ -59,7 +60,10 @@ def test_the_engine_fills_in_what_a_file_does_not_say(
     said = attempt(loads)
     assert isinstance(said[0], Bytes), said[0]
     for key, model, engine in zip(("", *keys), lacking, said, strict=True):
-        if isinstance(engine, Bytes):
+        if isinstance(engine, str):
+            assert "key not found" not in engine or load_faults(model), f"without {key}"
+        else:
+            assert load_faults(model) == (), f"without {key}"
             counted = context_bytes(
                 kv_bytes(structure_of(model), WORK), state_bytes(structure_of(model), WORK)
             )

@@ -65,3 +65,15 @@ def test_solve_check_and_inventory_name_what_is_missing(name: str, tmp_path: Pat
     plan = plan_from(text, "plan")
     found = check_plan(plan, text, "plan", Inputs(model, None), CheckOptions(resolve=False))
     assert any(why in each.message for each in found)
+
+
+def test_a_block_without_its_model_is_called_a_draft(tmp_path: Path) -> None:
+    """The engine loads such a file, to draft; no command plans it as a model."""
+    alone = tmp_path / "alone.inventory.yaml"
+    alone.write_text(to_text(without(glm(), lambda n: n.startswith("blk.") and not n.startswith("blk.92."))))
+    told = CliRunner().invoke(main, ["inventory", str(alone)])
+    assert told.exit_code == 0 and "it only drafts" in told.stderr and "not recognised" not in told.output
+    for words in (["solve", str(alone), *ASKED], ["solve", str(GLM), *ASKED, "--draft", str(alone)]):
+        done = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "plan.yaml")])
+        assert done.exit_code == 2 and "NextN/MTP block" in done.stderr, done.output
+        assert not (tmp_path / "plan.yaml").exists()

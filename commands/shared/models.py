@@ -22,6 +22,7 @@ def load_inventory(path: Path, *, planned: bool = False) -> Inventory:
     What a person should know of the file is said on stderr. NotLoadable for one that is to be `planned` and
     that stock llama.cpp would refuse; of others it is said too.
     """
+    from planner.model.nextn import check_not_alone
     from planner.model.validity import check_loadable, load_faults
 
     told: tuple[str, ...] = ()
@@ -38,6 +39,7 @@ def load_inventory(path: Path, *, planned: bool = False) -> Inventory:
         inventory, told = model.inventory, model.refused
     if planned:
         check_loadable(inventory, str(path), told)
+        check_not_alone(inventory, str(path))
     elif whys := (*told, *load_faults(inventory)):
         say(f"note: stock llama.cpp would not load it: {'; '.join(whys[:3])}")
     return inventory

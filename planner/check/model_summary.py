@@ -13,7 +13,7 @@ from planner.memory.reserves import check_extras, projector_compute_bytes
 from planner.model.ggml_types import is_known
 from planner.model.heads import unstated_heads
 from planner.model.inventory import Inventory
-from planner.model.nextn import promised_in_vain
+from planner.model.nextn import drafts_alone, promised_in_vain
 from planner.model.sliding_window import window
 from planner.model.structure import Structure, structure_of
 from planner.model.tensor_roles import Role, missing_partners, part_of
@@ -201,7 +201,11 @@ def _notes(inventory: Inventory, units: Iterable[Unit]) -> tuple[str, ...]:
         found.append("holds tensors that no text model has: llama.cpp refuses the file")
     if inventory.number("nextn_predict_layers") and not kinds[Kind.NEXTN]:
         found.append("speaks of NextN blocks whose tensors it does not hold")
-    if kinds[Kind.NEXTN]:
+    if drafts_alone(inventory):
+        found.append(
+            "holds a NextN/MTP block and no other layer: it only drafts, for the model it was cut from"
+        )
+    elif kinds[Kind.NEXTN]:
         found.append("its NextN blocks are loaded only on request")
     if kinds[Kind.LOOKUP]:
         found.append("its lookup tables stay in host memory; a token reads one row of each")

@@ -18,6 +18,7 @@ from planner.memory.memory import Reserve
 from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import KNOWN
+from planner.model.nextn import drafts_alone
 from planner.model.structure import Structure, structure_of
 from planner.model.tensor_roles import Role, part_of
 from planner.records import MAX_BYTES
@@ -52,6 +53,9 @@ def check_extras(mmproj: Inventory | None, draft: Inventory | None) -> None:
         raise OptionProblem("--mmproj", mmproj.name, why)
     if draft is not None and draft.architecture == PROJECTOR:
         raise OptionProblem("--draft", draft.name, "is a vision projector; a language model is needed")
+    if draft is not None and drafts_alone(draft):
+        why = "holds a NextN/MTP block alone: only one in the model's own file is planned (--mtp)"
+        raise OptionProblem("--draft", draft.name, why)
 
 
 def estimates(extras: Extras) -> Iterator[str]:

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from planner.errors import InputError
 from planner.model.inventory import Inventory
 from planner.model.layers import layers_of, stems_by_layer
 
 # The projection that joins token and hidden state, under the names that architectures give it.
 _JOINS = frozenset({"nextn.eh_proj", "nextn.pre_projection"})
+
+
+@dataclass(eq=False)
+class DraftAlone(InputError):
+    """A file of NextN/MTP blocks without the model that they draft for."""
+
+    path: str
+    first: int  # its first block
+
+    def message(self) -> str:
+        return (
+            f"{self.path}: holds a NextN/MTP block (blk.{self.first}) and no other layer: it only drafts for "
+            "the model that it was cut from; plan that model, with the block in its own file (--mtp)"
+        )
+
+
+def check_not_alone(inventory: Inventory, path: str) -> None:
+    """DraftAlone for a file that only drafts: the engine loads it, but computes no text with it."""
+    if drafts_alone(inventory):
+        raise DraftAlone(path, layers_of(inventory).n_main)
+
+
+def drafts_alone(inventory: Inventory) -> bool:
+    """Whether a file holds speculative blocks and none of the layers before them."""
+    layers, stems = layers_of(inventory), stems_by_layer(inventory)
+    return layers.n_nextn > 0 and bool(stems) and min(stems) >= layers.n_main > 0
 
 
 def nextn_fault(inventory: Inventory) -> str:
@@ -27,7 +56,7 @@ def nextn_fault(inventory: Inventory) -> str:
         if any(s.startswith("attn_") for s in names):
             missing += sorted(shared - names)
         if missing:
-            return f"holds a NextN/MTP block without blk.{n}.{missing[0]}: the engine refuses to load it"
+            return f"holds a NextN/MTP block without blk.{n}.{missing[0]}: the engine does not draft with it"
     return ""
 
 

@@ -1,8 +1,8 @@
-"""The tensors without which stock llama.cpp does not load a model, by architecture and kind of layer.
+"""The tensors and keys without which stock llama.cpp does not load a model, by architecture.
 
 The table beside this file is made by asking the engine (`python tests/required_tensors.py`): a line is an
-architecture, a kind of layer and names; `?` after a name: only of some models. The engine also loads some of
-what it cannot compute.
+architecture, a kind of layer and names; `?` after a name: only of some models. Keys have a line of their own.
+The engine also loads some of what it cannot compute.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from planner.model.layers import Layers, layers_of, shared_kv, stems_by_layer
 
 PATH = Path(__file__).with_suffix(".txt")
 GLOBAL, NEXTN = "global", "nextn"  # the kinds of tensors outside layers, and of speculative blocks
+KEYS = "keys"  # below the architecture's name
 
 Names = Mapping[str, bool]  # name within its layer, with suffix -> whether every such layer needs it
 
@@ -39,9 +40,18 @@ _MIXERS = {
 _FAMILIES = tuple(
     map(
         re.compile,
-        (r"ffn_\w+_shexp\.", r"attn_q_(a|b|a_norm)\.", r"attn_(k|v)_b\.", r"nextn\.", r"per_layer_"),
+        (
+            r"ffn_\w+_shexp\.",
+            r"attn_q_(a|b|a_norm)\.",
+            r"attn_(k|v)_b\.",
+            r"nextn\.",
+            r"per_layer_",
+            r"indexer",
+        ),
     )
 )
+# What some architectures have in layers that their files list, and these in every one.
+_INDEXED = frozenset({"deepseek32"})
 _MATRIX = re.compile(r"attn_(q|k|v|output)\.weight|ffn_((gate|up|down)(_exps)?|gate_inp)\.weight")
 _HALVES = re.compile(r"ffn_(gate|up)_exps\.")  # of what may be one tensor
 _DENSE = re.compile(r"ffn_(gate|up|down|norm)\.")
@@ -115,9 +125,28 @@ def missing(inventory: Inventory) -> Iterator[str]:
         for name, always in needed.get(kind, {}).items():
             if (n in empty and _DENSE.match(name)) or (n in readers and _CACHED.match(name)):
                 continue
-            sure = _sure(name, always, own[n]) and (whole or _MATRIX.fullmatch(name))
+            indexed = always and name.startswith("indexer.") and inventory.architecture in _INDEXED
+            sure = (_sure(name, always, own[n]) or indexed) and (whole or _MATRIX.fullmatch(name))
             if name not in own[n] and (sure or (kind, name) in have) and not _other_form(name, own[n]):
                 yield f"blk.{n}.{name}"
+
+
+def missing_keys(inventory: Inventory) -> Iterator[str]:
+    """Keys of a file that are not there and without which the engine does not load it.
+
+    Some only beside tensors: defaults are dense layers of width 0, none of these, and queries of full rank.
+    """
+    keys = required_of(inventory.architecture).get(KEYS, {})
+    stems = stems_by_layer(inventory)
+    dense = [n for n, names in stems.items() if {"ffn_down", "ffn_up"} <= names]
+    held = {
+        "feed_forward_length": bool(dense),
+        "leading_dense_block_count": 0 in dense,
+        "attention.q_lora_rank": any("attn_q_a" in names for names in stems.values()),
+    }
+    for key, always in keys.items():
+        if key not in inventory.hparams and (always or held.get(key, False)):
+            yield key
 
 
 def _says_empty(inventory: Inventory, n: int) -> bool:

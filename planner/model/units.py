@@ -12,6 +12,7 @@ from itertools import pairwise
 from planner.errors import InputError
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import ENCODERS, KNOWN, Layers, layers_of, shared_kv
+from planner.model.nextn import drafts_alone
 from planner.model.tensor_roles import Part, Role, parts_of
 from planner.quoting import short
 from planner.remember import remembered
@@ -318,6 +319,6 @@ def _unknown(inventory: Inventory, layers: Layers, parts: Parts, known: bool) ->
     absent = tuple(
         f"no tensors of blk.{n}"
         for n in range(layers.n_main)
-        if n not in held and inventory.architecture not in _SKIPS_LAYERS
+        if n not in held and inventory.architecture not in _SKIPS_LAYERS and not drafts_alone(inventory)
     )
     return architecture + names + beyond + odd + absent

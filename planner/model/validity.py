@@ -22,7 +22,8 @@ from planner.errors import InputError
 from planner.model.heads import kv_heads, unstated_heads
 from planner.model.inventory import Inventory, Tensor, by_name
 from planner.model.layers import layers_of, shared_kv, stems_by_layer
-from planner.model.required_tensors import GLOBAL, knows, missing, required_of
+from planner.model.nextn import drafts_alone
+from planner.model.required_tensors import GLOBAL, knows, missing, missing_keys, required_of
 from planner.model.sliding_window import sliding_layers
 from planner.model.tensor_roles import Role, parts_of
 from planner.quoting import short
@@ -99,6 +100,8 @@ def _keys(inventory: Inventory) -> Iterator[str]:
             yield f"{arch}.{key} has {len(value)} values for {count} layers"
     if not whole:
         return
+    for key in missing_keys(inventory):
+        yield f"{arch}.{key} is missing"
     attends = any(layers_of(inventory).attention)
     if attends and not inventory.number("attention.head_count"):
         yield f"{arch}.attention.head_count is missing or 0, and layers attend"
@@ -127,8 +130,7 @@ def _layers(inventory: Inventory) -> Iterator[str]:
     """Layers without tensors, or without those that belong to what they have or that all alike have."""
     layers, stems = layers_of(inventory), stems_by_layer(inventory)
     count = inventory.number("block_count", layers.n_all)
-    drafts_alone = layers.n_nextn > 0 and min(stems) >= layers.n_main  # the file of a NextN block
-    lacking = () if drafts_alone else (n for n in range(layers.n_main) if n not in stems)
+    lacking = () if drafts_alone(inventory) else (n for n in range(layers.n_main) if n not in stems)
     yield from (f"no tensor of layer {n}, of {count}" for n in lacking)
     beyond = [n for n in stems if n >= count > 0]
     if beyond:

@@ -40,13 +40,15 @@ attention.shared_kv_layers attention.sliding_window attention.temperature_length
 attention.value_length_mla attention.value_length_swa attention.value_residual_mix_lora_rank
 attn_res.block_size block_count context_length convnext.block_count convnext.embedding_length
 decoder_block_count embedding_length embedding_length_per_layer_input expert_chunk_feed_forward_length
-expert_count expert_feed_forward_length expert_group_count expert_group_used_count expert_latent_length
+expert_count expert_feed_forward_length expert_gating_func expert_group_count expert_group_used_count
+expert_latent_length experts_per_group hyper_connection.sinkhorn_iterations interleave_moe_layer_step
 expert_shared_count expert_shared_feed_forward_length expert_used_count features_length feed_forward_length
 full_attention_interval hash_layer_count hyper_connection.count hyper_connection.low_rank kda.head_dim
 leading_dense_block_count moe_every_n_layers moe_latent_size n_deepstack_layers nextn_predict_layers
 ple.conv_kernel ple.ngram_size posnet.block_count posnet.embedding_length rescale_every_n_layers
-rope.dimension_count rope.scaling.original_context_length shortconv.l_cache ssm.conv_kernel ssm.group_count
-ssm.inner_size ssm.state_size ssm.time_step_rank token_shift_count wkv.head_size
+rope.dimension_count rope.dimension_count_swa rope.scaling.original_context_length shortconv.l_cache
+ssm.conv_kernel ssm.group_count ssm.inner_size ssm.state_size ssm.time_step_rank token_shift_count
+wkv.head_size
 """
 _COUNTS = frozenset(_READ.split())
 _FRACTION = re.compile(
@@ -54,11 +56,26 @@ _FRACTION = re.compile(
     r"|(attn|final|router)_logit_softcapping|(logit|residual|embedding|expert_weights)_scale"
     r"|rope\.scaling\.yarn_\w+|attention\.(clamp_kqv|max_alibi_bias|scale|output_scale)"
 )
-_SINGLE = re.compile(  # the same for every layer
-    r"(block|expert|expert_shared)_count|(context|embedding|attention\.key|attention\.value)_length"
-    r"|full_attention_interval|attention\.sliding_window|rope\.dimension_count"
-    r"|ssm\.(conv_kernel|inner_size|state_size|time_step_rank|group_count)"
+_LISTS = frozenset(  # of these counts a file may have a list, one for each layer
+    {
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.sliding_window_pattern",
+        "attention.compress_ratios",
+        "attention.recurrent_layers",
+        "expert_feed_forward_length",
+        "expert_used_count",
+        "feed_forward_length",
+        "rope.dimension_sections",
+    }
 )
+_ELEMENTS = {
+    "tokenizer.ggml.tokens": frozenset({STRING}),
+    "tokenizer.ggml.scores": frozenset({_F32}),
+    "tokenizer.ggml.token_type": frozenset({_I32}),
+    "tokenizer.ggml.merges": frozenset({STRING}),
+}
+_ELEMENTS_OF_COUNTS = frozenset({_U32, _I32, _BOOL})
 
 
 def check_counts(hparams: Mapping[str, Hparam], path: str) -> None:
@@ -82,7 +99,13 @@ def wrong_types(header: Header) -> tuple[str, ...]:
             wanted[kv.key] = _of_model(kv, kv.key[len(prefix) :])
         elif _TOKEN_ID.fullmatch(kv.key):
             wanted[kv.key] = _U32
-    return tuple(short(kv.key) for kv in header.kvs if wanted.get(kv.key, kv.type) != kv.type)
+    elements = {**_ELEMENTS, **{prefix + name: _ELEMENTS_OF_COUNTS for name in _LISTS}}
+    return tuple(
+        short(kv.key)
+        for kv in header.kvs
+        if wanted.get(kv.key, kv.type) != kv.type
+        or (kv.type == ARRAY and kv.element not in elements.get(kv.key, {kv.element}))
+    )
 
 
 def _of_model(kv: KeyValue, name: str) -> int:
@@ -95,9 +118,9 @@ def _of_model(kv: KeyValue, name: str) -> int:
         return _I32 if kv.type != ARRAY else ARRAY
     if _FRACTION.fullmatch(name):
         return _F32
-    if kv.type == ARRAY:
-        return _U32 if _SINGLE.fullmatch(name) else ARRAY
-    return _U32 if name in _COUNTS and kv.type in _INTEGERS else kv.type
+    if kv.type == ARRAY and name in _LISTS:
+        return ARRAY
+    return _U32 if name in _COUNTS else kv.type
 
 
 def unread(header: Header) -> tuple[str, ...]:
