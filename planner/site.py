@@ -74,7 +74,7 @@ class Site:
     @staticmethod
     def on(device: str) -> Site:
         """The whole unit on one device, the CPU included."""
-        return ON_CPU if device == HOST else Site(SiteKind.GPU, device)
+        return _whole(device)
 
     @staticmethod
     def of_buffer(buffer: str) -> Site:
@@ -110,6 +110,11 @@ class Site:
 
 
 ON_CPU = Site(SiteKind.CPU)
+
+
+@lru_cache(maxsize=256)
+def _whole(device: str) -> Site:
+    return ON_CPU if device == HOST else Site(SiteKind.GPU, device)
 
 
 @lru_cache(maxsize=4096)

@@ -54,6 +54,7 @@ class InputLibrary:
         self._inventories: dict[str, Inventory] = {}
         self._profiles: dict[str, Profile] = {}
         self._seen: set[Path] = set()
+        self._routing: dict[object, Known] = {}  # by heat file, model and what of the use bears on it
         self._files: dict[Path, str] = {}  # models with weights, to the digest of their tensor tables
         self._models, self._given_profiles = models, profiles
         for path in models:
@@ -89,7 +90,11 @@ class InputLibrary:
         wanted = plan.constraints.heat_digest
         for path in (*self._heats, *sorted(folder.glob("*.heat.csv"))) if wanted and inventory else ():
             if digest(read_text(path)) == wanted and inventory:
-                return known_of_heat(path, inventory, plan.workload)
+                work = plan.workload
+                key = wanted, plan.model.table_digest, work.n_ubatch, work.depth + work.prompt
+                if key not in self._routing:
+                    self._routing[key] = known_of_heat(path, inventory, work)
+                return self._routing[key]
         return Known()
 
     def _read_folder(self, folder: Path, plan: Plan) -> None:

@@ -5,6 +5,7 @@ The engine is told layers and overrides; a site that says something else would b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ def _unit_faults(plan: Plan, units: Sequence[Unit]) -> list[str]:
     known = {unit.name for unit in units}
     return [
         *(f"units: {name} is no unit of the model" for name in stated if name not in known),
-        *(f"units: {name} appears twice" for name in sorted(set(stated)) if stated.count(name) > 1),
+        *(f"units: {name} appears twice" for name, times in sorted(Counter(stated).items()) if times > 1),
         *(f"units: {name} has no site" for name in sorted(known - optional - set(stated))),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -202,10 +203,9 @@ def _chosen(plan: Plan, priced: Priced) -> Chosen:
 
 
 def _same_units(plan: Plan, priced: Priced, sites: Mapping[str, Site]) -> None:
-    names = [p.unit for p in plan.units]
-    for name in names:
-        if names.count(name) > 1:
-            raise NotPlaceable(name, "is placed twice")
+    twice = (name for name, times in Counter(p.unit for p in plan.units).items() if times > 1)
+    for name in twice:
+        raise NotPlaceable(name, "is placed twice")
     known = {unit.name for unit in priced.model.units}
     for name in sites:
         if name not in known:

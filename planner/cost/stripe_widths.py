@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from planner.constants import PPM, STRIPE_GRANULE
 from planner.cost.unit_time import Prices
@@ -30,18 +31,19 @@ def stripe_widths(unit: Unit, prices: Prices, curve: Sequence[float]) -> Iterato
     if n < 2 or len(curve) != n + 1:
         return
     sizes = [prices.tensors[name].size_bytes for name in divisible(unit)]
-    ubatch = prices.workload.n_ubatch
+    whole = [_granules(size) for size in sizes]
+    touched = _touched(tuple(curve), unit.used, prices.workload.n_ubatch)
+    every = max(sum(touched), 1e-12)
     for k in dict.fromkeys(round(n * step / STEPS) for step in range(1, STEPS)):
         if not 0 < k < n:
             continue
         hot = [_granules(size * k // n) for size in sizes]
-        whole = [_granules(size) for size in sizes]
         yield Stripe(
             k,
             sum(hot) * STRIPE_GRANULE,
             sum(w - h for w, h in zip(whole, hot, strict=True)) * STRIPE_GRANULE,
             round((1.0 - curve[k]) * PPM),
-            _cold_share(curve, k, unit.used, ubatch),
+            round(sum(touched[k:]) / every * PPM),
         )
 
 
@@ -49,8 +51,8 @@ def _granules(size: int) -> int:
     return -(-size // STRIPE_GRANULE)
 
 
-def _cold_share(curve: Sequence[float], k: int, used: int, batch: int) -> int:
-    """Of the distinct experts that a batch touches, those beyond the k hottest."""
+@lru_cache(maxsize=1 << 10)
+def _touched(curve: tuple[float, ...], used: int, batch: int) -> tuple[float, ...]:
+    """The probability that a batch touches each expert, hottest first."""
     shares = [b - a for a, b in itertools.pairwise(curve)]
-    touched = [1.0 - (1.0 - min(1.0, used * share)) ** batch for share in shares]
-    return round(sum(touched[k:]) / max(sum(touched), 1e-12) * PPM)
+    return tuple(1.0 - (1.0 - min(1.0, used * share)) ** batch for share in shares)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from planner.machine.profile import Device
@@ -15,6 +14,7 @@ from planner.memory.compute_buffer import (
 )
 from planner.model.structure import Structure
 from planner.model.tensor_roles import Role, parts_of
+from planner.remember import remembered
 from planner.workload import Workload
 
 
@@ -41,6 +41,7 @@ class BufferParts:
         return self.base_bytes + max(self.staging_bytes * streams, self.head_bytes * head)
 
 
+@remembered
 def buffer_parts(
     structure: Structure, workload: Workload, device: Device, op_offload: bool = True
 ) -> BufferParts:
@@ -48,8 +49,6 @@ def buffer_parts(
     converts = converts_caches(device.name)
     base = compute_bytes(structure, workload, head=False, converts=converts)
     head = compute_bytes(structure, workload, converts=converts) - base
-    if device.kind == "cpu":
-        return BufferParts(base, 0, head)
     if device.kind != "gpu":
         return BufferParts(base, 0, head)
     hybrid = any(structure.layers.recurrent)
@@ -63,7 +62,8 @@ def inputs_bytes(structure: Structure, workload: Workload) -> int:
     return host_bytes(structure, workload) + output_bytes(structure, workload)
 
 
-def _streamed(structure: Structure) -> Collection[int]:
+@remembered
+def _streamed(structure: Structure) -> tuple[int, ...]:
     inventory = structure.inventory
     parts = parts_of(inventory)
-    return [t.size_bytes for t in inventory.tensors if parts[t.name].role in (Role.EXPERTS, Role.FFN)]
+    return tuple(t.size_bytes for t in inventory.tensors if parts[t.name].role in (Role.EXPERTS, Role.FFN))

@@ -23,6 +23,10 @@ class Memory:
     tables: int = 0
 
     def __add__(self, other: Memory) -> Memory:
+        if other is NOTHING:  # most of what is added up lies on another device
+            return self
+        if self is NOTHING:
+            return other
         return Memory(
             self.weights + other.weights,
             self.kv + other.kv,

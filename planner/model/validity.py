@@ -27,6 +27,7 @@ from planner.model.required_tensors import GLOBAL, knows, missing, missing_keys,
 from planner.model.sliding_window import sliding_layers
 from planner.model.tensor_roles import Role, parts_of
 from planner.quoting import short
+from planner.remember import remembered
 
 _NEEDED = ("block_count", "context_length", "embedding_length")  # every architecture reads them
 _MAY_BE_0 = frozenset({"context_length"})
@@ -70,6 +71,7 @@ def check_loadable(inventory: Inventory, path: str, told: tuple[str, ...] = ()) 
         raise NotLoadable(path, whys)
 
 
+@remembered
 def load_faults(inventory: Inventory) -> tuple[str, ...]:
     """Why stock llama.cpp would refuse a file of this table, a sentence each; empty: nothing is known."""
     if _is_excerpt(inventory):

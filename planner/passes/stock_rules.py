@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from planner.block_names import block_name
 from planner.constants import CPU
@@ -39,6 +40,8 @@ from planner.site import ON_CPU, Site
 from planner.solver.evaluate import Evaluation, evaluate
 from planner.solver.problem import Decision, Solution
 from planner.solver.totals import Totals
+
+_UNASKED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,9 @@ class Placer:
         ]
         self._readers = {number for number, _, _, owner in self._rows if owner is not None}
         self._holder = {unit: n for n, d in enumerate(priced.problem.decisions) for unit in d.units}
-        self._known: dict[tuple[object, ...], int | None] = {}
+        # By decision, home and whether its cache lies elsewhere: sites asked for, few, and the option. Sites
+        # are compared, not hashed: nearly all are one object.
+        self._known: dict[tuple[int, str, bool], list[tuple[tuple[Site | None, ...], int | None]]] = {}
         self._homes: dict[tuple[str, ...], tuple[list[str], list[int | None]]] = {}
         self._whole: dict[str, list[int | None]] = {}  # by layer device: each decision all there
 
@@ -189,12 +194,14 @@ class Placer:
             _, decision, _, owner = self._rows[number]
             home = homes[number]
             away = owner is not None and layer_devices[owner] != home
-            key = (number, home, away, *map(sites.get, decision.units))
-            if key not in self._known:
-                self._known[key] = self._find(decision, home, sites, away)
-            found[number] = self._known[key]
-        choices = tuple(index for index in found if index is not None)
-        return Solution(choices) if len(choices) == len(found) else None
+            wanted = tuple(map(sites.get, decision.units))
+            known = self._known.setdefault((number, home, away), [])
+            choice = next((option for each, option in known if each == wanted), _UNASKED)
+            if choice == _UNASKED:
+                choice = self._find(decision, home, sites, away)
+                known.append((wanted, choice))
+            found[number] = choice
+        return None if None in found else Solution(tuple(cast(list[int], found)))
 
     def _at_home(self, layer_devices: tuple[str, ...]) -> tuple[list[str], list[int | None]]:
         """Where each decision is at home, and its option with all units there."""

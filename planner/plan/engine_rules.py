@@ -22,13 +22,12 @@ def layers_by_ngl(n_blocks: int, ngl: int, shares: Sequence[tuple[str, int]]) ->
     total = sum(share for _, share in shares)
     offloaded = min(ngl, n_blocks + 1) if total else 0
     found = [CPU] * (n_blocks + 1 - offloaded)
-    for index in range(offloaded):
-        place, upto = index * total, 0
-        for device, share in shares:
-            upto += share
-            if place < upto * offloaded:
-                found.append(device)
-                break
+    dealt = upto = 0
+    for device, share in shares if offloaded else ():
+        upto += share
+        first = -(-upto * offloaded // total)  # of the layers of later devices
+        found += [device] * (first - dealt)
+        dealt = first
     return tuple(found)
 
 
