@@ -3,8 +3,8 @@
     ATSPLAN_PROFILE=profile.yaml python -m benchmarks.rounds.experts … \\
         --ours "plan=benchmarks.rounds.planned_contender:planned"
 
-The profile is of this machine and visit (`atsplan profile MODEL`). Routing statistics are a stream of the same
-habits and another seed than the measured one. The budget is what the planner counts for the rule of the cell.
+The profile is of this machine and visit (`atsplan profile MODEL`). Routing statistics are a stream of the
+same habits and another seed than the measured one. The budget is what the planner counts for the cell's rule.
 """
 
 from __future__ import annotations
