@@ -36,6 +36,7 @@ from planner.plan.load_spec import load_spec
 from planner.plan.plan import from_text as plan_text
 from planner.plan.plan import to_text
 from planner.plan.request import Pin, Request
+from planner.site import SiteKind
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
 
@@ -254,6 +255,11 @@ def test_a_pin_on_what_is_not_loaded_says_so(tmp_path: Path) -> None:
     line = refused(solve(model, "--budget", "2000", "--pin", "*.nextn=cpu"), 2)
     assert line == "atsplan: --pin *.nextn=cpu: blk.2.nextn is not loaded without --mtp"
     assert solve(model, "--budget", "2000", "--pin", "*.nextn=cpu", "--mtp").exit_code == 0
+
+
+def test_a_pin_to_no_site_names_every_kind_of_site(moe_model: Path) -> None:
+    line = refused(solve(moe_model, "--budget", "2000", "--pin", "*.experts=slots"), 2)
+    assert "no such site" in line and all(f" {kind}," in line for kind in SiteKind)
 
 
 def test_memory_that_devices_share_is_refused_as_one() -> None:

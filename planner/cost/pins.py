@@ -82,6 +82,6 @@ def _wanted(pin: Pin, devices: Sequence[str]) -> Wanted:
     except NoSite:
         site = None
     if site is None or site.device not in devices:
-        known = ", ".join((*("gpu", "cpu", "stripe", "cache"), *devices))
+        known = ", ".join((*SiteKind, *devices))
         raise OptionProblem(OPTION, f"{pin.pattern}={pin.site}", f"no such site; there are {known}")
     return Wanted(site)
