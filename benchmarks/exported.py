@@ -23,6 +23,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from benchmarks.projector import write_projector
 from planner.constants import MIB
 from planner.plan.plan import Plan, from_text
 from profiler.synth.synth import SynthSpec, write
@@ -32,6 +33,8 @@ GPU = "Vulkan0"
 PRINTED = 0.0051  # MiB: what printing two digits leaves unsaid of one buffer
 _SIZE = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size =\s*([0-9.]+) MiB")
 _CONTEXT = re.compile(r"llama_context: n_ctx +=")
+_EYES = re.compile(r"load_hparams: model size: +([0-9.]+) MiB")
+_SEES = re.compile(r"reserve_compute_meta: +(\S+) compute buffer size = +([0-9.]+) MiB")
 _SLOT = re.compile(r"new slot, n_ctx = ([0-9]+)")
 _HOST = re.compile(r"CPU.*|.*_Host")
 
@@ -44,6 +47,7 @@ class Case:
     spec: SynthSpec
     asked: tuple[str, ...] = ()
     draft: SynthSpec | None = None
+    eyes: bool = False  # a vision projector beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class Said:
     buffers: dict[tuple[str, str], int] = field(default_factory=dict)
     compute: dict[tuple[int, str], float] = field(default_factory=dict)
     slots: list[int] = field(default_factory=list)
+    eyes: dict[str, float] = field(default_factory=dict)  # of a projector: "" its weights, by buffer the rest
 
 
 _WHOLE, _HALF = ("--no-cpu",), ("--pin", "blk.[01].*=cpu", "--pin", "blk.[23].*=gpu")
@@ -113,8 +118,10 @@ CASES = (
     Case("mtp-cpu", _model("qwen35", n_nextn=1), (*_ALONE, "--mtp")),
     Case("draft", _model("llama"), (*_WHOLE, *_Q8), _model("llama", n_layers=1)),
     Case("draft-gdn", _model("qwen35"), _WHOLE, _model("qwen35")),
+    Case("projector", _experts("qwen3moe"), _EXPERTS, eyes=True),
+    Case("projector-cpu", _model("llama"), (*_WHOLE, "--mmproj-device", "cpu"), eyes=True),
 )
-SUBSET = ("moe-experts-cpu", "mtp", "draft-gdn", "shared-kv")  # what every CI run tries
+SUBSET = ("projector", "mtp", "draft-gdn", "shared-kv")  # what every CI run tries
 
 
 def rows_of(case: Case, engine: Path, folder: Path) -> list[Row]:
@@ -126,6 +133,8 @@ def rows_of(case: Case, engine: Path, folder: Path) -> list[Row]:
     beside: list[str] = []
     if case.draft is not None:
         beside = ["--draft", str(write(folder / "draft.gguf", case.draft))]
+    if case.eyes:
+        beside += ["--mmproj", str(write_projector(folder / "eyes.gguf", case.spec.n_embd or 0))]
     path = folder / "plan.yaml"
     _run("solve", model, *words, *case.asked, *beside, "-o", path)
     plan = from_text(path.read_text(), str(path))
@@ -146,6 +155,11 @@ def said_of(log: Iterable[str]) -> Said:
         contexts += bool(_CONTEXT.search(line))
         if slot := _SLOT.search(line):
             said.slots.append(int(slot[1]))
+        if eyes := _EYES.search(line):
+            said.eyes[""] = float(eyes[1])
+        if sees := _SEES.search(line):
+            said.eyes[sees[1]] = float(sees[2])
+            continue
         if (found := _SIZE.search(line)) is None:
             continue
         device = "CPU" if _HOST.fullmatch(found[1]) else found[1]
@@ -187,9 +201,21 @@ def _rows(case: str, plan: Plan, said: Said) -> Iterable[Row]:
             if server or planned:
                 less, more = _margin(item, device, planned, said.buffers.get((device, item), 1))
                 yield Row(case, device, item, server, planned, less, more)
+    yield from _seen(case, plan, said)
     cells = plan.workload.n_ctx // plan.workload.n_seq
     for slot in said.slots:
         yield Row(case, "", "cells of a slot", slot, cells, 0, 0)
+
+
+def _seen(case: str, plan: Plan, said: Said) -> Iterable[Row]:
+    """What a projector takes: its weights, the buffer of its device, and the picture in host memory."""
+    for line in plan.constraints.reserves:
+        planned = line.size_bytes / MIB
+        if line.name == "projector":
+            yield Row(case, line.device, line.name, said.eyes[""], planned, 0.02 * planned, PRINTED)
+        if line.name in ("projector compute", "projector inputs"):
+            server = said.eyes.get(line.device, 0.0)
+            yield Row(case, line.device, line.name, server, planned, 0.5 * planned, PRINTED + 0.03 * planned)
 
 
 def _margin(item: str, device: str, planned: float, buffers: int) -> tuple[float, float]:

@@ -85,15 +85,14 @@ def reserves(
     """Every line that something beside the model's own weights, caches and compute takes.
 
     `gpu` is the device for parts that name none (the CPU where there is no GPU). Lines of zero bytes are
-    left out. Lines are named projector, projector compute, MTP compute, MTP state, MTP inputs, draft, draft
-    KV, draft state, draft compute, draft roll-back, draft embedding, draft experts, draft
-    inputs, n-gram
-    roll-back, other users.
+    left out. Lines are named projector, projector compute, projector inputs, MTP compute, MTP state,
+    MTP inputs, draft, draft KV, draft state, draft compute, draft roll-back, draft embedding, draft experts,
+    draft inputs, n-gram roll-back, other users.
     Raises OptionProblem for a projector that is none, and a draft that is one; BeyondMemory.
     """
     check_extras(extras.mmproj, extras.draft)
     lines = (
-        *_projector(extras, extras.mmproj_device or gpu),
+        *_projector(extras, extras.mmproj_device or gpu, host),
         *_nextn(structure, workload, extras.rollback, gpu, host),
         *_draft(structure, workload, extras, extras.draft_device or gpu, host),
         *_ngrams(structure, workload, extras, gpu),
@@ -108,13 +107,19 @@ def projector_compute_bytes(mmproj: Inventory, device: str = "", *, flash_attn: 
     An upper estimate. Source: the sizes llama.cpp's clip graph keeps alive: the inner values and copies of
     the patches' vectors, two more of them on the CPU. Of a qwen3vl_merger of width 1024 the engine took
     223 MiB on CUDA and 323 on the CPU (here 265 and 331), of one of width 1152 a GPU took 274 (here 288).
-    Without flash attention the score matrix comes on top.
+    Without flash attention the score matrix comes on top. Of narrow ones the picture itself tells.
     """
     number = mmproj.number
     width, inner = number("vision.embedding_length"), number("vision.feed_forward_length")
     patches = _patches(mmproj)
     scores = 0 if flash_attn else number("vision.attention.head_count") * patches
-    return 4 * patches * (inner + (6 if device == CPU else 4) * width + scores)
+    layers = 4 * patches * (inner + (6 if device == CPU else 4) * width + scores)
+    return max(layers, 4 * patches * (inner + 2 * width) + picture_bytes(mmproj))
+
+
+def picture_bytes(mmproj: Inventory) -> int:
+    """The largest image as host memory holds it for the projector: three f32 a pixel."""
+    return 4 * 3 * _patches(mmproj) * max(mmproj.number("vision.patch_size", 14), 1) ** 2
 
 
 def _patches(mmproj: Inventory) -> int:
@@ -132,11 +137,12 @@ def _line(name: str, device: str, size_bytes: int) -> Reserve:
     return Reserve(name=name, device=device, size_bytes=size_bytes)
 
 
-def _projector(extras: Extras, device: str) -> Iterator[Reserve]:
+def _projector(extras: Extras, device: str, host: str) -> Iterator[Reserve]:
     if extras.mmproj is None:
         return
     yield _line("projector", device, weight_bytes(extras.mmproj.tensors, GPU_STEP))
     yield _line("projector compute", device, projector_compute_bytes(extras.mmproj, device))
+    yield _line("projector inputs", host, picture_bytes(extras.mmproj) if device != host else 0)
 
 
 def _nextn(
