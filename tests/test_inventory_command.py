@@ -83,7 +83,7 @@ def test_a_projector_is_counted_with_its_compute_buffer(moe_model: Path, tmp_pat
     path = write_sparse(tmp_path / "mmproj.gguf", inventory_of("mmproj", "clip", {**hparams, **sizes}, rows))
     found = json.loads(call(moe_model, "--mmproj", path, "--json").stdout)["extras"]
     assert found[0]["size_bytes"] == 8192 + 32768
-    assert found[0]["compute_bytes"] == 4 * 16**2 * (256 + 4 * 64)
+    assert found[0]["compute_bytes"] == 4 * 16**2 * (256 + 2 * 64) + 4 * 3 * 224**2
     assert "mmproj" in call(moe_model, "--mmproj", path).stdout
 
 
