@@ -10,6 +10,7 @@ from functools import partial
 from planner.constants import CELL_STEP, CPU
 from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.cost.paged import over_resident, resident_problem
+from planner.left_out import no_pandas
 from planner.passes.case import Case
 from planner.passes.refusal import Infeasible, because, overfilled_by_extras, refuse, unavoidable
 from planner.plan.engine_settings import EngineSettings
@@ -104,6 +105,7 @@ def _priced(case: Case, settings: EngineSettings, workload: Workload, keep: Keep
     )
 
 
+@no_pandas
 def _fits(case: Case, settings: EngineSettings, workload: Workload, keep: Keep) -> bool:
     deadline = case.clock.deadline
     if deadline.over():

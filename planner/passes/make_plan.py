@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planner.constants import PPM
 from planner.cost.paged import over_resident
 from planner.errors import InputError
+from planner.left_out import no_pandas
 from planner.machine.engine_builds import sentence
 from planner.machine.profile import Profile
 from planner.memory.reserves import PROJECTOR
@@ -44,6 +45,7 @@ class NothingToPlace(InputError):
         return f"{self.name}: a file of architecture {self.architecture} without layers to place{beside}"
 
 
+@no_pandas
 def make_plan(
     inventory: Inventory,
     profile: Profile,

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.left_out import left_out
 from planner.solver import counting, frontier
 from planner.solver.capacities import binding, free_shares
 from planner.solver.counting import Part, parts
@@ -68,23 +67,15 @@ def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None 
     return found
 
 
-def _library() -> Any:
-    """CP-SAT's module; half of its start would be pandas, for arrays of variables that no model here has."""
-    try:
-        with left_out("pandas", "Index", "Series"):
-            from ortools.sat.python import cp_model
-    except AttributeError:  # another version, that asks more of it
-        from ortools.sat.python import cp_model
-    return cp_model
-
-
 def any_placement(problem: Problem, limits: Limits | None = None) -> Solved:
     """Some placement that keeps every limit, whatever it costs, with its price and no bound.
 
     Infeasible where there is none; unknown where numbers of layers fit, but not in the orders that were
     tried, or the work allowed was not enough.
     """
-    cp, limits = _library(), limits or Limits()
+    from ortools.sat.python import cp_model as cp
+
+    limits = limits or Limits()
     for stretches in (False, True):
         room = RoomModel(cp, problem, stretches=stretches)
         solver = _solver(cp, limits)
@@ -116,7 +107,8 @@ def _counted(problem: Problem, best: Solved, limits: Limits) -> Solved:
 
     Parts whose bound is not below the best placement are done with; what is left open bounds the answer.
     """
-    cp_model = _library()
+    from ortools.sat.python import cp_model
+
     clock = Clock(limits.part("count").deterministic_s)
     whole = _relaxed(cp_model, problem, None, clock, limits)
     if whole is None:
@@ -243,7 +235,8 @@ def _focus(relaxed: counting.CountModel, solver: Any) -> frontier.Focus:
 
 def solve_cp(problem: Problem, best: Solved | None = None, limits: Limits | None = None) -> Solved:
     """CP-SAT on the whole problem, from the best placement and bound known."""
-    cp_model = _library()
+    from ortools.sat.python import cp_model
+
     best, limits = best or Solved("unknown", None, 0, 0), limits or Limits()
     found = best
     if not (best.solution is not None and limits.deadline.over()):
