@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from dry_loads import Bytes, Load, measure
+from made_models import hparams, make
 from sparse_model import write_sparse
 
 from planner.memory.compute_buffer import compute_bytes, compute_items
@@ -216,3 +217,15 @@ def check(inventory: Inventory, workload: Workload, engine: Bytes, *, swa_full: 
     estimate = compute_bytes(structure_of(inventory), workload, swa_full=swa_full)
     assert engine.compute <= estimate * 1.01 + MIB
     assert estimate * 0.7 - 16 * MIB <= engine.compute
+
+
+@pytest.mark.parametrize("arch", ["grok", "minimax-m3", "minimax-01", "deepseek32", "hy_v4", "llama4"])
+def test_what_grows_with_cells_or_batch_is_seen_in_long_ones(arch: str, tmp_path: Path) -> None:
+    """Scores of an indexer, of an attention without flash kernels, of every token with every other."""
+    make(tmp_path, [arch])
+    model = read_model(tmp_path / f"{arch}.gguf").inventory.model_copy(update={"hparams": hparams(arch)})
+    path = write_sparse(tmp_path / "model.gguf", model)
+    works = [Workload(n_ctx=65536), Workload(n_ctx=8192, n_ubatch=2048)]
+    for work, said in zip(works, measure([Load(path, work) for work in works]), strict=True):
+        estimate = compute_bytes(structure_of(model), work)
+        assert said.compute <= estimate * 1.01 + MIB <= 1.5 * said.compute + 16 * MIB

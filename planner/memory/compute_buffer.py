@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from planner.machine.host_memory import OFFLOAD_BATCH
-from planner.memory.kv_cache import INDEXED, Cells, cache_row_bytes, cells_of, head_widths, state_widths
+from planner.memory.kv_cache import (
+    INDEXED,
+    Cells,
+    by_flash,
+    cache_row_bytes,
+    cells_of,
+    head_widths,
+    state_widths,
+)
 from planner.model.heads import is_latent, kv_heads
 from planner.model.inventory import Inventory, Tensor
 from planner.model.layers import CACHELESS, ENCODERS, Layers
@@ -25,6 +33,9 @@ from planner.workload import Workload
 
 PIPELINE_COPIES = 4  # buffers of each split input when several GPUs work in a pipeline
 _LIVE = 5  # copies of the residual stream alive in the middle of a layer
+# Bytes for each cell and token of an indexer's scores, their order and the mask of its choice, as seen of
+# layers 1024 wide up to 65536 cells (deepseek4 scores one cell of four); 20 where they were not seen apart.
+_SCORED = {"deepseek4": 4, "dots3note": 16, "deepseek32": 18, "glm-dsa": 18}
 _SYMMETRIC = frozenset({"modern-bert", "gemma-embedding"})  # encoders with a window to both sides
 _INPUT_BYTES = 64  # per token: ids, positions, cell indices, output rows
 
@@ -123,7 +134,7 @@ def compute_bytes(structure: Structure, workload: Workload, **parts: Unpack[Part
 
 def _head_copies(structure: Structure, workload: Workload) -> int:
     """Copies of the residual stream that may lie below the logits, as seen on CPU, Vulkan and CUDA."""
-    if not workload.flash_attn:
+    if not by_flash(structure.inventory, workload):
         return _LIVE + 3
     weights = frozenset[str]().union(*structure.weights.values())
     biased = any(name.endswith(".ffn_down_exps.bias") for name in structure.tensors)
@@ -205,7 +216,7 @@ def _masks(
 ) -> Iterator[int]:
     inventory = structure.inventory
     cells = _seen(inventory, workload, swa_full)
-    one = (2 if workload.flash_attn else 4) * batch_tokens(workload)
+    one = (2 if by_flash(inventory, workload) else 4) * batch_tokens(workload)
     kinds = {structure.slides[n] for n in layers if _attends(structure.layers, n)}
     if inventory.architecture in _SYMMETRIC and inventory.number("attention.sliding_window"):
         kinds = {False, True}  # made whether a layer slides or not
@@ -241,7 +252,7 @@ def _stages(
         values = _attention_values(structure, workload, layer, swa_full)
         cast = _cast_bytes(structure, workload, layer, swa_full, converts)
         yield tokens * values + cast, "attention"
-        yield tokens * _indexer_values(inventory, workload), "indexer"
+        yield batch_tokens(workload) * _indexer_bytes(inventory, workload), "indexer"
     if layer < shape.n_main and shape.recurrent[layer]:
         yield _recurrent_bytes(structure, workload, tensors), "recurrent"
 
@@ -261,7 +272,8 @@ def _expert_values(inventory: Inventory, tensors: Mapping[str, Tensor], layer: i
     inner, outer = used * down.shape[0], used * _rows(down)
     gated = "ffn_gate_exps" in tensors or "ffn_gate_up_exps" in tensors
     freed = (2 if gated else 1) * inner  # gate and up are gone when the last product starts
-    return (3 if gated else 1) * inner + (outer if outer > freed else 0)
+    beside = 2 * inventory.number("embedding_length") if inventory.architecture == "llama4" else 0
+    return (3 if gated else 1) * inner + (outer if outer > freed else 0) + beside
 
 
 def _attention_values(structure: Structure, workload: Workload, layer: int, swa_full: bool) -> int:
@@ -273,7 +285,7 @@ def _attention_values(structure: Structure, workload: Workload, layer: int, swa_
         values = heads * (own + rope + key + value)
     else:
         values = 4 * heads * max(key, value)
-    if workload.flash_attn:
+    if by_flash(inventory, workload):
         return values
     cells = _seen(inventory, workload, swa_full)
     return values + heads * (cells.sliding if slides else cells.full)
@@ -297,7 +309,7 @@ def _cast_bytes(structure: Structure, workload: Workload, layer: int, swa_full: 
     inventory, slides = structure.inventory, structure.slides[layer]
     cells = _seen(inventory, workload, swa_full)
     rows = (cells.sliding if slides else cells.full) * cells.streams
-    if not workload.flash_attn:
+    if not by_flash(inventory, workload):
         value = head_widths(inventory, slides)[1] if is_latent(inventory) else 0
         return rows * cache_row_bytes(workload, workload.type_k, value) if value else 0
     heads = kv_heads(inventory, structure.layers.n_all)[layer]
@@ -310,12 +322,16 @@ def _cast_bytes(structure: Structure, workload: Workload, layer: int, swa_full: 
     return 2 * rows * heads * sum(width for kind, width in copied if kind != "f16")
 
 
-def _indexer_values(inventory: Inventory, workload: Workload) -> int:
-    """Queries of a sparse attention's indexer, twice, and its scores, masks and choices over all cells."""
-    if inventory.architecture not in INDEXED and inventory.architecture != "deepseek4":
+def _indexer_bytes(inventory: Inventory, workload: Workload) -> int:
+    """What an indexer takes for a token: queries, twice, and scores, masks and choices of cells."""
+    arch, number = inventory.architecture, inventory.number
+    if arch not in INDEXED and arch != "deepseek4":
         return 0
-    heads = inventory.number("attention.indexer.head_count")
-    return 2 * heads * inventory.number("attention.indexer.key_length") + 4 * _seen(inventory, workload).full
+    heads, seen = number("attention.indexer.head_count"), _seen(inventory, workload)
+    cells = seen.full * (seen.streams if arch == "glm5-next" else 1)  # it pools over all sequences
+    # The others add the scores of all heads up; this one keeps each head's, before and after its choice.
+    cell = 8 * heads if arch == "minimax-m3" else _SCORED.get(arch, 20)
+    return 8 * heads * number("attention.indexer.key_length") + cell * cells + 8 * number("embedding_length")
 
 
 def _recurrent_bytes(structure: Structure, workload: Workload, tensors: Mapping[str, Tensor]) -> int:
@@ -324,6 +340,9 @@ def _recurrent_bytes(structure: Structure, workload: Workload, tensors: Mapping[
     shift, matrix = state_widths(structure)
     kernel = max(inventory.number("ssm.conv_kernel") - 1, 1)
     inner = inventory.number("ssm.inner_size")
+    if inventory.architecture == "minimax-01":  # products and decay of every token with every other
+        heads = inventory.per_layer("attention.head_count", 1)[0]
+        return 4 * tokens * ((heads + 3) * tokens + 16 * inventory.number("embedding_length"))
     if "ssm_in" in tensors:
         values = _rows(tensors["ssm_in"]) + 2 * shift // kernel + inner
     elif "shortconv.in_proj" in tensors:

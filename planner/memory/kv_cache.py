@@ -39,6 +39,7 @@ _UNGROUPED = frozenset({"mamba", "jamba"})  # Mamba-1: the convolution sees the 
 _TYPED = frozenset({"glm-dsa", "glm5-next", "dots3note", "hy_v4"})
 _PLAIN_NEXTN = frozenset({"glm-dsa", "deepseek32", "dots3note"})
 _GLM_5_2, _GLM_LAYERS = 1 << 20, 78  # context and layers of the first that shares them
+_NO_FLASH = frozenset({"grok"})  # the engine turns it off
 INDEXED = frozenset({"deepseek32", "glm-dsa", "glm5-next", "qwen4exp", "minimax-m3", "dots3note", "hy_v4"})
 
 
@@ -101,6 +102,11 @@ def kv_bytes(
     )
 
 
+def by_flash(inventory: Inventory, workload: Workload) -> bool:
+    """Whether attention is computed in one operator: asked for, and not of an architecture without it."""
+    return workload.flash_attn and inventory.architecture not in _NO_FLASH
+
+
 def check_types(structure: Structure, workload: Workload) -> None:
     """Raise KvTypeProblem where llama.cpp would refuse the cache types of a workload."""
     inventory = structure.inventory
@@ -108,8 +114,10 @@ def check_types(structure: Structure, workload: Workload) -> None:
     latent = is_latent(inventory) or inventory.architecture == "deepseek4"
     if latent and type_k != type_v:
         raise KvTypeProblem(type_k, type_v, "a latent attention (MLA) needs the same type for both")
-    if not workload.flash_attn and _layout(workload, type_v)[0] > 1:
-        raise KvTypeProblem(type_k, type_v, "a quantised V (type_v) needs flash attention (flash_attn: true)")
+    if not by_flash(inventory, workload) and _layout(workload, type_v)[0] > 1:
+        why = "a quantised V (type_v) needs flash attention "
+        why += f"and {inventory.architecture} has none" if workload.flash_attn else "(flash_attn: true)"
+        raise KvTypeProblem(type_k, type_v, why)
     for slides in {s for s, a in zip(structure.slides, structure.layers.attention, strict=False) if a}:
         for type_name, width in zip((type_k, type_v), head_widths(inventory, slides), strict=True):
             if width % _layout(workload, type_name)[0]:
@@ -227,7 +235,7 @@ def _layer_kv(structure: Structure, workload: Workload, cells: Cells, layer: int
     total = _row(workload, workload.type_k, key * heads[layer]) * rows
     if not is_latent(inventory):
         # Without flash attention values are stored transposed, all layers as wide as the widest.
-        widest = value * heads[layer] if workload.flash_attn else _widest_value(structure)
+        widest = value * heads[layer] if by_flash(inventory, workload) else _widest_value(structure)
         total += _row(workload, workload.type_v, widest) * rows
     return total + _indexer(inventory, workload, layer, layers.n_main) * rows
 
