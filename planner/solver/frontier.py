@@ -264,7 +264,9 @@ class _Search:
                 np.arange(n, dtype=np.int64),
                 np.full(n, j, dtype=np.int64),
             )
-            fits = (memory <= scenario.capacity[:, None]).all(axis=0)
+            fits = np.ones(n, dtype=bool)
+            for row, capacity in zip(memory, scenario.capacity, strict=True):
+                fits &= row <= capacity
             limit = self.best_ns - self.grain + 1e-9 * abs(self.best_ns) + 1e-3
             parts.append(made.take(fits & (self._estimate(scenario, bounds, i + 1, made) <= limit)))
         return joined(parts)

@@ -12,6 +12,7 @@ Ints = NDArray[np.int64]
 NEVER = 1 << 62  # a cost above every placement's
 _SAMPLE = 256  # labels that all others are compared with, fewer where there are many others
 _EFFORT = 600_000
+_SWEEP = 8  # of the sample, after which those that are beaten are put away
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ def pareto(labels: Labels) -> Labels:
     order = np.lexsort((*memory[::-1], labels.cost))
     labels = labels.take(order)
     same = np.zeros(labels.size, dtype=bool)
-    same[1:] = (labels.memory[:, 1:] == labels.memory[:, :-1]).all(axis=0)
+    same[1:] = True
+    for row in labels.memory:
+        same[1:] &= row[1:] == row[:-1]
     return _sampled(labels.take(~same))
 
 
@@ -75,13 +78,19 @@ def _pareto_at(labels: Labels, turns: int) -> Labels:
 
 def _sampled(labels: Labels) -> Labels:
     """Remove what some label of a sample beats; labels come sorted by cost."""
+    count = min(_SAMPLE, max(_EFFORT // labels.size, 8), labels.size)
+    left, rows = np.arange(labels.size), list(labels.memory)
     alive = np.ones(labels.size, dtype=bool)
-    for pick in np.unique(
-        np.linspace(0, labels.size - 1, min(_SAMPLE, max(_EFFORT // labels.size, 8), labels.size)).astype(
-            np.int64
-        )
-    ):
-        if alive[pick]:
-            later = (labels.memory[:, pick + 1 :] >= labels.memory[:, pick : pick + 1]).all(axis=0)
-            alive[pick + 1 :] &= ~later
-    return labels.take(alive)
+    for n, pick in enumerate(np.unique(np.linspace(0, labels.size - 1, count).astype(np.int64)), 1):
+        at = int(left.searchsorted(pick))
+        if at == len(left) or left[at] != pick or not alive[at]:
+            continue
+        # Row by row: numpy reduces along a short first axis several times as slowly.
+        less = rows[0][at + 1 :] < rows[0][at]
+        for row in rows[1:]:
+            less |= row[at + 1 :] < row[at]
+        alive[at + 1 :] &= less
+        if not n % _SWEEP:
+            left, rows = left[alive], [row[alive] for row in rows]
+            alive = np.ones(len(left), dtype=bool)
+    return labels.take(left[alive])

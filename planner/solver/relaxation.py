@@ -18,6 +18,28 @@ from planner.solver.stages import Stage, stage_cost, stage_over
 
 
 @dataclass(frozen=True, slots=True)
+class _Kind:
+    """Decisions that are alike in one scenario, and of their prices what no multiplier changes."""
+
+    stage: Stage
+    allowed: Bools
+    by_port: Ints  # the options, those of one port together
+    first: Ints  # of each port that some option has, in `by_port`
+    ports: Ints  # which these are
+    turning: bool  # whether a limit on changes of device has a price here
+    over: list[list[float]]
+    turned: Floats
+
+
+def _kind(stage: Stage, allowed: Bools) -> _Kind:
+    by_port = np.argsort(stage.port, kind="stable")
+    ports, first = np.unique(stage.port[by_port], return_index=True)
+    over = stage.before.astype(np.float64)
+    turning = bool(stage.turns.any())
+    return _Kind(stage, allowed, by_port, first, ports, turning, over.tolist(), over[:, stage.entry])
+
+
+@dataclass(frozen=True, slots=True)
 class _Priced:
     """Decisions that are alike, at some multipliers."""
 
@@ -52,19 +74,19 @@ class Relaxation:
         self._stages, self._fixed_ns, self._capacity = stages, fixed_ns, capacity
         self._entries, self._devices = [entry for entry, _ in ports], devices
         kinds: dict[tuple[int, bytes], int] = {}
-        self._alike: list[tuple[Stage, Bools]] = []
+        self._alike: list[_Kind] = []
         self._kinds: list[int] = []  # of each decision
         for stage, mine in zip(stages, allowed, strict=True):
             key = id(stage), mine.tobytes()
             if key not in kinds:
                 kinds[key] = len(kinds)
-                self._alike.append((stage, mine))
+                self._alike.append(_kind(stage, mine))
             self._kinds.append(kinds[key])
-        self._turning = any(stage.turns.any() for stage, _ in self._alike)
+        self._turning = any(kind.turning for kind in self._alike)
 
     def bound(self, multipliers: Floats) -> Bound:
         """Relax every memory into the cost and solve the chain backwards."""
-        priced = tuple(self._priced(stage, allowed, multipliers) for stage, allowed in self._alike)
+        priced = tuple(self._priced(kind, multipliers) for kind in self._alike)
         after = [0.0] * len(self._entries)
         rows = [after]
         for kind in reversed(self._kinds):
@@ -79,10 +101,13 @@ class Relaxation:
         value = min(after) + self._fixed_ns - rest
         return Bound(multipliers, np.array(rows[::-1]), value if math.isfinite(value) else NEVER, priced)
 
-    def _priced(self, stage: Stage, allowed: Bools, multipliers: Floats) -> _Priced:
-        reduced = np.where(allowed, stage_cost(stage, multipliers), np.inf)
+    def _priced(self, kind: _Kind, multipliers: Floats) -> _Priced:
+        stage = kind.stage
+        reduced = np.where(kind.allowed, stage_cost(stage, multipliers), np.inf)
         least = np.full(len(self._entries), np.inf)
-        np.minimum.at(least, stage.port, reduced)
+        least[kind.ports] = np.minimum.reduceat(reduced[kind.by_port], kind.first)
+        if not kind.turning:
+            return _Priced(reduced, least.tolist(), kind.over, kind.turned)
         over = stage_over(stage, multipliers)
         return _Priced(reduced, least.tolist(), over.tolist(), over[:, stage.entry])
 
