@@ -271,7 +271,7 @@ def test_a_suspended_search_gives_the_same_bytes(tmp_path: Path) -> None:
     try:
         while child.poll() is None and stops < 12:
             child.send_signal(signal.SIGSTOP)
-            time.sleep(1)
+            time.sleep(0.5)
             child.send_signal(signal.SIGCONT)
             stops += 1
             time.sleep(0.3)

@@ -80,13 +80,14 @@ def solved(model: str, *words: str) -> Result:
     return CliRunner().invoke(main, ["solve", str(INPUTS / f"{model}.inventory.yaml"), *words])
 
 
-def test_what_is_said_of_the_context_is_true_of_the_plan() -> None:
-    found = solved("Mixtral-8x7B-Q4_K_M", "--machine", "rtx4060-8gb-ddr5", "--ctx", "max", "--json")
+@pytest.mark.parametrize(("model", "leaves"), [("GLM-4.7-Flash-q4_K", True), ("Qwen3-30B-A3B-Q4_K_M", False)])
+def test_what_is_said_of_the_context_is_true_of_the_plan(model: str, leaves: bool) -> None:
+    found = solved(model, "--machine", "rtx4060-8gb-ddr5", "--ctx", "max", "--json")
     assert found.exit_code == 0, found.output
     made = Plan.model_validate_json(found.stdout)
     (host,) = [use for use in made.devices if use.kind == "cpu"]
     (line,) = [text for text in found.stderr.splitlines() if "the largest with" in text]
-    assert ("to the CPU" in line) == (host.kv_bytes >= MIB and Keep.ANY.value not in line)
+    assert Keep.CACHE.value in line and ("to the CPU" in line) == (host.kv_bytes >= MIB) == leaves
 
 
 def test_slots_lengthen_the_largest_context() -> None:

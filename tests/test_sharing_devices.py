@@ -149,7 +149,7 @@ def test_a_real_shape_on_two_gpus(name: str, budget: int, page: bool) -> None:
     budgets = budgets_for(profile, parse_budget(str(budget)))
     work = Workload(n_ctx=32768)
     try:
-        made = make_plan(model, profile, Request(budgets, work, page=page), clock=Clock(1.5))
+        made = make_plan(model, profile, Request(budgets, work, page=page), clock=Clock(0.4))
     except Infeasible as refused:
         assert all(need.total_bytes > need.budget_bytes for need in refused.needs)
         return
