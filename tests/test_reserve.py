@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from planning_models import findings, machine, moe, plan
 from small_tables import attention, dense, ends, table
 
 from planner.memory.compute_buffer import compute_bytes, staging_bytes
@@ -16,6 +17,7 @@ from planner.memory.reserves import (
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
+from planner.passes.refusal import Infeasible
 from planner.workload import Workload
 from profiler.synth.synth import SynthSpec, write
 
@@ -183,3 +185,17 @@ def test_a_draft_of_a_foreign_architecture_is_said_to_be_an_estimate(draft: Inve
     (note,) = estimates(Extras(draft=foreign))
     assert "architecture novel-net is not known" in note and "estimate" in note
     assert list(estimates(Extras(draft=draft))) == list(estimates(Extras())) == []
+
+
+def test_weights_are_paged_beside_an_integrated_gpu_too() -> None:
+    """What both take of the one memory, the host's weights apart, is held to it."""
+    small = {"memory_bytes": 3 << 30, "free_bytes": 5 << 29}
+    apu = machine("apu-unified", Vulkan0=small, CPU=small)
+    with pytest.raises(Infeasible, match="the one memory of Vulkan0 and CPU"):
+        plan(moe(), "", on=apu)
+    made = plan(moe(), "", on=apu, page=True)
+    gpu, host = made.devices
+    pool = (5 << 29) - (1 << 30)  # less what is left to others
+    assert gpu.used_bytes + host.memory.unpaged <= pool < gpu.used_bytes + host.used_bytes
+    assert any("will page from disk" in note for note in made.notes)
+    assert findings(made, moe(), apu) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from planner.block_names import block_name, block_of
 from planner.constants import MAX_ENGINE_DEVICES
@@ -115,6 +115,11 @@ class Priced:
     settings: EngineSettings
     pins: Mapping[str, Wanted]  # by unit: where it was asked to be
     resident: Mapping[int, int]  # by host whose weights may be paged: bytes there are for all else
+    shared: Mapping[int, int] = field(default_factory=dict)  # the same by pool of such a host, GPUs included
+
+    def pool_bytes(self, pool: int) -> int:
+        """What devices that share a memory may hold of it together, paged weights apart."""
+        return self.shared.get(pool, self.problem.pools[pool].capacity_bytes)
 
     @property
     def copies(self) -> bool:
@@ -166,6 +171,14 @@ def build_problem(
     )
     reserved = {d.name: settings.reserved_bytes(d.name) for d in devices}
     pools = _pools(devices, profile, reserved)
+    paging = {_pool_index(pools, d) for d in devices if d.kind == "cpu" and request.page} - {-1}
+    shared = {p: pools[p].capacity_bytes for p in paging}
+    pools = tuple(
+        replace(pool, capacity_bytes=pool.capacity_bytes + model.inventory.size_bytes)
+        if p in paging
+        else pool
+        for p, pool in enumerate(pools)
+    )
     problem = Problem(
         devices=tuple(
             Capacity(
@@ -190,7 +203,7 @@ def build_problem(
     )
     paged = [(i, d.name) for i, d in enumerate(devices) if d.kind == "cpu" and request.page]
     resident = {i: max(request.budgets[name] - reserved[name], 0) for i, name in paged}
-    return Priced(model, rounded(problem, fastest), prices, ledger, settings, asked, resident)
+    return Priced(model, rounded(problem, fastest), prices, ledger, settings, asked, resident, shared)
 
 
 def devices_of(profile: Profile, budgets: Mapping[str, int], settings: EngineSettings) -> tuple[Device, ...]:

@@ -21,11 +21,18 @@ def over_resident(priced: Priced, solution: Solution) -> tuple[str, ...]:
         return ()
     held = priced.ledger.held(priced.problem, solution)
     devices = priced.problem.devices
-    return tuple(
+    over = [
         f"{devices[d].device}: needs {held[d].unpaged} bytes besides paged weights, budget {limit}"
         for d, limit in priced.resident.items()
         if held[d].unpaged > limit
-    )
+    ]
+    parts = resident_of(priced, held)
+    for pool, limit in priced.shared.items():
+        members = [d for d, device in enumerate(devices) if device.pool == pool]
+        if (needed := sum(parts[d].total for d in members)) > limit:
+            names = " and ".join(devices[d].device for d in members)
+            over.append(f"{names}: need {needed} bytes besides paged weights, their one memory has {limit}")
+    return tuple(over)
 
 
 def resident_of(priced: Priced, parts: Sequence[Memory]) -> tuple[Memory, ...]:
@@ -34,12 +41,8 @@ def resident_of(priced: Priced, parts: Sequence[Memory]) -> tuple[Memory, ...]:
 
 
 def resident_problem(priced: Priced) -> Problem:
-    """The problem in which only what must be in memory counts; a solution of it is one of the other.
-
-    Where a host shares its memory with a GPU the limit of both stays as it is.
-    """
-    problem = priced.problem
-    hosts = {d: limit for d, limit in priced.resident.items() if problem.devices[d].pool < 0}
+    """The problem in which only what must be in memory counts; a solution of it is one of the other."""
+    problem, hosts = priced.problem, dict(priced.resident)
     if not hosts:
         return problem
     known: dict[int, tuple[Option, ...]] = {}  # decisions that are alike share their options
@@ -56,7 +59,8 @@ def resident_problem(priced: Priced) -> Problem:
         for d, device in enumerate(problem.devices)
     )
     decisions = tuple(replace(d, options=lean(d)) for d in problem.decisions)
-    return replace(problem, devices=devices, decisions=decisions)
+    pools = tuple(replace(pool, capacity_bytes=priced.pool_bytes(p)) for p, pool in enumerate(problem.pools))
+    return replace(problem, devices=devices, decisions=decisions, pools=pools)
 
 
 def least_resident(priced: Priced) -> tuple[int, Memory] | None:

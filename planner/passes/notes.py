@@ -149,8 +149,8 @@ def _not_computed(model: Model, profile: Profile) -> Iterator[str]:
 def _ceilings(priced: Priced) -> list[str]:
     """What devices that share one memory may hold together."""
     return [
-        f"{pool.name}: one memory, counted once; at most {pool.capacity_bytes >> 20} MiB together"
-        for pool in priced.problem.pools
+        f"{pool.name}: one memory, counted once; at most {priced.pool_bytes(p) >> 20} MiB together"
+        for p, pool in enumerate(priced.problem.pools)
     ]
 
 
@@ -213,8 +213,12 @@ def _batch(workload: Workload, n_ubatch: int) -> Workload:
 
 def _paged(subject: Subject, request: Request) -> Iterator[str]:
     """A warning in numbers where host weights exceed memory on request."""
-    for device, used in zip(subject.priced.problem.devices, subject.evaluation.memory, strict=True):
+    memory, devices = subject.evaluation.memory, subject.priced.problem.devices
+    for device, used in zip(devices, memory, strict=True):
         over = used - request.budgets[device.device]
+        if device.pool >= 0:
+            shared = sum(m for m, each in zip(memory, devices, strict=True) if each.pool == device.pool)
+            over = max(over, shared - subject.priced.pool_bytes(device.pool))
         if request.page and device.host and over > 0:
             yield f"will page from disk: {over >> 20} MiB more than host memory; slower than predicted"
 

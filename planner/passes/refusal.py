@@ -182,7 +182,7 @@ def _total_budget(priced: Priced, request: Request) -> tuple[int, str]:
         members = [d.device for d in problem.devices if d.pool == (index if pool else -1)]
         kept = sum(r.size_bytes for r in priced.settings.reserves if r.device in members)
         offered = sum(request.budgets[name] for name in members)
-        total += min(offered, pool.capacity_bytes + kept) if pool else offered
+        total += min(offered, priced.pool_bytes(index) + kept) if pool else offered
     one = len(problem.pools) == 1 and len(problem.devices) > 1 and all(d.pool == 0 for d in problem.devices)
     names = " and ".join(d.device for d in problem.devices)
     return total, f"the one memory of {names}" if one else "all devices together"
