@@ -111,7 +111,7 @@ def test_layer_1_does_not_reach_layer_11() -> None:
     [
         (("ffn_gate_up_exps.weight",), {"ffn_gate_up_exps.weight"}),  # fused gate and up
         (("ffn_up_chexps.weight",), {"ffn_up_chexps.weight"}),  # chunked experts are experts
-        (("ffn_gate_exps.bias", "ffn_down_exps.bias"), set()),  # biases stay with the layer
+        (("ffn_gate_exps.bias",), {"ffn_gate_exps.bias"}),  # biases go with their experts
         (("ffn_up_shexp.weight", "ffn_down_shexp.weight"), set()),  # shared experts are not routed
         (("ffn_routed_up.weight", "ffn_routed_down.weight"), set()),  # latent projections read like experts
     ],
