@@ -22,6 +22,7 @@ from benchmarks.gpu import contenders as rules
 from benchmarks.gpu.generated_models import inventory_of
 from benchmarks.rounds.hybrid_contender import SEEN, hot_orders, slots_of
 from benchmarks.rounds.paired import Journal
+from benchmarks.rounds.planned_contender import plan_for
 from planner.constants import CPU
 from planner.cost import hybrid_slots
 from planner.cost.unit_time import Prices
@@ -74,6 +75,9 @@ def predict(factors: dict[str, Any], name: str, profile: Profile) -> int:
     shape = rules.shape_of(inventory)
     work = Workload(n_ctx=1280, depth=544, prompt=int(factors["prompt"]), n_ubatch=int(factors["ubatch"]))
     gpu = next(d.name for d in profile.devices if d.kind == "gpu")
+    if name == "plan":
+        asked = Workload(n_ctx=768, depth=512, prompt=work.prompt, n_ubatch=work.n_ubatch, n_batch=2048)
+        return plan_for(profile, inventory, preset, share, asked, gpu).predicted.tpot_ns
     full = (gpu,) * (shape.n_layers + 1)
     predictor = Predictor(inventory, work)
     if name in ("n-cpu-moe", "all in VRAM"):

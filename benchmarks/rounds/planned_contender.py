@@ -21,7 +21,7 @@ from benchmarks.rounds.hybrid_contender import SEEN, hot_orders
 from benchmarks.rounds.paired import Session
 from planner.constants import CPU
 from planner.machine.budgets import budgets_for
-from planner.machine.profile import from_text
+from planner.machine.profile import Profile, from_text
 from planner.model.inventory import Inventory
 from planner.passes.make_plan import make_plan
 from planner.plan.known import Known
@@ -40,17 +40,17 @@ _SEED = 79  # of the stream that says how many choices the slots serve
 
 def planned(setup: Setup) -> Session:
     """What `solve --hybrid` with routing statistics chooses."""
-    profile = Path(os.environ[PROFILE])
+    path = Path(os.environ[PROFILE])
+    profile = from_text(path.read_text(), str(path))
     preset, share = str(setup.cell.factors["preset"]), setup.share
     plan = plan_for(profile, setup.inventory, preset, share, setup.workload, setup.device)
     return setup.live(rules.Contender("plan", told(plan), load_spec(plan)))
 
 
 def plan_for(
-    profile_path: Path, inventory: Inventory, preset: str, share: float, work: Workload, device: str
+    profile: Profile, inventory: Inventory, preset: str, share: float, work: Workload, device: str
 ) -> Plan:
     """The plan for the memory that the rule holds with this share of the experts in VRAM."""
-    profile = from_text(profile_path.read_text(), str(profile_path))
     shape = rules.shape_of(inventory)
     first = shape.moe_layers[: rules.layers_on_cpu(shape, share)]
     pins = tuple(Pin(f"blk.{layer}.ffn_*_exps.weight", CPU) for layer in first)
