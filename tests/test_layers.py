@@ -69,9 +69,9 @@ IO_MODULES = {
     "ctypes",
     "tempfile",
 }
-ONLY_IN = {"ortools": "planner/solver/solve.py"}
+ONLY_IN = {"ortools": "planner/solver/solve.py", "networkx": "planner/model/units.py"}
 # Loaded inside the function that needs them; numpy also by modules that work on arrays, not by a command.
-HEAVY = {"ortools", "gguf", "matplotlib", "rich", "xllamacpp", "pandas"}
+HEAVY = {"ortools", "networkx", "gguf", "matplotlib", "rich", "xllamacpp", "pandas"}
 
 
 @cache

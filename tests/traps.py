@@ -18,7 +18,7 @@ import sys
 import profiler.operators.measure, profiler.routing_trace, profiler.whole_model.decode
 import runtime.bench.memory_settled, runtime.doctor, runtime.load.engine_fit, runtime.stripes.server
 import runtime.verify.same_logits, runtime.worker
-import matplotlib.pyplot, ortools.sat.python.cp_model, rich.progress
+import matplotlib.pyplot, networkx, ortools.sat.python.cp_model, rich.progress
 from runtime.engine.libllama import Engine
 Engine.find()
 print(*{name.partition(".")[0] for name in sys.modules})

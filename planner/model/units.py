@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from graphlib import TopologicalSorter
 from itertools import pairwise
 
 from planner.errors import InputError
@@ -262,17 +261,16 @@ def _agreed(inventory: Inventory, layer: int, counts: Mapping[str, int]) -> int:
 
 def _edges(inventory: Inventory, layers: Layers, units: tuple[Unit, ...]) -> tuple[tuple[int, int], ...]:
     """The chain through all units that decode runs, then the long edges: residual streams and the like."""
+    import networkx as nx
+
     running = [n for n, unit in enumerate(units) if unit.kind not in (Kind.NEXTN, Kind.FOREIGN)]
     chain = tuple(pairwise(running))
     home = {unit.layer: n for n, unit in enumerate(units) if unit.kind in BOUND and unit.layer is not None}
-    near = set(chain)
-    long = sorted(edge for edge in _long_edges(inventory, layers, home, running) if edge not in near)
-    edges = chain + tuple(dict.fromkeys(long))
-    graph: TopologicalSorter[int] = TopologicalSorter()
-    for source, target in edges:
-        graph.add(target, source)
-    graph.prepare()  # CycleError where a value would be needed before it is there
-    return edges
+    graph = nx.DiGraph(chain)
+    long = sorted(edge for edge in _long_edges(inventory, layers, home, running) if not graph.has_edge(*edge))
+    graph.add_edges_from(long)
+    assert not graph or nx.is_directed_acyclic_graph(graph)
+    return chain + tuple(dict.fromkeys(long))
 
 
 def _long_edges(
