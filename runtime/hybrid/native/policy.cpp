@@ -24,6 +24,7 @@ Scores::Scores(const Adaptation & how, int block, int32_t n_experts, const std::
     fixed_.assign(n, 0);
     seeded_.assign(n, 0);
     chosen_at_.assign(n, -1);
+    chosen_.reserve(n);
     for (int t = 0; t < how.half_life; t++) {
         gains_.push_back(std::llround(static_cast<double>(kOne) * std::exp2(static_cast<double>(t) / how.half_life)));
     }
@@ -51,7 +52,9 @@ Scores::Scores(const Adaptation & how, int block, int32_t n_experts, const std::
 }
 
 void Scores::step(const Choices & choices, int64_t expert_bytes, const std::vector<int32_t> & slot_of) {
+    rest();
     expert_bytes_ = expert_bytes;
+    chosen_.clear();
     for (int64_t t = 0; t < choices.n_tokens; t++) {
         touch(choices, t);
     }
@@ -75,14 +78,10 @@ void Scores::earn(int64_t & credit) const {
 
 // Of what the step chose, the experts that have no slot.
 int64_t Scores::missed(const std::vector<int32_t> & slot_of) const {
-    int64_t found = 0;
-    for (size_t e = 0; e < slot_of.size(); e++) {
-        found += chosen_at_[e] == step_ - 1 && slot_of[e] < 0;
-    }
-    return found;
+    return std::count_if(chosen_.begin(), chosen_.end(), [&](int32_t expert) { return slot_of[static_cast<size_t>(expert)] < 0; });
 }
 
-// What the step says of seed and ghost; then the ghost's own exchanges.
+// What the step says of seed and ghost.
 void Scores::duel(const Choices & choices) {
     for (int64_t t = 0; t < choices.n_tokens; t++) {
         int64_t ahead = 0;
@@ -93,10 +92,18 @@ void Scores::duel(const Choices & choices) {
         lead_ += ahead * kOne - (lead_ >> kSpan);
     }
     back_ = lead_ > (back_ ? 0 : choices.n_places * (kOne << (kSpan - kLead)));
+    rests_ = false;
+}
+
+void Scores::rest() {
+    if (rests_) {
+        return;
+    }
+    rests_ = true;
     earn(ghost_.credit);
     const int64_t n_missed = missed(ghost_.slot_of);
     Admission found{};
-    while (ghost_.credit >= expert_bytes_ && best(ghost_.slot_of, ghost_.sent, n_missed, false, found)) {
+    while (ghost_.credit >= expert_bytes_ && best(ghost_.slot_of, ghost_.expert_in, ghost_.sent, n_missed, false, found)) {
         int32_t & there = ghost_.expert_in[static_cast<size_t>(found.slot)];
         ghost_.slot_of[static_cast<size_t>(there)] = -1;
         ghost_.slot_of[static_cast<size_t>(found.expert)] = found.slot;
@@ -114,7 +121,10 @@ void Scores::touch(const Choices & choices, int64_t token) {
     }
     for (int64_t p = 0; p < choices.n_places; p++) {
         const auto expert = static_cast<size_t>(choices.at(token, p));
-        chosen_at_[expert] = step_;
+        if (chosen_at_[expert] != step_) {
+            chosen_at_[expert] = step_;
+            chosen_.push_back(static_cast<int32_t>(expert));
+        }
         if (how_.policy == Policy::kLru) {
             scores_[expert] = tick_ * kPlaces + kPlaces - 1 - p;
         } else if (how_.policy == Policy::kLfu) {
@@ -131,7 +141,7 @@ bool Scores::next(const std::vector<int32_t> & slot_of, const std::vector<int32_
     if (how_.policy == Policy::kSchedule) {
         return scheduled(slot_of, expert_in, sent, found);
     }
-    if (!open_ || spent() || !best(slot_of, sent, n_missed_, back_, found)) {
+    if (!open_ || spent() || !best(slot_of, expert_in, sent, n_missed_, back_, found)) {
         return false;
     }
     credit_ -= expert_bytes_;
@@ -146,24 +156,43 @@ int64_t Scores::least_lead(int64_t n_missed, bool & many) const {
     return how_.policy == Policy::kLfu ? kUses * gains_[static_cast<size_t>((tick_ - 1) % how_.half_life)] : -kNever;
 }
 
-bool Scores::best(const std::vector<int32_t> & slot_of, const std::vector<char> & sent, int64_t n_missed, bool back, Admission & found) const {
+// This stands between the choices and the device's work: on demand only the step's few choices may come, and most
+// steps miss none. Of equal scores the lowest number is taken, in whatever order they are met.
+bool Scores::best(const std::vector<int32_t> & slot_of, const std::vector<int32_t> & expert_in, const std::vector<char> & sent,
+                  int64_t n_missed, bool back, Admission & found) const {
     int64_t best = kNever, least = -kNever;
-    for (size_t e = 0; e < scores_.size(); e++) {
-        const bool chosen = chosen_at_[e] == step_ - 1;
-        const bool comes = (!how_.least_misses || chosen) && (!back || seeded_[e]);
-        if (slot_of[e] < 0 && !sent[e] && comes && scores_[e] > best) {
+    const auto comes = [&](size_t e) {
+        const auto expert = static_cast<int32_t>(e);
+        if (slot_of[e] < 0 && !sent[e] && !(back && !seeded_[e]) &&
+            (scores_[e] > best || (scores_[e] == best && best != kNever && expert < found.expert))) {
             best = scores_[e];
-            found.expert = static_cast<int32_t>(e);
+            found.expert = expert;
         }
-        // What this step chose stays, and is not read elsewhere before its next.
-        if (slot_of[e] >= 0 && !fixed_[e] && !chosen && !(back && seeded_[e]) && scores_[e] < least) {
-            least = scores_[e];
-            found.slot = slot_of[e];
+    };
+    if (how_.least_misses) {
+        std::for_each(chosen_.begin(), chosen_.end(), [&](int32_t expert) { comes(static_cast<size_t>(expert)); });
+    } else {
+        for (size_t e = 0; e < scores_.size(); e++) {
+            comes(e);
         }
     }
-    if (best == kNever || least == -kNever) {
+    if (best == kNever) {
         return false;
     }
+    // What this step chose stays, and is not read elsewhere before its next.
+    int32_t goes = 0;
+    for (const int32_t expert : expert_in) {
+        const auto e = static_cast<size_t>(expert);
+        if (expert >= 0 && (scores_[e] < least || (scores_[e] == least && expert < goes)) && !fixed_[e] && !chosen(e) &&
+            !(back && seeded_[e])) {
+            least = scores_[e];
+            goes = expert;
+        }
+    }
+    if (least == -kNever) {
+        return false;
+    }
+    found.slot = slot_of[static_cast<size_t>(goes)];
     bool many = false;
     const int64_t lead = least_lead(n_missed, many);
     return (back && many) || best - least > lead;

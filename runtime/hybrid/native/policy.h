@@ -50,6 +50,9 @@ class Scores {
 
     // What a step chose, of the experts in `slot_of`. Afterwards next() tells who comes and who goes, one after the other.
     void step(const Choices & choices, int64_t expert_bytes, const std::vector<int32_t> & slot_of);
+    // What the step leaves for when nobody waits: the ghost's exchanges, which nothing that next() says hangs on. The next
+    // step makes up for it where nobody did.
+    void rest();
 
     // `slot_of` by expert, `expert_in` by slot; negative: none. `sent` by expert: on its way into a slot.
     bool next(const std::vector<int32_t> & slot_of, const std::vector<int32_t> & expert_in, const std::vector<char> & sent,
@@ -67,11 +70,13 @@ class Scores {
     void touch(const Choices & choices, int64_t token);
     void earn(int64_t & credit) const;
     int64_t missed(const std::vector<int32_t> & slot_of) const;
+    bool chosen(size_t expert) const { return chosen_at_[expert] == step_ - 1; }
     // By how much a score must be above another, where a step misses so many; `many`: whether that is enough of them.
     int64_t least_lead(int64_t n_missed, bool & many) const;
     void duel(const Choices & choices);
     // `back`: to the seed, and if many are missed whatever the scores say.
-    bool best(const std::vector<int32_t> & slot_of, const std::vector<char> & sent, int64_t n_missed, bool back, Admission & found) const;
+    bool best(const std::vector<int32_t> & slot_of, const std::vector<int32_t> & expert_in, const std::vector<char> & sent, int64_t n_missed,
+              bool back, Admission & found) const;
     bool scheduled(const std::vector<int32_t> & slot_of, const std::vector<int32_t> & expert_in, const std::vector<char> & sent,
                    Admission & found);
 
@@ -80,6 +85,7 @@ class Scores {
     std::vector<int64_t> scores_, gains_;
     std::vector<char> fixed_, seeded_;  // by expert: of the seed, and protected; of the seed
     std::vector<int64_t> chosen_at_;  // by expert: step that chose it last
+    std::vector<int32_t> chosen_;     // by the step in hand, each once
     int64_t tick_ = 0, step_ = 0, credit_ = 0, expert_bytes_ = 0;
     size_t move_ = 0;
     bool open_ = false;  // whether this step may exchange
@@ -87,6 +93,7 @@ class Scores {
     Ghost ghost_;
     int64_t lead_ = 0;   // choices that the seed served and the ghost did not, fading
     bool back_ = false;  // whether the slots go back to the seed
+    bool rests_ = true;  // whether the ghost has made its exchanges
 };
 
 }  // namespace hybrid

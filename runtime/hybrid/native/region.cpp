@@ -160,6 +160,7 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
     }
     remember_cold(region, table);
     count(region, choices);
+    turn.rest();
     group.counters.launch_ns += nanoseconds() - started;
     if (comes && status == kSuccess) {
         turn.brought();

@@ -42,12 +42,15 @@ void Residency::decide(const Choices & choices, int32_t n_needed) {
         expert_bytes += static_cast<int64_t>(matrix->tensor->nb[2]);
     }
     scores_.step(choices, expert_bytes, group_.slot_of);
+    if (!coming_.empty()) {
+        leaving_ = readers_;  // a step without memory left them
+    }
     Admission admission{};
-    readers_.erase(std::remove_if(readers_.begin(), readers_.end(), [](const Reader & reader) { return reader.done(); }),
-                   readers_.end());
-    leaving_ = readers_;
     while (!holders_ && group_.n_slots - static_cast<int32_t>(sent_.size() + coming_.size()) > n_needed &&
            scores_.next(group_.slot_of, group_.expert_in, on_its_way_, admission)) {
+        if (coming_.empty()) {
+            leaving_ = readers_;
+        }
         admit(admission);
     }
 }
@@ -119,6 +122,8 @@ void Residency::reads(const std::shared_ptr<Progress> & progress) {
     if (mine != readers_.end()) {
         mine->number = number;
     } else {
+        readers_.erase(std::remove_if(readers_.begin(), readers_.end(), [](const Reader & reader) { return reader.done(); }),
+                       readers_.end());
         readers_.push_back(Reader{progress, number});
     }
 }
@@ -209,6 +214,15 @@ void Residency::Turn::brought() {
 void Residency::Turn::divided() {
     if (lock_.owns_lock()) {
         lock_.unlock();
+    }
+}
+
+void Residency::Turn::rest() {
+    if (residency_ && lock_.owns_lock()) {
+        residency_->scores_.rest();
+    } else if (residency_) {
+        std::lock_guard<std::mutex> lock(residency_->mutex_);
+        residency_->scores_.rest();
     }
 }
 

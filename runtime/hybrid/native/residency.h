@@ -50,7 +50,7 @@ class Residency {
     std::mutex mutex_;  // of the group's tables and of what follows
     Scores scores_;
     std::vector<Coming> coming_;      // of the step in hand, and nobody brings their bytes yet
-    std::vector<Reader> leaving_;     // who may still read the slots that they get
+    std::vector<Reader> leaving_;     // who may still read the slots that they get; nothing while nobody gets any
     Reader wrote_{nullptr, 0};        // a step that brought experts to slots by itself
     std::deque<Sent> sent_;  // not yet in the tables
     std::vector<char> on_its_way_;  // by expert
@@ -76,6 +76,7 @@ class Residency::Turn {
     bool keep(const std::vector<Upload> & uploads);
     void brought();  // those that stayed are queued, ahead of all that this context reads from now on
     void divided();           // the choices are: others may change the tables
+    void rest();              // what was left for when the device is at work
     void again();             // divide them once more
     // Nothing is written into the slots that this step may read. What was sent later waits for this step, so that
     // nobody else may be kept waiting meanwhile.
