@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from planning_models import dense, machine, moe
 
-from planner.cost.unit_time import Prices
+from planner.cost.unit_time import Prices, calibration_for
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, movable, units_of
@@ -49,6 +50,21 @@ def test_every_streamed_tensor_is_awaited() -> None:
     assert after - before == 2 * len(movable(ffn)) * latency  # two ubatches
 
 
+def test_every_streamed_tensor_is_a_split_of_the_graph() -> None:
+    table, split = dense([8192] * 4), 70_000
+    plain = machine()
+    known = calibration_for(plain, "")
+    slow = known.model_copy(update={"split_ns": known.split_ns + split})
+    ffn = unit(table, Kind.FFN, 0)
+    before, after = (
+        Prices(structure_of(table), plain.model_copy(update={"calibrations": (each,)}), WORK)
+        for each in (known, slow)
+    )
+    grown = [p.on_host(ffn, "CPU", "CUDA0").prefill_ns for p in (before, after)]
+    assert grown[1] - grown[0] == 2 * len(movable(ffn)) * split  # two ubatches
+    assert before.on(ffn, "CUDA0") == after.on(ffn, "CUDA0")  # where it lies it needs none
+
+
 def test_a_host_layer_sends_its_keys_and_values_there_and_its_cache_back() -> None:
     table = dense([8192] * 4)
     prices = Prices(structure_of(table), machine(), WORK)
@@ -59,3 +75,27 @@ def test_a_host_layer_sends_its_keys_and_values_there_and_its_cache_back() -> No
     extra = prices.on_host(attention, "CPU", "CUDA0").prefill_ns - prices.on(attention, "CUDA0").prefill_ns
     rows = 2 * prices.copy_ns("CUDA0", "CPU", 4 * 4 * 128 * 512)
     assert extra > weights + 2 * rows
+
+
+def test_a_batch_begins_where_the_one_before_it_ended() -> None:
+    prices = Prices(structure_of(moe()), machine(), WORK.model_copy(update={"prompt": 1100}))
+    assert prices.batches == ((512, 2), (76, 1))
+    assert prices.before(512) == 256  # 0 and 512
+    assert prices.before(76) == 1024
+    whole = Prices(structure_of(moe()), machine(), WORK.model_copy(update={"n_ubatch": 1024}))
+    assert whole.before(1024) == 0
+
+
+def test_every_expert_that_a_token_uses_has_a_row_of_its_own() -> None:
+    table = moe()
+    experts = unit(table, Kind.EXPERTS, 0)
+    prices = Prices(structure_of(table), machine(), WORK)
+    small = [op for op in prices.operators(experts, "CUDA0", "", 512, 0) if op.case is None]
+    model, inner = table.number("embedding_length"), table.number("expert_feed_forward_length")
+    # Gate, up and their product; rows before and after their weight; rows and their sum.
+    values = experts.used * (3 * inner + 2 * model + model) + model
+    device = machine().device("CUDA0")
+    moved_ns = sum((op.time.ns - device.op_overhead_ns) * op.count for op in small)
+    assert moved_ns == pytest.approx(512 * 4 * values * 1e9 / device.bandwidth_bytes_per_s, rel=0.01)
+    decode = [op for op in prices.operators(experts, "CUDA0", "", 1, 0) if op.case is None]
+    assert all(op.time.ns == device.op_overhead_ns for op in decode)  # launches alone

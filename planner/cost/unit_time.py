@@ -117,7 +117,7 @@ class Prices:
     def _priced(self, unit: Unit, device: str, buffer: str) -> Times:
         decode, measured = self._decode(unit, device, buffer)
         prefill = sum(
-            count * self._step(unit, device, buffer, batch, self.workload.prompt // 2)[0]
+            count * self._step(unit, device, buffer, batch, self.before(batch))[0]
             for batch, count in self._batches(unit)
         )
         return Times(self.per_token(decode), prefill, self.per_token(measured))
@@ -127,6 +127,13 @@ class Prices:
         last = unit.layer == self._layers.n_main - 1 and unit.kind in _PAST_ATTENTION
         rows = min(self.workload.n_seq, self.workload.prompt)
         return ((rows, 1),) if last and rows else self.batches
+
+    def before(self, batch: int) -> int:
+        """Tokens of the prompt that the cache holds when batches of this size begin, in their mean."""
+        full, rest = divmod(self.workload.prompt, self.workload.n_ubatch)
+        if rest and batch == rest:
+            return full * self.workload.n_ubatch
+        return max(full - 1, 0) * self.workload.n_ubatch // 2
 
     def _decode(self, unit: Unit, device: str, buffer: str) -> tuple[int, int]:
         """One step; a NextN block runs once a drafted token, and the output head once more for each."""
@@ -162,11 +169,14 @@ class Prices:
         return Times(here.decode_ns, prefill, here.measured_ns)
 
     def _streamed(self, unit: Unit, cpu: str, through: str, batch: int) -> int:
-        depth = self.workload.prompt // 2
+        depth = self.before(batch)
         if batch < OFFLOAD_BATCH:
             return self._step(unit, cpu, "", batch, depth)[0]
         copied = self.stream_ns(cpu, through, self.touched_bytes(unit, batch))
-        copied += (len(movable(unit)) - 1) * self.copy_ns(cpu, through, 0)  # one copy a tensor, each awaited
+        n = len(
+            movable(unit)
+        )  # each tensor, a norm too, is a split of its own: copied, awaited, computed with
+        copied += (n - 1) * self.copy_ns(cpu, through, 0) + n * self.calibration.split_ns
         held = sum(self._cache_trip(case, cpu, through) for case in self._weightless(unit, batch, depth))
         return copied + held + self._step(unit, through, "", batch, depth)[0]
 
@@ -301,18 +311,29 @@ class Prices:
 
     def prompt_operators(self, unit: Unit, device: str) -> list[tuple[Operator, int]]:
         """What the prompt computes of a unit on a device, each with how often."""
-        depth = self.workload.prompt // 2
         return [
             (op, count)
             for batch, count in self._batches(unit)
-            for op in self.operators(unit, device, "", batch, depth)
+            for op in self.operators(unit, device, "", batch, self.before(batch))
         ]
 
     def _width(self, unit: Unit) -> int:
         """Values a token that a small operator of a unit reads and writes once each."""
+        if unit.kind is Kind.EXPERTS:
+            return self._experts_width(unit)
         if unit.kind is Kind.FFN:  # gate and up are read, their product is written: half as many again
             return max(self.inventory.number("feed_forward_length") * 3 // 2, 1)
         return max(self.inventory.number("embedding_length"), 1)
+
+    def _experts_width(self, unit: Unit) -> int:
+        """The same of routed experts, where every token has a row for each that it uses.
+
+        Gate and up are read and their product is written, rows are weighted, and added up in one kernel.
+        """
+        model = max(self.inventory.number("embedding_length"), 1)
+        inner = max(self.inventory.number("expert_feed_forward_length"), 1)
+        values = unit.used * (3 * inner + 2 * model) + (unit.used + 1) * model
+        return max(values // (2 * _SMALL_OPS[Kind.EXPERTS]), 1)
 
     def _small(self, device: str, batch: int, width: int) -> Operator:
         """An operator without weights of its own: its launch for a few tokens, its bytes too for a prompt."""
