@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -310,7 +311,7 @@ def _fitted(source: Path, inventory: Inventory | None, assumed: Profile, name: s
 
     Raises OptionProblem without a model, FileProblem and FieldProblem for what is no result of llama-bench.
     """
-    from planner.cost.error_bar import doubt
+    from planner.cost.error_bar import AGAIN, doubt
     from profiler.whole_model import llama_bench, published
 
     if inventory is None:
@@ -321,9 +322,9 @@ def _fitted(source: Path, inventory: Inventory | None, assumed: Profile, name: s
     for note in found.notes:
         console.say(f"{source}: {note}")
     points = llama_bench.points(found.rows, inventory, assumed)
-    made = published.fitted(assumed, points)
+    made = published.fitted(assumed, points, again=median(row.spread for row in found.rows))
     _show_rows(found.rows, published.predict(made, points))
-    known = {one.figure: one.covariance[-1] for one in made.doubts or ()}
+    known = {one.figure: one.covariance[-1] for one in made.doubts or () if one.figure != AGAIN}
     learnt = [figure for figure, variance in known.items() if variance < 0.25e6 * doubt(figure, assumed) ** 2]
     console.say(f"now known from these runs: {', '.join(learnt) or 'no single figure, only their sums'}")
     count = f"{len(found.rows)} rows of llama-bench ({inventory.name})"

@@ -79,7 +79,8 @@ def test_a_card_filled_to_the_brim_is_less_certain(table: Inventory, measured: P
         0
     ]
     assert full.error_ppm > found.error_ppm
-    assert full.tpot_ns == found.tpot_ns
+    assert full.prefill_error_ppm > 2 * found.prefill_error_ppm  # what a batch needs is moved to and fro
+    assert (full.tpot_ns, full.prefill_ns) == (found.tpot_ns, found.prefill_ns)
 
 
 def test_planted_figures_come_back_and_what_is_unknown_stays_wide(table: Inventory) -> None:
@@ -111,3 +112,25 @@ def test_planted_figures_come_back_and_what_is_unknown_stays_wide(table: Invento
     assert profiles.to_text(profiles.from_text(text, "again")) == text
     known = error_bar.covariances(made)
     assert known["memory CPU", "memory CPU"] < error_bar.doubt("memory CPU", assumed) ** 2 / 10
+
+
+def test_runs_that_lie_apart_widen_what_is_fitted_to_them_and_move_nothing(table: Inventory) -> None:
+    assumed = presets.load("rtx4090-ddr5")
+    points = [published.Point(table, half(table), WORK, 20_000_000, prompt) for prompt in (False, True)]
+    calm, wild = (published.fitted(assumed, points, again) for again in (0.0, 0.1))
+    for one, two in zip(published.predict(calm, points), published.predict(wild, points), strict=True):
+        assert one.ns == two.ns and two.error_ppm > 120_000 > one.error_ppm
+    assert [d.figure for d in wild.doubts or ()] == [*(d.figure for d in calm.doubts or ()), error_bar.AGAIN]
+
+
+def test_attention_is_doubted_where_its_share_is_not_that_of_the_fitted_run(table: Inventory) -> None:
+    assumed = presets.load("rtx4090-ddr5")
+    gpu = Placement("gpu", ("CUDA0",) * (table.number("block_count") + 1))
+    deep = Workload(n_ctx=16384, prompt=16384, n_ubatch=512)
+    made = published.fitted(assumed, [published.Point(table, gpu, WORK, 60_000_000, True)])
+    near, far = (
+        published.predict(made, [published.Point(table, gpu, work, 1, True)])[0] for work in (WORK, deep)
+    )
+    figure = f"{evidence.ATTENTION} CUDA0"
+    assert far.shares[figure] > 5 * near.shares[figure]
+    assert far.error_ppm > 2 * near.error_ppm

@@ -37,7 +37,11 @@ def test_published_runs_are_predicted_from_one_of_their_set(found: list[Entry]) 
     assert Summary.of([e for e in mine if not e.prompt]).worst <= 0.12
     assert 0.7 <= summary.coverage <= 0.9
     assert 0.7 <= record.unseen(mine)[0] <= 0.9
-    assert summary.half_width <= 1.7 * summary.median
+    assert summary.half_width <= 1.5 * summary.median and summary.score <= 0.24
+    for part in (record.H200, record.VISITS):
+        for prompt in (False, True):
+            coverage = Summary.of([e for e in found if e.part == part and e.prompt is prompt]).coverage
+            assert coverage >= 0.7 and (coverage <= 0.9 or part == record.VISITS)
 
 
 def test_tables_made_from_published_sizes_are_what_the_engine_printed_of_the_files() -> None:

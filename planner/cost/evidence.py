@@ -25,6 +25,7 @@ from planner.solver.problem import Solution
 MEASURED, INTERPOLATED, SCALED, ASSUMED = "measured", "interpolated", "scaled", "assumed"
 _WORDS: Mapping[str, str] = {"measured": MEASURED, "between": INTERPOLATED, "scaled": SCALED}
 TIMED, MEMORY, ARITHMETIC, SMALL = "timed", "memory", "arithmetic", "small"
+ATTENTION = "attention"  # arithmetic of a GPU's attention: other kernels than those that rates are of
 SHARED, SLOTS = "divided", "slots"
 COPIES, MAPPED, CHANGES, MIXED, TOKEN = "copies", "mapped copies", "changes", "mixed graph", "token"
 
@@ -144,6 +145,8 @@ def _operator(prices: Prices, op: Operator, device: str, count: int) -> Iterator
         yield Part(f"{TIMED} {device}", _WORDS[op.time.basis], ns, what, op.time.spread_ppm)
         return
     kind = ARITHMETIC if op_time.computes(prices.profile, op.case, device) else MEMORY
+    if kind == ARITHMETIC and op.case.op == "FLASH_ATTN_EXT" and device != CPU:
+        kind = ATTENTION
     yield Part(f"{SMALL} {device}", _small(prices), min(small, ns))
     yield Part(f"{kind} {device}", _rate(prices, f"{kind} {device}"), max(ns - small, 0), what)
 
