@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from copies import ENDS
 from engines import ROOT
 
 from benchmarks import draw_rooms
-from benchmarks.rounds import paired
+from benchmarks.rounds import drifting, paired
 from commands.demo import write_moe
 from planner.site import SiteKind
 
@@ -247,6 +247,44 @@ def test_measured_gains_of_following_are_those_of_the_results() -> None:
     assert f"{_span(back)} % of what the wrong slots lose comes back" in page
     assert f"right already {_span(lost)} % is lost" in page
     assert f"ours with {_span(spared)} % less VRAM" in page
+
+
+@pytest.mark.parametrize("routing", ["right", "qwen3-30b", "olmoe"])
+def test_measured_gains_on_demand_are_those_of_the_results(routing: str) -> None:
+    """Each row of the table, and its part of the summary, computed from every token and round again."""
+    path = ROOT / "benchmarks" / "results" / f"h200-2026-12-01-drifting-{routing}.json"
+    pages = [
+        (ROOT / page).read_text(encoding="utf-8") for page in ("docs/measured.md", "docs/findings-hybrid.md")
+    ]
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in cell["contenders"]:
+            rows.setdefault(row["name"], []).append(row)
+        static, ours = rows["A+2"], rows["lfu:32:100:2+2"]
+        share = f"{100 * cell['share']:.0f} %"
+        over = drifting.over_seed(cell, *ours)
+        stock = [median(row["ms"]) for row in rows.get("ncmoe", ())]
+        gains = [f"{stock[0] / median(row['ms']):.2f}×" for row in ours if stock]
+        columns = [
+            f"{'`shifting`, A' if routing == 'right' else routing}, {share}",
+            f"{len(ours[0]['rounds_ms'])}",
+            "".join(f"{ms:.2f}" for ms in stock),
+            *(", ".join(f"{median(row['ms']):.2f}" for row in some) for some in (static, ours)),
+            ", ".join(gains),
+            ", ".join(f"{fmean(some[0]['hits']):.2f}" for some in (static, ours)),
+            "; ".join(f"{mean:.3f} ({low:.3f}–{high:.3f})" for mean, low, high in over),
+        ]
+        line = "".join(f"| {column} " if column else "| " for column in columns) + "|"
+        assert line in pages[1], line
+        if gains:
+            spared = [1 - row["vram_mib"] / rows["ncmoe"][0]["vram_mib"] for row in ours]
+            assert all(0.045 <= each < 0.115 for each in spared), spared
+            assert " and ".join(sorted(gains)) in pages[0]
+        else:
+            lost = (
+                f"{100 * over[0][0] - 100:.1f} % ({100 * over[0][1] - 100:.1f}–{100 * over[0][2] - 100:.1f})"
+            )
+            assert all(lost in page for page in pages), lost
 
 
 def _span(shares: list[float]) -> str:
