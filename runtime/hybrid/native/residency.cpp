@@ -217,11 +217,13 @@ void Residency::Turn::divided() {
     }
 }
 
+// Who has the tables may wait for this step to end: then its next step makes up for it.
 void Residency::Turn::rest() {
-    if (residency_ && lock_.owns_lock()) {
-        residency_->scores_.rest();
-    } else if (residency_) {
-        std::lock_guard<std::mutex> lock(residency_->mutex_);
+    if (!residency_) {
+        return;
+    }
+    std::unique_lock<std::mutex> lock(residency_->mutex_, std::defer_lock);
+    if (lock_.owns_lock() || lock.try_lock()) {
         residency_->scores_.rest();
     }
 }
