@@ -75,8 +75,9 @@ def half_width_ppm(
     found = variance(tuple(parts), profile, residual_ppm)
     found += (SPILL_PROMPT if prompt else SPILL) ** 2 if nearly_full else 0.0
     found += _PROMPT**2 if prompt and profile.measured else 0.0
-    sigma = math.sqrt(found)
-    return min(round(math.expm1(QUANTILE * sigma) * PPM / _TENTH) * _TENTH, MOST_PPM)
+    # Beyond the most that is shown the exponential is not asked for: its argument may be any number.
+    exponent = min(QUANTILE * math.sqrt(found), math.log1p(MOST_PPM / PPM))
+    return min(round(math.expm1(exponent) * PPM / _TENTH) * _TENTH, MOST_PPM)
 
 
 def variance(parts: tuple[Part, ...], profile: Profile, residual_ppm: int) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from planner.errors import FieldProblem, InputError
+from planner.errors import FieldProblem, FileProblem, InputError
 from planner.file_kinds import mistaken
 from planner.model.routed_layers import MoeShape
 from planner.quoting import heat_name
@@ -348,7 +348,7 @@ def heat_of_model(heat: Heat, shape: MoeShape, path: str) -> Heat:
     """Heat held against the model it is used with, its experts per token filled in.
 
     Raises WrongModel for heat of another model, with other numbers of experts, or of layers that do
-    not route. `path` names the heat in messages.
+    not route, FileProblem for heat that counts nothing. `path` names the heat in messages.
     """
     if heat.model and heat.model != shape.digest:
         raise WrongModel(path, f"recorded from {heat.model[:19]}, this is {shape.digest[:19]}")
@@ -357,4 +357,6 @@ def heat_of_model(heat: Heat, shape: MoeShape, path: str) -> Heat:
     strangers = sorted(set(heat.layers) - set(shape.layers))
     if strangers:
         raise WrongModel(path, f"layer {strangers[0]} routes here, but not in the model")
+    if not heat.layers:
+        raise FileProblem(path, "heat without a single routed choice")
     return replace(heat, model=shape.digest, n_used=shape.n_used or heat.n_used)
