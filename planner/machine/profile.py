@@ -15,7 +15,7 @@ from planner.workload import CacheType
 class Device(Record):
     """What ggml calls a device: CPU, CUDA0, Vulkan0, RPC0[host:port]."""
 
-    name: str
+    name: str = Field(min_length=1)
     kind: Literal["cpu", "gpu", "igpu", "rpc"]
     description: str
     id: str = ""  # PCI id or UUID, to find the device again when the order changes
