@@ -18,7 +18,9 @@ def test_slots_follow_a_topic(tmp_path: Path) -> None:
         "-m", "benchmarks.rounds.drifting", *small, *words, "--contenders", ways, "--out", out, limit_s=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (cell,) = json.loads(out.read_text())["cells"]
+    found = json.loads(out.read_text())
+    assert "/" not in found["engine"]  # results are published
+    (cell,) = found["cells"]
     rows = {row["name"]: row for row in cell["contenders"]}
     assert list(rows) == ["plain", *ways.split(",")]
     assert all(len(row["ms"]) == 256 for row in rows.values())
@@ -31,4 +33,6 @@ def test_slots_follow_a_topic(tmp_path: Path) -> None:
         assert hits[1] > wrong + 0.8 * (right - wrong)
         assert rows[name]["lanes"]["admitted"] > 0 == rows["A"]["lanes"]["admitted"]
     assert rows["lfu:32:100:2"]["lanes"]["admitted"] < rows["lfu:32:100"]["lanes"]["admitted"]
+    # What the host does is there, by its part, so that a result says where a step's time went.
+    assert all(rows["A"]["lanes"][part] >= 0 for part in ("ahead_ns", "decide_ns", "rows_ns"))
     assert "time over A's 1.000 (1.000-1.000)" in done.stdout

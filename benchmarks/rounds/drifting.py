@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rounds.paired import interval
+from benchmarks.rounds.visit import engine_name
 from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 from profiler.routed import codes, model, stream
@@ -105,7 +106,7 @@ def main() -> None:
     ends = time.monotonic() + 60 * options.minutes
     given = _given(options)
     said(f"{given.path.name}: {given.path.stat().st_size >> 20} MiB, {given.n_layers} layers")
-    found: dict[str, Any] = {"engine": given.engine.build.text, "device": options.device}
+    found: dict[str, Any] = {"engine": engine_name(given.engine.build), "device": options.device}
     found |= {
         "preset": options.preset,
         "layers": given.n_layers,
@@ -347,7 +348,7 @@ def _told(hybrid: HybridDevice, tokens: int) -> dict[str, Any]:
     }  # of a layer and token
     found |= {
         what: round(sum(getattr(b, what) for b in blocks) / tokens / 1e6, 4)
-        for what in ("wait_ns", "cpu_ns", "launch_ns", "lane_ns")
+        for what in ("wait_ns", "cpu_ns", "launch_ns", "lane_ns", "ahead_ns", "decide_ns", "rows_ns")
     }  # milliseconds of a token
     return found | {"cpu_bytes_us": report.cpu_bytes_us, "bus_bytes_us": report.bus_bytes_us}
 

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import generated_models
+from benchmarks.rounds.visit import engine_name
 from planner.plan.load_spec import LoadSpec
 from planner.workload import Workload
 from profiler.synth.synth import write
@@ -259,7 +260,7 @@ def _results(
     stock = [c for c in contenders if c.name.startswith("ncmoe")]
     rows = [_row(each, plain, stock) for each in contenders]
     return {
-        "engine": engine.build.text,
+        "engine": engine_name(engine.build),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "device": engine.ggml.device(given.device).description,
         "model": {

@@ -6,16 +6,20 @@ of two visits are never paired (rounds.py).
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.rounds import consumer
 from runtime.load.load_params import usable_cores
+
+if TYPE_CHECKING:
+    from runtime.engine.libllama import Build
 
 READ_BYTES = 128 * 2**20  # of each thread: far above any cache
 SECONDS = 0.5
@@ -40,6 +44,14 @@ def facts(engine: str, link: str | None) -> dict[str, Any]:
         "core_gb_s": round(read_rate(1), 2),
         "link_gb_s": None if link is None else round(consumer.probe(link), 2),
     }
+
+
+def engine_name(build: Build) -> str:
+    """The package of a build, or its number and commit: never a folder of this machine."""
+    if os.sep not in build.label:
+        return build.text
+    told = build.text.removeprefix(build.label).strip(" ()")
+    return f"llama.cpp {told}" if told else f"llama {build.version}"
 
 
 def read_rate(n_threads: int, seconds: float = SECONDS) -> float:
