@@ -74,7 +74,6 @@ def command(
     from commands.shared.inputs import InputLibrary
     from commands.shared.stock_choice import choose
     from planner.check.consistency import check_agreement
-    from planner.check.divided_sites import check_sites
     from planner.errors import AnswerIsNo
     from planner.memory.kv_cache import checkpoint_bytes
     from planner.model.structure import structure_of
@@ -85,9 +84,7 @@ def command(
     published = _published(form, publish, no_key)
     plan = load_plan(plan_path)
     inputs = InputLibrary(models, profiles).of(plan, plan_path)
-    check_sites(plan, inputs.inventory, str(plan_path))
-    if inputs.inventory is not None:
-        check_agreement(plan, inputs.inventory, str(plan_path))
+    check_agreement(plan, inputs.inventory, str(plan_path))
     plan = _without_commas(plan, inputs)
     path = model or file_name(plan.model.name, ".gguf")
     if not stock_only and (slots := _with_slots(plan, form, device_maps, threads, path)):

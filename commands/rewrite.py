@@ -81,6 +81,7 @@ def command(
     elif plan_path is None:
         raise click.UsageError("Missing option '--plan' (or say --undo).")
     else:
+        from planner.check.consistency import check_agreement
         from planner.model.validity import check_loadable
         from planner.plan.plan import from_text
         from rewriter.stamp import read_stamp
@@ -89,6 +90,7 @@ def command(
         read_stamp(file)  # a damaged record is the better reason
         check_loadable(file.inventory, str(model), file.refused)
         work = decide(file, plan, target.name, options, str(plan_path))
+        check_agreement(plan, file.inventory, str(plan_path))
     if dry_run:
         _show_work(work, as_json)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from planner.model.gguf.reader import ModelFile, ShardHeader, mapped
+from planner.model.inventory import Inventory, by_name
 from planner.plan.plan import Plan
 from planner.records import digest
 from rewriter import encode
@@ -21,6 +22,7 @@ from rewriter.stamp import (
     SOURCE_TRAILING,
     Stamp,
     plan_digest,
+    read_stamp,
 )
 
 _STEP = 1 << 20
@@ -111,3 +113,16 @@ def original_order(model: ModelFile, source: Stamp) -> tuple[str, ...]:
     """Tensor names in the order of the original source."""
     pairs = zip(source.source_order, model.inventory.tensors, strict=True)
     return tuple(tensor.name for _, tensor in sorted(pairs, key=lambda pair: pair[0]))
+
+
+def original_inventory(model: ModelFile) -> Inventory | None:
+    """The table of the file that a rewritten one was made from, in its order; None for a file as published.
+
+    Offsets and shards stay those of the rewritten file. FileProblem when its stamp is damaged.
+    """
+    stamp = read_stamp(model)
+    if stamp is None:
+        return None
+    tensors = by_name(model.inventory)
+    order = tuple(tensors[name] for name in original_order(model, stamp))
+    return model.inventory.model_copy(update={"header_digest": stamp.source_header, "tensors": order})

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from sample_plan import sample_plan
 
+from planner.constants import CPU
 from planner.memory.compute_buffer import compute_bytes
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.model.gguf.reader import ModelFile
 from planner.model.inventory import Inventory
+from planner.model.layers import layers_of
 from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, units_of
 from planner.plan.engine_rules import tensor_devices
 from planner.plan.load_spec import load_spec, plan_layer_devices
-from planner.plan.plan import DeviceUse, ExpertOrder, ModelRef, Placement, Plan
+from planner.plan.overrides import UnplaceableUnit, overrides_of
+from planner.plan.plan import DeviceUse, ExpertOrder, LayerRange, ModelRef, Placement, Plan
+from planner.site import Site
 
 
 def experts_on_cpu(unit: Unit) -> str:
@@ -27,7 +31,10 @@ def hand_plan(
     site: Callable[[Unit], str] = experts_on_cpu,
     experts: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Plan:
-    """A plan of the model with the sites and expert orders given; its costs mean nothing."""
+    """A plan of the model with the sites and expert orders given; its costs mean nothing.
+
+    Layers follow their attention or mixer. It agrees with itself where the engine could place its units so.
+    """
     sample, inventory = sample_plan(), model.inventory
     reference = ModelRef(
         name=inventory.name,
@@ -39,10 +46,9 @@ def hand_plan(
     )
     device = sample.devices[0]
     names = ("CUDA0", "CUDA1", "CPU")
+    units = [u for u in units_of(inventory).units if u.kind not in (Kind.NEXTN, Kind.FOREIGN)]
     placements = tuple(
-        Placement(unit=u.name, site=site(u), size_bytes=u.size_bytes, time_ns=0, why="test")
-        for u in units_of(inventory).units
-        if u.kind not in (Kind.NEXTN, Kind.FOREIGN)
+        Placement(unit=u.name, site=site(u), size_bytes=u.size_bytes, time_ns=0, why="test") for u in units
     )
     orders = tuple(ExpertOrder(layer=n, order=order) for n, order in sorted((experts or {}).items()))
     changed = {
@@ -52,7 +58,29 @@ def hand_plan(
         "experts": orders,
         "overrides": (),
     }
-    return sample.model_copy(update=changed)
+    made = sample.model_copy(update=changed)
+    sites = [each.site for each in placements]
+    layers = _layer_devices(units, sites, layers_of(inventory).n_main)
+    try:
+        overrides = overrides_of(inventory, units, sites, layers)
+    except UnplaceableUnit:
+        return made
+    ranges = tuple(LayerRange(first=n, last=n, device=each) for n, each in enumerate(layers))
+    placed = with_uses(made.model_copy(update={"layers": ranges, "overrides": overrides}), inventory)
+    used = {use.name for use in placed.devices}
+    empty = device.model_copy(update=dict.fromkeys(("weights_bytes", "kv_bytes", "compute_bytes"), 0))
+    idle = tuple(empty.model_copy(update={"name": name}) for name in names if name not in used)
+    return placed.model_copy(update={"devices": (*idle, *placed.devices)})
+
+
+_CARRIED = frozenset({Kind.EXPERTS, Kind.FFN, Kind.EMBEDDING, Kind.LOOKUP})  # say nothing of their layer
+
+
+def _layer_devices(units: Sequence[Unit], sites: Sequence[Site], n_main: int) -> list[str]:
+    """The device of each layer and of the output head."""
+    pairs = [(u.layer, s) for u, s in zip(units, sites, strict=True) if u.kind not in _CARRIED]
+    own = {layer: CPU if site.on_host else site.device for layer, site in reversed(pairs)}
+    return [own.get(n, CPU) for n in (*range(n_main), None)]
 
 
 def with_uses(plan: Plan, inventory: Inventory) -> Plan:

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from hand_plans import hand_plan
+from planning_models import machine
+from planning_models import plan as planned
 from small_plans import plan_for
 
 from atsplan import main
 from planner.check.divided_sites import site_faults
 from planner.model.gguf.reader import read_model
-from planner.plan.plan import Plan, from_text, to_text
+from planner.plan.known import Known
+from planner.plan.plan import CachePoint, Plan, from_text, to_text
+from planner.plan.request import Pin
 from planner.site import Site
+from planner.workload import Workload
 
 HERE = ("--device-map", "CUDA0=CPU")
 CASES = [
@@ -95,9 +100,45 @@ def test_what_can_be_divided_is_no_fault(site: str, moe_model: Path) -> None:
     assert from_text(to_text(plan), "plan") == plan
 
 
-def test_a_plan_with_a_cache_is_rewritten(moe_model: Path, tmp_path: Path) -> None:
-    plan, _ = divided(hand_plan(read_model(moe_model)), ".experts", "cache:CUDA0:500000")
-    path, out = tmp_path / "plan.yaml", tmp_path / "out.gguf"
-    path.write_text(to_text(plan))
+def test_a_plan_with_a_cache_is_rewritten_and_checked_against_both(moe_model: Path, tmp_path: Path) -> None:
+    inventory, path, out = read_model(moe_model).inventory, tmp_path / "plan.yaml", tmp_path / "out.gguf"
+    made = planned(
+        inventory,
+        "1000",
+        on=machine("rtx4090-ddr5"),
+        workload=Workload(n_ctx=256, prompt=16, gen=16, n_batch=64, n_ubatch=64),
+        pins=(Pin("*.experts", "cache"), Pin("blk.*.attention", "gpu"), Pin("output", "gpu")),
+        known=Known(cache=(CachePoint(share_ppm=500_000, hit_ppm=800_000),)),
+    )
+    path.write_text(to_text(made))
     done = CliRunner().invoke(main, ["rewrite", str(moe_model), "--plan", str(path), "-o", str(out)])
-    assert done.exit_code == 0 and out.exists(), done.output
+    assert done.exit_code == 0 and "cache:CUDA0" in done.output, done.output
+    for model in (moe_model, out):
+        done = CliRunner().invoke(main, ["check", str(path), "--model", str(model)])
+        assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("site", ["stripe:CUDA0:8", "stripe:CUDA9:2", "gpu:CUDA9", "gpu:CUDA0"])
+def test_a_site_that_no_override_follows_is_refused_everywhere(
+    site: str, moe_model: Path, tmp_path: Path
+) -> None:
+    """With the model and without it: the engine would be told the overrides, and put the unit elsewhere."""
+    plan, _ = divided(plan_for(moe_model), ".experts", site)  # which the overrides put on the CPU
+    path = tmp_path / "plan.yaml"
+    path.write_text(to_text(plan))
+    commands = (
+        ("check", path, "--model", moe_model),
+        ("check", path, "--allow-missing"),
+        ("explain", path, "--model", moe_model),
+        ("explain", path),
+        ("export", path, "--inventory", moe_model),
+        ("export", path),
+        ("rewrite", moe_model, "--plan", path, "-o", tmp_path / "out.gguf"),
+        ("run", moe_model, "--plan", path, *HERE, "-p", "x"),
+    )
+    for words in commands:
+        done = CliRunner().invoke(main, list(map(str, words)))
+        assert done.exit_code in {2, 1 if words[0] == "check" else 2}, (words, done.output)
+        told = ("blk.1", "layer 1", "weights of")
+        assert any(word in done.output for word in told), (words, done.output)
+    assert not (tmp_path / "out.gguf").exists()

@@ -104,6 +104,7 @@ def test_long_contexts_of_a_real_gpu(load: Measured) -> None:
     assert load.compute <= 1.01 * estimate + MIB
     assert estimate <= 1.17 * load.compute
     assert 0.97 * load.host_compute <= host_bytes(structure_of(model), work) <= 1.03 * load.host_compute + MIB
+    assert converts_caches("RPC0[10.0.0.2:50052]")  # behind which may be such a GPU
     plain = work.model_copy(update={"type_k": "f16", "type_v": "f16"})
     assert compute_bytes(structure_of(model), plain, converts=True) == compute_bytes(
         structure_of(model), plain

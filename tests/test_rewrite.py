@@ -20,6 +20,7 @@ from hand_plans import hand_plan
 import atsplan
 from planner.model.gguf.reader import ModelFile, read_model
 from planner.plan.plan import Plan, to_text
+from planner.site import Site
 from rewriter import stream
 from rewriter.publishing import publish
 from rewriter.rewrite import RewriteOptions, decide, rewrite
@@ -198,7 +199,9 @@ def test_a_plan_for_the_same_table_with_another_header(here: Path) -> None:
 
 def test_a_plan_with_units_or_sites_that_cannot_be(here: Path) -> None:
     model = read_model(here / "m.gguf")
-    put_plan(here / "p.yaml", hand_plan(model, lambda unit: "gpu:Vulkan9"))
+    made = hand_plan(model)
+    away = tuple(p.model_copy(update={"site": Site.parse("gpu:Vulkan9")}) for p in made.units)
+    put_plan(here / "p.yaml", made.model_copy(update={"units": away}))
     refused(run("rewrite", here / "m.gguf", "--plan", here / "p.yaml", "-o", here / "o.gguf"), "gpu:Vulkan9")
 
 

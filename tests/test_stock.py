@@ -18,7 +18,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from engines import ENVIRONMENT, ROOT, python
-from hand_plans import with_uses
+from hand_plans import experts_on_cpu, hand_plan, with_uses
 from small_plans import SMALL, plan_for, server_plan, with_experts
 
 from atsplan import main
@@ -26,7 +26,7 @@ from planner.errors import EngineProblem
 from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import LoadSpec, load_spec
 from planner.plan.overrides import escape
-from planner.plan.plan import LayerRange, Override, to_text
+from planner.plan.plan import Override, to_text
 from runtime.engine.libllama import Engine
 from runtime.stripes.widths import widths
 from runtime.tools.export import FORMATS, arguments
@@ -184,10 +184,9 @@ def test_formats_agree(moe_model: Path, tmp_path: Path) -> None:
 
 
 def test_exact_refuses_what_cannot_be_said(moe_model: Path, tmp_path: Path) -> None:
-    ranges = [(0, 1, "CUDA0"), (2, 2, "CPU"), (3, 4, "CUDA0")]
-    layers = tuple(LayerRange(first=a, last=b, device=d) for a, b, d in ranges)
+    made = hand_plan(read_model(moe_model), lambda unit: "cpu" if unit.layer == 2 else experts_on_cpu(unit))
     path = tmp_path / "plan.yaml"
-    path.write_text(to_text(plan_for(moe_model).model_copy(update={"layers": layers})))
+    path.write_text(to_text(made))
     done = CliRunner().invoke(main, ["export", str(path), "--exact"])
     assert done.exit_code == 1
     assert "no stock tool can load this plan" in done.stderr

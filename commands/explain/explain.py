@@ -42,14 +42,11 @@ def command(
     memory stays open.
     """
     from planner.check.consistency import check_agreement
-    from planner.check.divided_sites import check_sites
     from planner.check.explain import as_data, sentences
 
     check_name(plot, "--plot")
     plan = load_plan(path)
-    check_sites(plan, None, str(path))
-    if (inventory := library.of(plan, path).inventory) is not None:
-        check_agreement(plan, inventory, str(path))
+    check_agreement(plan, library.of(plan, path).inventory, str(path))
     parts = _parts(plan, path, library)
     larger = _larger(plan, path, library, time_limit)
     if as_json:

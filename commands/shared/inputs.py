@@ -56,6 +56,7 @@ class InputLibrary:
         self._seen: set[Path] = set()
         self._routing: dict[object, Known] = {}  # by heat file, model and what of the use bears on it
         self._files: dict[Path, str] = {}  # models with weights, to the digest of their tensor tables
+        self._sources: dict[str, Inventory] = {}  # by header: what rewritten files were made from
         self._models, self._given_profiles = models, profiles
         for path in models:
             self._add_model(path, planned=True)
@@ -73,6 +74,8 @@ class InputLibrary:
             given = ", ".join(str(model) for model in self._models)
             raise FileProblem(str(path), f"is a plan for another model than {given}: {plan.model.name}")
         inventory = self._inventories.get(plan.model.table_digest)
+        if inventory is not None:  # or what it was rewritten from, of which the plan was made
+            inventory = self._sources.get(plan.model.header_digest, inventory)
         return Inputs(inventory, self._profile(plan), self._known(plan, path.parent / "inputs", inventory))
 
     def model_file(self, plan: Plan) -> Path:
@@ -127,6 +130,8 @@ class InputLibrary:
         self._inventories[digest] = inventory
         if path.suffix not in {".yaml", ".yml"}:
             self._files[path] = digest
+            if source := _source(path):
+                self._sources[source.header_digest] = source
 
     def _add_profile(self, path: Path) -> None:
         from planner.machine.profile import from_text
@@ -143,6 +148,13 @@ class InputLibrary:
         from planner.machine.profile import profile_digest
 
         self._profiles[profile_digest(profile)] = profile
+
+
+def _source(path: Path) -> Inventory | None:
+    from planner.model.gguf.reader import read_model
+    from rewriter.stamps import original_inventory
+
+    return original_inventory(read_model(path))
 
 
 def _check_heat(path: Path) -> None:

@@ -81,7 +81,7 @@ def inputs_of(asked: SolveOptions) -> Inputs:
     """Read every file and option of a command line; raises InputError with the option at fault."""
     from planner.cost.pins import parse_pin
     from planner.machine.budgets import budgets_for, parse_budget
-    from planner.memory.reserves import check_extras
+    from planner.memory.reserves import check_drafted, check_extras
     from planner.model.layers import layers_of
     from planner.model.nextn import nextn_fault
     from planner.plan.request import Request
@@ -101,6 +101,7 @@ def inputs_of(asked: SolveOptions) -> Inputs:
     gpu = first_gpu(profile, budgets)
     extras = extras_of(asked, profile, budgets)
     check_extras(extras.mmproj, extras.draft)
+    check_drafted(inventory, extras)
     if asked.engine == "":
         raise OptionProblem("--fit", "", "expected a library, a folder, or auto")
     if asked.engine and asked.model.suffix in (".yaml", ".yml"):

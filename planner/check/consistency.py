@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.check.divided_sites import check_sites
+from planner.check.plan_alone import faults as faults_alone
 from planner.cost.expert_cache import faults as cache_faults
 from planner.errors import InputError
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
@@ -27,6 +28,7 @@ from planner.plan.plan import Plan
 from planner.site import Site, SiteKind
 from planner.workload import Workload
 
+_PLACEMENT = frozenset({"sites", "units", "overrides", "memory"})  # what plan_alone's rules say of the load
 _OPTIONAL = (Kind.NEXTN, Kind.FOREIGN)  # not loaded unless asked for, so a plan need not name them
 
 
@@ -42,15 +44,19 @@ class Contradiction(InputError):
         return f"{self.path}: {self.faults[0]}{more}; atsplan check lists what is wrong with a plan"
 
 
-def check_agreement(plan: Plan, inventory: Inventory, path: str) -> None:
-    """Contradiction unless layers, units, overrides and caches of the plan say the same.
+def check_agreement(plan: Plan, inventory: Inventory | None, path: str) -> None:
+    """Contradiction unless layers, units, overrides, weights and caches of the plan say the same.
 
-    NotLoadable for a model that stock llama.cpp refuses, ImpossibleSite for a unit divided as it cannot be.
+    Without an inventory, as far as the plan alone tells. NotLoadable for a model that llama.cpp refuses,
+    ImpossibleSite for a unit divided as it cannot be. Predicted times are `atsplan check`'s to judge.
     """
-    check_loadable(inventory, inventory.name)
+    if inventory is not None:
+        check_loadable(inventory, inventory.name)
     check_sites(plan, inventory, path)
-    if faults := agreement_faults(plan, inventory):
-        raise Contradiction(path, tuple(faults))
+    found = agreement_faults(plan, inventory) if inventory is not None else []
+    found = found or [fault.message for fault in faults_alone(plan) if fault.rule in _PLACEMENT]
+    if found:
+        raise Contradiction(path, tuple(found))
 
 
 def agreement_faults(plan: Plan, inventory: Inventory) -> list[str]:

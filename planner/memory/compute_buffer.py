@@ -271,9 +271,11 @@ def _expert_values(inventory: Inventory, tensors: Mapping[str, Tensor], layer: i
     used = inventory.per_layer("expert_used_count", layer + 1, 1)[layer]
     inner, outer = used * down.shape[0], used * _rows(down)
     gated = "ffn_gate_exps" in tensors or "ffn_gate_up_exps" in tensors
-    freed = (2 if gated else 1) * inner  # gate and up are gone when the last product starts
+    if not gated:  # the activation is made in place and read by the last product
+        return inner + outer
     beside = 2 * inventory.number("embedding_length") if inventory.architecture == "llama4" else 0
-    return (3 if gated else 1) * inner + (outer if outer > freed else 0) + beside
+    freed = 2 * inner  # gate and up are gone when the last product starts
+    return 3 * inner + (outer if outer > freed else 0) + beside
 
 
 def _attention_values(structure: Structure, workload: Workload, layer: int, swa_full: bool) -> int:
@@ -295,9 +297,10 @@ def converts_caches(device: str) -> bool:
     """Whether flash attention on a device works on a copy in f16 of every cache of another type.
 
     CUDA's kernels for more than a few tokens do (ggml-cuda/fattn.cu), and HIP's and MUSA's, which are the
-    same. The copy is a part of the compute buffer in newer builds; in older ones it grows beside it.
+    same. The copy is a part of the compute buffer in newer builds; in older ones it grows beside it. Behind
+    a name of the network may be any of them.
     """
-    return device.startswith(("CUDA", "ROCm", "HIP", "MUSA"))
+    return device.startswith(("CUDA", "ROCm", "HIP", "MUSA", "RPC"))
 
 
 def _cast_bytes(structure: Structure, workload: Workload, layer: int, swa_full: bool, converts: bool) -> int:

@@ -17,7 +17,7 @@ from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.memory import Reserve
 from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
-from planner.model.layers import KNOWN
+from planner.model.layers import CACHELESS, KNOWN
 from planner.model.nextn import drafts_alone
 from planner.model.structure import Structure, structure_of
 from planner.model.tensor_roles import Role, part_of
@@ -53,9 +53,20 @@ def check_extras(mmproj: Inventory | None, draft: Inventory | None) -> None:
         raise OptionProblem("--mmproj", mmproj.name, why)
     if draft is not None and draft.architecture == PROJECTOR:
         raise OptionProblem("--draft", draft.name, "is a vision projector; a language model is needed")
+    if draft is not None and draft.architecture in CACHELESS:
+        why = f"is a {draft.architecture} model: it keeps no cache and writes no next token"
+        raise OptionProblem("--draft", draft.name, why)
     if draft is not None and drafts_alone(draft):
         why = "holds a NextN/MTP block alone: only one in the model's own file is planned (--mtp)"
         raise OptionProblem("--draft", draft.name, why)
+
+
+def check_drafted(inventory: Inventory, extras: Extras) -> None:
+    """OptionProblem where guesses are asked for a model that writes no next token, such as an encoder."""
+    if inventory.architecture in CACHELESS and (extras.draft is not None or extras.ngrams):
+        option = "--ngram" if extras.ngrams else "--draft"
+        why = f"is a {inventory.architecture} model: it writes no next token that could be drafted"
+        raise OptionProblem(option, inventory.name, why)
 
 
 def estimates(extras: Extras) -> Iterator[str]:
