@@ -130,3 +130,13 @@ def test_slots_are_taken_only_where_they_win(budget: str) -> None:
     assert allowed.predicted.objective_ns <= without.predicted.objective_ns
     whole = plan(moe(), "20000", hybrid=True)
     assert not any(p.site.divided for p in whole.units)
+
+
+def test_slots_beat_a_plan_whose_prompt_is_doubted_too() -> None:
+    """The plan without slots leaves prompts to the CPU, where that may be slower than predicted; slots copy
+    them to the GPU, and were taken for that alone though predicted slower.
+    """
+    model, server = real("Qwen3-Next-80B-A3B-Q4_K_M"), machine("rtx3060-12gb-epyc")
+    without, allowed = (plan(model, "11000", on=server, stripes=False, hybrid=h) for h in (False, True))
+    assert not without.op_offload
+    assert allowed.predicted.objective_ns <= without.predicted.objective_ns

@@ -34,10 +34,15 @@ class Chosen:
     def way(self) -> tuple[bool, ...]:
         """What it asks of the engine beyond its own settings, and of the host for tables; less is simpler."""
         settings = self.priced.settings
-        drafts = settings.speculation is not None and settings.speculation.tokens > 0
-        follows = settings.following is not None and not self.rule
         pins_tables = self.priced.model.tables_bytes > 0 and settings.host_memory is HostMemory.PINNED
-        return drafts, follows, self.divided, not settings.repack, not settings.op_offload, pins_tables
+        return *self.beyond, not settings.repack, not settings.op_offload, pins_tables
+
+    @property
+    def beyond(self) -> tuple[bool, bool, bool]:
+        """What no stock rule has: drafts, slots that follow the text, experts of a layer apart."""
+        settings = self.priced.settings
+        drafts = settings.speculation is not None and settings.speculation.tokens > 0
+        return drafts, settings.following is not None and not self.rule, self.divided
 
     @property
     def divided(self) -> bool:

@@ -61,8 +61,17 @@ def choice(found: Sequence[Chosen]) -> Chosen:
     """The fastest placement of the simplest way that is not slower than the fastest by more than the error.
 
     Within one way nothing is slower than another placement of it, or a pin might make a plan faster; of
-    equals a stock rule is kept. `found` is not empty, its placements are priced with one calibration.
+    equals a stock rule is kept. What goes beyond stock rules (drafts, slots) must beat the choice without it
+    as both are predicted: whose prompt is doubted is settled before, or asking for slots made plans slower.
+    `found` is not empty, its placements are priced with one calibration.
     """
+    best = _of_all(found)
+    simpler = [each for each in found if each.beyond < best.beyond]
+    without = choice(simpler) if simpler else best
+    return without if without.evaluation.objective_ns < best.evaluation.objective_ns else best
+
+
+def _of_all(found: Sequence[Chosen]) -> Chosen:
     ways: dict[tuple[bool, ...], list[Chosen]] = {}
     for each in found:
         ways.setdefault(each.way, []).append(each)
