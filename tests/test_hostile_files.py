@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from atsplan import main
 from planner.machine import presets, profile
 from planner.plan.plan import DeviceUse, from_text, to_text
+from planner.site import ON_CPU, Site, SiteKind
 from profiler.synth.synth import SynthSpec, write
 
 HERE = ("--device-map", "CUDA0=CPU", "--threads", "1")
@@ -265,12 +266,15 @@ def test_hostile_devices_and_reasons_of_a_plan(name: str, tmp_path: Path) -> Non
 
     sample = sample_plan()
     use: DeviceUse = sample.devices[0].model_copy(update={"name": name})
+    sites = (Site(SiteKind.GPU, name), ON_CPU)
     units = tuple(
-        u.model_copy(update={"why": name, "unit": f"blk.{n}.{name}"}) for n, u in enumerate(sample.units)
+        u.model_copy(update={"why": name, "unit": f"blk.{n}.{name}", "site": sites[n]})
+        for n, u in enumerate(sample.units)
     )
     layers = (sample.layers[0].model_copy(update={"device": name}),)
     rules = tuple(b.model_copy(update={"name": name, "setting": name}) for b in sample.baselines)
-    changed = {"devices": (use,), "units": units, "layers": layers, "notes": (name,), "baselines": rules}
+    devices = (use, *sample.devices[1:])
+    changed = {"devices": devices, "units": units, "layers": layers, "notes": (name,), "baselines": rules}
     plan, other = tmp_path / "plan.yaml", tmp_path / "other.yaml"
     plan.write_text(to_text(sample.model_copy(update=changed)), encoding="utf-8")
     other.write_text(to_text(sample), encoding="utf-8")
