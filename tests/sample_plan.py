@@ -29,7 +29,7 @@ def sample_plan() -> Plan:
         ),
         machine=MachineRef(name="none", profile_digest="sha256:2", measured=False, engine=""),
         workload=Workload(),
-        constraints=Constraints(budgets={"CUDA0": 10 * MIB, "CPU": 20 * MIB}),
+        constraints=Constraints(budgets={"CUDA0": 10 * MIB, "CPU": 2**16 * MIB}),
         devices=(
             DeviceUse(
                 name="CUDA0",
@@ -43,7 +43,7 @@ def sample_plan() -> Plan:
             DeviceUse(
                 name="CPU",
                 kind="cpu",
-                budget_bytes=20 * MIB,
+                budget_bytes=2**16 * MIB,
                 weights_bytes=3 * MIB,
                 kv_bytes=0,
                 state_bytes=0,
