@@ -14,11 +14,13 @@ from planner.errors import AnswerIsNo
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.presets import load
 from planner.machine.profile import to_text as profile_text
+from planner.memory.reserves import Extras
 from planner.model.inventory import Inventory, from_text
 from planner.passes.make_plan import make_plan
+from planner.passes.settings_to_try import PUBLISHED_PPM
 from planner.plan.known import Known
 from planner.plan.plan import to_text
-from planner.plan.request import Request
+from planner.plan.request import ExtraModels, Request
 from planner.records import Many, Record
 from planner.records import load as load_record
 from planner.solver.clock import Clock
@@ -42,6 +44,7 @@ class OfModel(Record):
     ctx: int = Field(gt=0, le=2**31 - 1)
     heat: str = ""  # file of expert routing in inputs/: hot experts may live on the GPU
     hybrid: bool = False  # experts may have slots, the others computed by CPU and bus at the same time
+    mtp: bool = False  # its NextN/MTP block drafts, as many tokens as pay at a published acceptance
 
 
 class Group(Record):
@@ -68,17 +71,19 @@ class Task:
 
     @property
     def path(self) -> Path:
-        kinds = f"{'+heat' if self.model.heat else ''}{'+hybrid' if self.model.hybrid else ''}"
+        asked = {"+heat": self.model.heat, "+hybrid": self.model.hybrid, "+mtp": self.model.mtp}
+        kinds = "".join(kind for kind, wanted in asked.items() if wanted)
         return HERE / f"{self.model.model}{kinds}--{self.place.machine}.yaml"
 
     @property
     def command(self) -> str:
         """What a person would type to make the plan."""
         heat = f" --heat plans/inputs/{self.model.heat}" if self.model.heat else ""
-        hybrid = " --hybrid" if self.model.hybrid else ""
+        more = " --hybrid" if self.model.hybrid else ""
+        more += " --mtp --draft-accept auto" if self.model.mtp else ""
         return (
             f"atsplan solve plans/inputs/{self.model.model}.inventory.yaml --machine {self.place.machine}"
-            f" --budget {self.place.budget} --ctx {self.model.ctx}{heat}{hybrid} -o plans/{self.path.name}"
+            f" --budget {self.place.budget} --ctx {self.model.ctx}{heat}{more} -o plans/{self.path.name}"
         )
 
 
@@ -95,11 +100,18 @@ def plan_text(task: Task, inventory: Inventory) -> str:
     """The plan of a task, as text."""
     profile = load(task.place.machine)
     budgets = budgets_for(profile, parse_budget(task.place.budget))
-    workload = usual(task.model.ctx)
+    workload = usual(task.model.ctx, mtp=task.model.mtp)
     known = Known()
     if task.model.heat:
         known = known_of_heat(HERE / "inputs" / task.model.heat, inventory, workload)
-    request = Request(budgets, workload, hybrid=task.model.hybrid, command=task.command)
+    gpu = next(device.name for device in profile.devices if device.kind != "cpu")
+    request = Request(
+        budgets,
+        workload,
+        hybrid=task.model.hybrid,
+        extra_models=ExtraModels(Extras(), gpu, PUBLISHED_PPM) if task.model.mtp else None,
+        command=task.command,
+    )
     return to_text(make_plan(inventory, profile, request, known, clock=Clock(WORK_S)))
 
 

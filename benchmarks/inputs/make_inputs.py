@@ -236,6 +236,10 @@ WITHOUT_NEXTN = (
     "The table lacks the MTP block; here it is made as the model's README_WEIGHTS describes it: one more "
     "layer with the shapes and types of the last, and a projection of token and hidden state."
 )
+OF_LAST = (
+    "Without the MTP block, which the published weights have; here it is made as theirs is built: one more "
+    "layer of full attention with the shapes and types of the last, and a projection of token and hidden state."
+)
 WITH_NEXTN = (
     "The MTP block is a file of its own upstream; here it is made from the configuration: one more layer of "
     "full attention with the shapes and types of the last, and a projection of token and hidden state."
@@ -261,6 +265,8 @@ SOURCES = (
            "Qwen--Qwen3-235B-A22B_config.json", qwen, f"{DUMP} {FROM_TYPES}"),
     Source("Qwen3-Next-80B-A3B-Q4_K_M", "qwen3next", "derived/Qwen3-Next-80B-A3B.Q4_K_M.csv",
            "Qwen3-Next-80B-A3B", qwen_hybrid, f"{DERIVED} Without the MTP block."),
+    Source("Qwen3-Next-80B-A3B-Q4_K_M+nextn", "qwen3next", "derived/Qwen3-Next-80B-A3B.Q4_K_M.csv",
+           "Qwen3-Next-80B-A3B", qwen_hybrid, f"{DERIVED} {OF_LAST}", nextn=True),
     Source("Qwen3-4B-Instruct-2507-q4_K", "qwen3", f"{MAPS}/Qwen3-4B-Instruct-2507.q4_K.csv",
            "Qwen3-4B-Instruct-2507", qwen, f"{DUMP} {TIED}"),
     Source("gpt-oss-20b-MXFP4", "gpt-oss", "derived/gpt-oss-20b.MXFP4.csv",
@@ -269,6 +275,8 @@ SOURCES = (
            "openai--gpt-oss-120b_config.json", gpt_oss, DERIVED),
     Source("GLM-4.7-Flash-q4_K", "deepseek2", f"{MAPS}/GLM-4.7-Flash.q4_K.csv", "GLM-4.7-Flash", deepseek,
            f"{DUMP} Without the MTP block."),
+    Source("GLM-4.7-Flash-q4_K+nextn", "deepseek2", f"{MAPS}/GLM-4.7-Flash.q4_K.csv", "GLM-4.7-Flash",
+           deepseek, f"{DUMP} {OF_LAST}", nextn=True),
     Source("GLM-4.5-q4_K", "glm4moe", f"{MAPS}/GLM-4.5.q4_K.csv", "GLM-4.5", glm4,
            f"{DUMP} With its NextN block."),
     Source("gemma-4-26B-A4B-Q4_K_M", "gemma4", "derived/Gemma-4-26B-A4B.Q4_K_M.csv",
@@ -337,7 +345,8 @@ def with_nextn(config: Config, hparams: Hparams, rows: tuple[Row, ...]) -> tuple
     Published weights name them mtp.fc (2 widths to one), two norms before it, one layer of full attention
     and a norm; embedding and head are those of the model (mtp_use_dedicated_embeddings: false). By the
     README_WEIGHTS of DeepSeek-V3 its block is the same: eh_proj, enorm, hnorm, a layer built as the others,
-    embedding and head shared with the model.
+    embedding and head shared with the model. So are those of Qwen3-Next (weights named as Qwen3.5's;
+    its configuration does not count them) and of GLM-4.7-Flash (layer 47, named as DeepSeek's).
     """
     assert config.get("mtp_num_hidden_layers", config.get("num_nextn_predict_layers")) == 1
     assert not config.get("mtp_use_dedicated_embeddings")
@@ -364,10 +373,9 @@ def _config(name: str, data: Path) -> Config:
 
 
 BESIDE = """\
-NextN/MTP blocks: those of DeepSeek-V3, GLM-4.5 and Qwen3.6 are here. The published configuration of Kimi-K2
-counts none (0), and those of gpt-oss, Gemma 4, Llama 3.1, Mixtral, Qwen3 and Nemotron-3-Nano name none.
-Qwen3-Next and GLM-4.7-Flash are said to have one; the configurations and tables used here give no shape of
-it, so that there is no inventory with it.
+NextN/MTP blocks: those of DeepSeek-V3, GLM-4.5, GLM-4.7-Flash, Qwen3.6 and Qwen3-Next are here. The published
+configuration of Kimi-K2 counts none (0), and those of gpt-oss, Gemma 4, Llama 3.1, Mixtral, Qwen3 and
+Nemotron-3-Nano name none.
 
 Also here: `library.yaml` says which models are planned on which machines (`make plans`), `*.profile.yaml`
 are those machines as the plans saw them (all assumed, but for h200, which was measured), and
