@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from planner.errors import EngineProblem, FileProblem, OptionProblem
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
+    from planner.plan.plan import Plan
+    from runtime.metrics.registry import Metrics
     from runtime.tools.hybrid_script import SlottedServer
 
 
@@ -56,7 +59,8 @@ def command(
     """Serve MODEL by its plan until interrupted; EXTRA options go to llama-server as they are.
 
     Striped experts are served by the engine's own server library, loaded beside the stripes; experts in
-    slots by the unpatched program, through this program's device.
+    slots by the unpatched program, through this program's device: the plan's file is looked at while it runs,
+    and another plan there, alike but for the experts in slots, is taken over without a restart.
     """
     from contextlib import ExitStack
     from dataclasses import replace
@@ -74,12 +78,16 @@ def command(
         if not no_check:
             build = None if program == python_program() else str(program.parent)
             review(job, engine or build, llama_h)
-        hear = (lambda line: None) if quiet else say
+        hear: Callable[[str], None] = (lambda line: None) if quiet else say
+        metrics = None
         if metrics_port is not None:
-            hear, more = _metrics(job, stack, metrics_port, metrics_host, hear, slots)
+            metrics = _metrics(job, stack, metrics_port, metrics_host, slots)
+            hear, more = _heard(metrics, job.plan, hear)
             words = [*words, *more]
         variables = slots.variables if slots else {}
         server = stack.enter_context(serving(program, [*words, *extra], host, port, hear, more=variables))
+        if slots:
+            _follow(job, stack, slots, metrics)
         out(f"{server.url} (OpenAI-compatible under /v1)")
         raise EngineProblem("llama-server", server.outlive())
 
@@ -98,25 +106,42 @@ def _slots(job: Job, stack: ExitStack) -> SlottedServer | None:
         raise FileProblem(str(folder), str(problem)) from None
 
 
-def _metrics(
-    job: Job,
-    stack: ExitStack,
-    port: int,
-    host: str,
-    hear: Callable[[str], None],
-    slots: SlottedServer | None = None,
-) -> tuple[Callable[[str], None], list[str]]:
-    """A page of figures as long as the stack; who is to hear the log, and options of the server for it."""
+def _follow(job: Job, stack: ExitStack, slots: SlottedServer, metrics: Metrics | None) -> None:
+    """Another plan in the plan's file is taken over as long as the stack, where it needs no restart."""
+    from commands.shared.plan_job import plan_of_model
+    from planner.plan.plan import to_text
+    from planner.records import digest
+    from runtime.tools.follow_plan import Served, following_file
+
+    def taken(plan: Plan) -> None:
+        if metrics is not None:
+            metrics.planned(plan, digest(to_text(plan)))
+
+    read = partial(plan_of_model, job.plan_path, job.file)
+    served = Served(job.path, job.plan, job.plan_path, slots.orders, read)
+    stack.enter_context(following_file(served, say, taken))
+
+
+def _metrics(job: Job, stack: ExitStack, port: int, host: str, slots: SlottedServer | None) -> Metrics:
+    """A page of figures as long as the stack."""
     from planner.plan.plan import to_text
     from planner.records import digest
     from runtime.metrics.endpoint import metrics_page
     from runtime.metrics.registry import Metrics
-    from runtime.metrics.server_log import listening
 
     metrics = Metrics(job.plan, digest(to_text(job.plan)))
     if slots is not None:
         metrics.lanes_now(slots.reports.blocks)
     say(f"figures for Prometheus: {stack.enter_context(metrics_page(metrics, port, host))}")
+    return metrics
+
+
+def _heard(
+    metrics: Metrics, plan: Plan, hear: Callable[[str], None]
+) -> tuple[Callable[[str], None], list[str]]:
+    """Who is to hear the server's log, and options of the server for it."""
+    from runtime.metrics.server_log import listening
+
     count = listening(metrics)
 
     def both(line: str) -> None:
@@ -124,7 +149,7 @@ def _metrics(
         hear(line)
 
     # From this verbosity on the server tells at which position drafts fail.
-    drafts = job.plan.speculation is not None and job.plan.speculation.tokens > 0
+    drafts = plan.speculation is not None and plan.speculation.tokens > 0
     return both, ["--verbosity", "4"] if drafts else []
 
 

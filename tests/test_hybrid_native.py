@@ -42,6 +42,9 @@ TESTS = (
     "pages_are_locked_by_the_driver",
     "faults_are_returned",
     "reports_what_was_done",
+    "orders_are_read",
+    "orders_are_followed",
+    "orders_are_refused",
 )
 
 
@@ -95,7 +98,7 @@ def test_interface_version_2(name: str, program: Path, portable_engine: Path) ->
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in TESTS if any(word in name for word in ("layer", "threads", "prompts", "follow"))],
+    [name for name in TESTS if any(word in name for word in ("layer", "threads", "prompts", "slots_follow"))],
 )
 def test_interface_version_3(name: str, program: Path) -> None:
     if not NODE_BUILD.is_dir():

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from small_plans import server_plan
 
 from atsplan import main
-from commands.serve import _metrics
+from commands.serve import _heard, _metrics
 from planner.plan.load_spec import load_spec, map_devices
 from planner.plan.plan import Plan, Speculation, to_text
 from planner.records import digest
@@ -187,7 +187,8 @@ def test_a_served_plan_counts_its_requests_and_drafts(computing_server: Path, ma
     ]
     with ExitStack() as stack:
         port = free_port("127.0.0.1")
-        hear, more = _metrics(job, stack, port, "127.0.0.1", lambda line: None)
+        metrics = _metrics(job, stack, port, "127.0.0.1", None)
+        hear, more = _heard(metrics, plan, lambda line: None)
         program = find_program(str(computing_server))
         server = stack.enter_context(serving(program, [*words, *draft, *more, "-t", "1"], on_line=hear))
         asked = {"prompt": "The old man said ", "n_predict": 60, "temperature": 0, "ignore_eos": True}

@@ -238,8 +238,10 @@ WITHOUT_NEXTN = (
 )
 OF_LAST = (
     "Without the MTP block, which the published weights have; here it is made as theirs is built: one more "
-    "layer of full attention with the shapes and types of the last, and a projection of token and hidden state."
+    "layer of full attention with the shapes and types of the last, and a projection of token and hidden "
+    "state."
 )
+
 WITH_NEXTN = (
     "The MTP block is a file of its own upstream; here it is made from the configuration: one more layer of "
     "full attention with the shapes and types of the last, and a projection of token and hidden state."

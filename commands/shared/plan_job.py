@@ -163,19 +163,18 @@ def open_job(
     """Read plan and model; the model must be the plan's, or rewritten from it (else exit 2)."""
     from dataclasses import replace
 
-    from planner.check.consistency import check_agreement, check_order
+    from planner.check.consistency import check_order
     from planner.model.gguf.reader import read_model
     from planner.model.units import foreign_note, units_of
     from planner.model.validity import check_loadable
     from planner.plan.load_spec import load_spec, map_devices
-    from rewriter.stamp import check_plan, read_stamp
+    from rewriter.stamp import read_stamp
     from runtime.load.load_params import usable_threads
 
     plan = load_plan(plan_path)
     file = read_model(model)
     check_loadable(file.inventory, str(model), file.refused)
-    check_plan(file, plan, str(plan_path))
-    check_agreement(plan, file.inventory, str(plan_path))
+    _check_of_model(plan, file, plan_path)
     spec = load_spec(plan)
     mapped = parse_map(device_maps, plan)
     spec = map_devices(spec, mapped) if mapped else spec
@@ -188,6 +187,21 @@ def open_job(
     for note in filter(None, (*file.notes, *spec.notes, foreign)):
         say(f"note: {note}")
     return Job(file, plan, spec, mapped, plan_path, other_machine)
+
+
+def plan_of_model(path: Path, file: ModelFile) -> Plan:
+    """The plan that lies at `path`, proven to be of this model (else exit 2)."""
+    plan = load_plan(path)
+    _check_of_model(plan, file, path)
+    return plan
+
+
+def _check_of_model(plan: Plan, file: ModelFile, path: Path) -> None:
+    from planner.check.consistency import check_agreement
+    from rewriter.stamp import check_plan
+
+    check_plan(file, plan, str(path))
+    check_agreement(plan, file.inventory, str(path))
 
 
 def open_draft(path: Path | None, job: Job, most: int | None, device: str | None) -> Draft | None:

@@ -49,6 +49,7 @@ class Config:
     moves: tuple[tuple[int, int, int, int], ...] = ()  # schedule: step, block, expert, slot
     report: str = ""  # file for statistics, written when a model is freed
     report_ms: int = 0  # and as often while it is loaded; 0: not then
+    orders: str = ""  # file that is looked at as often: other residents while it runs (runtime.hybrid.orders)
     quiet: bool = True
     regions: bool = True  # False: every product by itself
     ahead: bool = True  # without guests: what is resident begins before the host knows the choices
@@ -59,7 +60,7 @@ class Config:
         """One setting a line; quoting.Unquotable for a name that is not one word."""
         numbers: list[str] = ["slots", "guests", "stage", "banks", "threads"]
         numbers += ["cpu_tokens", "cpu_bytes_us", "bus_bytes_us"]
-        texts = ("device", "name", "report", "fault")
+        texts = ("device", "name", "report", "orders", "fault")
         lines = [f"{key} {word(getattr(self, key))}" for key in texts if getattr(self, key)]
         lines += [f"{key} {getattr(self, key)}" for key in numbers]
         lines += [f"report_ms {self.report_ms}"] if self.report_ms else []

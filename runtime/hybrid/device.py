@@ -84,6 +84,8 @@ class Report:
     cpu_start_ns: int  # what a step costs besides, as soon as the lane is used
     bus_start_ns: int
     device_ns: int  # a layer's resident experts on the device
+    order: int  # that came last, of those that change the residents while it runs; 0: none
+    order_fault: str  # why it, or what was read since, was not followed; "": it was
     contexts: tuple[tuple[int, int], ...]  # choices and hits of each
     blocks: tuple[Block, ...]
     freed: tuple[Block, ...]

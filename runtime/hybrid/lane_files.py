@@ -19,9 +19,18 @@ from runtime.hybrid.device import Block
 
 EVERY_MS = 1000
 MAX_REPORT = 32 * 2**20  # 512 layers of 4096 experts, with a count of nine digits each
+_Text = Annotated[str, Field(max_length=1000)]
 _Blocks = Annotated[list[dict[str, Any]], Field(max_length=2 * MAX_LAYERS)]
-_SAID = TypeAdapter(dict[str, int | _Blocks])
+_SAID = TypeAdapter(dict[str, int | _Text | _Blocks])
 _BLOCK = TypeAdapter(Block)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a device says of the orders it gets: see runtime.hybrid.orders."""
+
+    order: int = 0
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +45,35 @@ class LaneFiles:
             for block in read_live(path):
                 yield device, block
 
+    def answer(self, device: str) -> Answer:
+        """Of a device to its last order; none yet where its file is not there or is no report."""
+        said = _said(self.files[device])
+        order, fault = said.get("order", 0), said.get("order_fault", "")
+        shown = isinstance(fault, str) and fault.isprintable()
+        return (
+            Answer(order, fault) if isinstance(order, int) and isinstance(fault, str) and shown else Answer()
+        )
+
 
 def read_live(path: Path) -> tuple[Block, ...]:
     """The blocks of the models that are loaded; () for a file that is not there or is no report."""
+    held = _said(path).get("blocks", [])
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_REPORT + 1)
-        said = _SAID.validate_json(text, strict=True) if len(text) <= MAX_REPORT else {}
-        held = said.get("blocks", [])
         blocks = (
             tuple(_BLOCK.validate_python(_tuples(each)) for each in held) if isinstance(held, list) else ()
         )
-    except (OSError, ValidationError, TypeError, RecursionError):
+    except (ValidationError, TypeError, RecursionError):
         return ()
     return blocks if all(map(_possible, blocks)) else ()
+
+
+def _said(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_REPORT + 1)
+        return _SAID.validate_json(text, strict=True) if len(text) <= MAX_REPORT else {}
+    except (OSError, ValidationError, RecursionError):
+        return {}
 
 
 def _tuples(said: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,8 +46,20 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self._drafts = _Drafts()
         self._lanes = _Lanes()
-        self._planned(plan, digest)
         own = self.registry
+        self._info = Gauge(
+            "atsplan_plan_info", "The plan that runs.", ("model", "machine", "digest"), registry=own
+        )
+        self._predicted = tuple(
+            Gauge(f"atsplan_predicted_{name}_seconds", text, registry=own)
+            for name, text in (
+                ("tpot", "Predicted time per output token."),
+                ("prefill", "Predicted time of the planned prompt."),
+            )
+        )
+        self._bytes = Gauge(
+            "atsplan_device_bytes", "Memory of a device.", ("device", "part", "counted_by"), registry=own
+        )
         self._prompts = Counter("atsplan_prompt_tokens", "Tokens of prompts computed.", registry=own)
         self._prompt_s = Counter("atsplan_prompt_seconds", "Time that prompts took.", registry=own)
         self._tokens = Counter("atsplan_tokens", "Tokens generated.", registry=own)
@@ -65,7 +77,8 @@ class Metrics:
             "Time per output token of the last request over the plan's.",
             registry=own,
         )
-        self._predicted_ns = plan.predicted.tpot_ns
+        self._predicted_ns = 0
+        self.planned(plan, digest)
         for each in (self._drafts, self._lanes, _Gpus([use.name for use in plan.devices])):
             own.register(each)
 
@@ -109,18 +122,14 @@ class Metrics:
         """All of it in the exposition format."""
         return generate_latest(self.registry).decode()
 
-    def _planned(self, plan: Plan, digest: str) -> None:
-        own = self.registry
-        info = Gauge("atsplan_plan_info", "The plan that runs.", ("model", "machine", "digest"), registry=own)
-        info.labels(utf8(plan.model.name), utf8(plan.machine.name), digest).set(1)
-        for name, text, ns in (
-            ("tpot", "Predicted time per output token.", plan.predicted.tpot_ns),
-            ("prefill", "Predicted time of the planned prompt.", plan.predicted.prefill_ns),
-        ):
-            Gauge(f"atsplan_predicted_{name}_seconds", text, registry=own).set(ns / _NS)
-        self._bytes = Gauge(
-            "atsplan_device_bytes", "Memory of a device.", ("device", "part", "counted_by"), registry=own
-        )
+    def planned(self, plan: Plan, digest: str) -> None:
+        """The plan that runs from now on."""
+        self._info.clear()
+        self._info.labels(utf8(plan.model.name), utf8(plan.machine.name), digest).set(1)
+        times = plan.predicted.tpot_ns, plan.predicted.prefill_ns
+        for gauge, ns in zip(self._predicted, times, strict=True):
+            gauge.set(ns / _NS)
+        self._predicted_ns = plan.predicted.tpot_ns
         for use in plan.devices:
             parts = ("weights", "kv", "state", "compute", "cache", "reserve", "tables")
             for part in parts:

@@ -23,6 +23,7 @@ from planner.site import Site, SiteKind
 from runtime.hybrid import build
 from runtime.hybrid.config import ENVIRONMENT, LIBRARY
 from runtime.hybrid.lane_files import EVERY_MS, LaneFiles
+from runtime.hybrid.orders import Orders
 from runtime.session.hybrid import positions, settings, slotted
 from runtime.tools.export import NotHeld
 
@@ -53,18 +54,17 @@ def named(spec: LoadSpec) -> LoadSpec:
     )
 
 
-def slots_text(
-    spec: LoadSpec, residents: Residents, reports: Mapping[str, str] | None = None, every_ms: int = 0
-) -> str:
+def slots_text(spec: LoadSpec, residents: Residents, orders: Orders | None = None) -> str:
     """The file that ATSPLAN_HYBRID names: what each wrapper holds; `residents` by position in the file.
 
-    `reports` has files by device in which a wrapper says every so many milliseconds what it has done.
+    `orders` has files by device in which a wrapper says now and then what it has done, and looks for others.
     """
     parts = []
     for n, device in enumerate(slotted(spec)):
         config = settings(spec, device, residents, f"HYBRID{n}")
-        if reports is not None:
-            config = replace(config, report=reports[device], report_ms=every_ms)
+        if orders is not None:
+            report, given = orders.reports.files[device], orders.files[device]
+            config = replace(config, report=str(report), orders=str(given), report_ms=EVERY_MS)
         parts.append(config.text().decode())
     return "".join(parts)
 
@@ -75,7 +75,11 @@ class SlottedServer:
 
     spec: LoadSpec
     variables: Mapping[str, str]
-    reports: LaneFiles
+    orders: Orders
+
+    @property
+    def reports(self) -> LaneFiles:
+        return self.orders.reports
 
 
 @contextmanager
@@ -115,11 +119,12 @@ def slotted_server(spec: LoadSpec, model: Path, folder: Path) -> SlottedServer:
     Raises HybridRefused with what to install, quoting.Unquotable for a folder that settings cannot name.
     """
     reports = {device: folder / f"HYBRID{n}.json" for n, device in enumerate(slotted(spec))}
-    names = {device: str(path) for device, path in reports.items()}
+    files = {device: path.with_suffix(".orders") for device, path in reports.items()}
+    orders = Orders(files, LaneFiles(reports))
     path = folder / "slots"
-    path.write_text(slots_text(spec, positions(model, spec.residents), names, EVERY_MS))
+    path.write_text(slots_text(spec, positions(model, spec.residents), orders))
     variables = {ENVIRONMENT: str(path), LIBRARY: str(build.library())}
-    return SlottedServer(named(spec), variables, LaneFiles(reports))
+    return SlottedServer(named(spec), variables, orders)
 
 
 def script(spec: LoadSpec, residents: Residents, command: str, name: str) -> str:

@@ -34,7 +34,7 @@ constexpr int kQ8 = 8;
 
 // Tests by name; each file has its own.
 using Tests = std::vector<std::pair<const char *, void (*)()>>;
-extern const Tests kParts, kLayers, kContexts, kPrompts, kMemory;
+extern const Tests kParts, kLayers, kContexts, kPrompts, kMemory, kOrders;
 
 // The CPU, or a slow device before it, or `other`, wrapped with these settings.
 struct Bench {

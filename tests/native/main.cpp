@@ -29,7 +29,7 @@ int main(int n, char ** words) {
     if (n >= 2) {
         engine(words[1]);
     }
-    for (const Tests * tests : {&kParts, &kLayers, &kContexts, &kPrompts, &kMemory}) {
+    for (const Tests * tests : {&kParts, &kLayers, &kContexts, &kPrompts, &kMemory, &kOrders}) {
         for (const auto & [name, test] : *tests) {
             if (n < 2) {
                 std::puts(name);

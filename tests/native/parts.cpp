@@ -15,8 +15,8 @@ void reads_settings() {
     std::string error;
     CHECK(parse_config("# a comment\nslots 3\nguests 2\nmemory mapped\nresident 4 8 7,0,3\nresident 5 8 -\n", found, error));
     CHECK(found.size() == 1 && found[0].slots == 3 && found[0].guests == 2 && found[0].memory == hybrid::Memory::kMapped);
-    CHECK(found[0].resident(4, 8)->experts == (std::vector<int32_t>{7, 0, 3}));
-    CHECK(found[0].resident(5, 8)->experts.empty() && !found[0].resident(4, 9));
+    CHECK(resident_of(found[0].residents, 4, 8)->experts == (std::vector<int32_t>{7, 0, 3}));
+    CHECK(resident_of(found[0].residents, 5, 8)->experts.empty() && !resident_of(found[0].residents, 4, 9));
     CHECK(parse_config("device A\nslots 1\ndevice B\nreport /a folder/r.json\n", found, error));
     CHECK(found.size() == 2 && found[1].device == "B" && found[1].report == "/a folder/r.json" && found[1].slots == 0);
     for (const char * wrong : {"slots", "slots x", "slots -1", "slots 3 4", "resident 1 8 8", "resident 1 8 1,1", "resident 1 8 1,",

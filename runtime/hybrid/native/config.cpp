@@ -8,9 +8,7 @@
 
 namespace hybrid {
 
-namespace {
-
-bool whole(const std::string & word, int64_t least, int64_t most, int64_t & value) {
+bool parse_whole(const std::string & word, int64_t least, int64_t most, int64_t & value) {
     if (word.empty()) {
         return false;
     }
@@ -21,9 +19,11 @@ bool whole(const std::string & word, int64_t least, int64_t most, int64_t & valu
     return errno == 0 && *end == '\0' && read >= least && read <= most;
 }
 
+namespace {
+
 bool small(const std::string & word, int least, int & value) {
     int64_t read = 0;
-    if (!whole(word, least, 1 << 20, read)) {
+    if (!parse_whole(word, least, 1 << 20, read)) {
         return false;
     }
     value = static_cast<int>(read);
@@ -40,7 +40,7 @@ bool experts(const std::string & word, int n, std::vector<int32_t> & found) {
     std::string part;
     while (std::getline(parts, part, ',')) {
         int64_t expert = 0;
-        if (!whole(part, 0, n - 1, expert) || seen[static_cast<size_t>(expert)]) {
+        if (!parse_whole(part, 0, n - 1, expert) || seen[static_cast<size_t>(expert)]) {
             return false;
         }
         seen[static_cast<size_t>(expert)] = true;
@@ -74,20 +74,6 @@ bool fault(const std::string & word, Fault & value) {
 #endif
 }
 
-bool resident(const std::string & block, const std::string & count, const std::string & list, Config & config) {
-    Resident made;
-    int n = 0;
-    if (!small(block, 0, made.block) || !small(count, 1, n) || !experts(list, n, made.experts)) {
-        return false;
-    }
-    made.n_experts = n;
-    if (config.resident(made.block, n)) {
-        return false;
-    }
-    config.residents.push_back(made);
-    return true;
-}
-
 bool policy(const std::string & word, Policy & value) {
     value = word == "lru" ? Policy::kLru : word == "lfu" ? Policy::kLfu : word == "schedule" ? Policy::kSchedule : Policy::kStatic;
     return value != Policy::kStatic || word == "static";
@@ -97,7 +83,7 @@ bool policy(const std::string & word, Policy & value) {
 bool move(const std::vector<std::string> & words, Adaptation & how) {
     Move made{};
     int expert = 0, slot = 0;
-    if (words.size() != 5 || !whole(words[1], 0, LLONG_MAX, made.step) || !small(words[2], 0, made.block) ||
+    if (words.size() != 5 || !parse_whole(words[1], 0, LLONG_MAX, made.step) || !small(words[2], 0, made.block) ||
         !small(words[3], 0, expert) || !small(words[4], 0, slot) || (!how.moves.empty() && how.moves.back().step > made.step)) {
         return false;
     }
@@ -111,7 +97,7 @@ bool move(const std::vector<std::string> & words, Adaptation & how) {
 bool setting(const std::vector<std::string> & words, Config & config) {
     const std::string & key = words[0];
     if (key == "resident") {
-        return words.size() == 4 && resident(words[1], words[2], words[3], config);
+        return parse_resident(words, config.residents);
     }
     Adaptation & how = config.adaptation;
     if (key == "move") {
@@ -133,8 +119,8 @@ bool setting(const std::vector<std::string> & words, Config & config) {
            : key == "stage"        ? small(value, -1, config.stage)
            : key == "banks"        ? small(value, 1, config.banks) && config.banks <= 2
            : key == "cpu_tokens"   ? small(value, 0, config.cpu_tokens)
-           : key == "cpu_bytes_us" ? whole(value, 0, LLONG_MAX, config.cpu_bytes_us)
-           : key == "bus_bytes_us" ? whole(value, 0, LLONG_MAX, config.bus_bytes_us)
+           : key == "cpu_bytes_us" ? parse_whole(value, 0, LLONG_MAX, config.cpu_bytes_us)
+           : key == "bus_bytes_us" ? parse_whole(value, 0, LLONG_MAX, config.bus_bytes_us)
            : key == "quiet"        ? yes_or_no(value, config.quiet)
            : key == "regions"      ? yes_or_no(value, config.regions)
            : key == "ahead"        ? yes_or_no(value, config.ahead)
@@ -142,8 +128,8 @@ bool setting(const std::vector<std::string> & words, Config & config) {
            : key == "policy"       ? policy(value, how.policy)
            : key == "half_life"    ? small(value, 1, how.half_life)
            : key == "protect"      ? small(value, 0, how.protect)
-           : key == "upload_bytes" ? whole(value, 0, LLONG_MAX / 4, how.upload_bytes)
-           : key == "refill_bytes" ? whole(value, 0, LLONG_MAX / 4, how.refill_bytes)
+           : key == "upload_bytes" ? parse_whole(value, 0, LLONG_MAX / 4, how.upload_bytes)
+           : key == "refill_bytes" ? parse_whole(value, 0, LLONG_MAX / 4, how.refill_bytes)
            : key == "least_misses" ? small(value, 0, how.least_misses)
            : key == "lockstep"     ? yes_or_no(value, how.lockstep)
            : key == "fault"        ? fault(value, config.fault)
@@ -152,7 +138,19 @@ bool setting(const std::vector<std::string> & words, Config & config) {
 
 }  // namespace
 
-const Resident * Config::resident(int block, int n_experts) const {
+bool parse_resident(const std::vector<std::string> & words, std::vector<Resident> & residents) {
+    Resident made;
+    int n = 0;
+    if (words.size() != 4 || words[0] != "resident" || !small(words[1], 0, made.block) || !small(words[2], 1, n) ||
+        !experts(words[3], n, made.experts) || resident_of(residents, made.block, n)) {
+        return false;
+    }
+    made.n_experts = n;
+    residents.push_back(made);
+    return true;
+}
+
+const Resident * resident_of(const std::vector<Resident> & residents, int block, int n_experts) {
     for (const Resident & line : residents) {
         if (line.block == block && line.n_experts == n_experts) {
             return &line;
@@ -181,8 +179,9 @@ bool parse_config(const std::string & text, std::vector<Config> & configs, std::
             }
             named = true;
             configs.back().device = words[1];
-        } else if (words[0] == "report" && words.size() >= 2) {
-            configs.back().report = line.substr(line.find(words[1], line.find("report") + 6));
+        } else if ((words[0] == "report" || words[0] == "orders") && words.size() >= 2) {
+            std::string & path = words[0] == "report" ? configs.back().report : configs.back().orders;
+            path = line.substr(line.find(words[1], line.find(words[0]) + words[0].size()));
         } else if (!setting(words, configs.back())) {
             error = "line " + std::to_string(number) + " is not understood: " + line;
             return false;

@@ -26,6 +26,7 @@ struct Config {
     std::string device;        // to wrap; "": the first that is a GPU
     std::string name;          // of the wrapper; "": HYBRID0, HYBRID1 …
     std::string report;        // file that statistics are written to when a model is freed
+    std::string orders;        // file that is looked at as often as a report is written: other residents, see orders.h
     int report_ms = 0;         // and as often while it is loaded; 0: not then
     Memory memory = Memory::kPinned;
     int threads = 0;           // of the CPU lane; 0: as many as the engine is told to use
@@ -44,9 +45,16 @@ struct Config {
     std::vector<Resident> residents;
     Adaptation adaptation;     // of the residents to the text
 
-    // The line of a block; nullptr when it has none.
-    const Resident * resident(int block, int n_experts) const;
 };
+
+// Words of a line "resident BLOCK N EXPERTS" into a list that has no line for the block yet; false when they are none.
+bool parse_resident(const std::vector<std::string> & words, std::vector<Resident> & residents);
+
+// The line of a block; nullptr when it has none.
+const Resident * resident_of(const std::vector<Resident> & residents, int block, int n_experts);
+
+// A number of a text file; false when the word is none, or out of bounds.
+bool parse_whole(const std::string & word, int64_t least, int64_t most, int64_t & value);
 
 // Settings of every device to wrap: `device` lines begin the next one.
 // On error returns false and says in `error` which line is wrong.

@@ -32,11 +32,17 @@ bool take_pages(void *, size_t) { return false; }
 
 void keep_from_children(void *, size_t) {}
 
+// Who may write to a file is not a matter of a mode here: no file is trusted.
+bool read_private(const std::string &, size_t, Stamp &, std::string &, std::string &) { return false; }
+
 }  // namespace hybrid
 
 #else
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 namespace hybrid {
 
@@ -84,6 +90,66 @@ void keep_from_children(void * address, size_t size) {
     (void)address;
     (void)size;
 #endif
+}
+
+namespace {
+
+class OpenFile {
+  public:
+    explicit OpenFile(const char * path) : number(::open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK)) {}
+    ~OpenFile() {
+        if (number >= 0) {
+            ::close(number);
+        }
+    }
+    OpenFile(const OpenFile &) = delete;
+    OpenFile & operator=(const OpenFile &) = delete;
+
+    const int number;
+};
+
+Stamp stamp_of(const struct stat & found) {
+    Stamp made;
+    made.device = static_cast<uint64_t>(found.st_dev);
+    made.file = static_cast<uint64_t>(found.st_ino);
+    made.size = static_cast<uint64_t>(found.st_size);
+#if defined(__APPLE__)
+    const timespec & when = found.st_mtimespec;
+#else
+    const timespec & when = found.st_mtim;
+#endif
+    made.seconds = static_cast<int64_t>(when.tv_sec);
+    made.nanoseconds = static_cast<int64_t>(when.tv_nsec);
+    return made;
+}
+
+}  // namespace
+
+bool read_private(const std::string & path, size_t most, Stamp & seen, std::string & text, std::string & fault) {
+    struct stat found {};
+    if (lstat(path.c_str(), &found) != 0 || stamp_of(found) == seen) {
+        return false;
+    }
+    seen = stamp_of(found);
+    const OpenFile file(path.c_str());
+    if (file.number < 0 || fstat(file.number, &found) != 0 || !S_ISREG(found.st_mode)) {
+        fault = "it is no file that can be read";
+    } else if (found.st_uid != geteuid() || (found.st_mode & (S_IWGRP | S_IWOTH))) {
+        fault = "it is not this user's alone";
+    } else if (found.st_size < 0 || static_cast<uint64_t>(found.st_size) > most) {
+        fault = "it is too large";
+    }
+    if (!fault.empty()) {
+        return false;
+    }
+    seen = stamp_of(found);
+    text.resize(static_cast<size_t>(found.st_size));
+    size_t have = 0;
+    for (ssize_t n = 1; n > 0 && have < text.size(); have += static_cast<size_t>(n > 0 ? n : 0)) {
+        n = ::read(file.number, &text[have], text.size() - have);
+    }
+    text.resize(have);
+    return true;
 }
 
 }  // namespace hybrid

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -38,5 +39,20 @@ void keep_from_children(void * address, size_t size);
 std::vector<std::string> program_words();
 
 std::string environment(const char * name);  // "" when it is not set
+
+// Which file lay at a path, and when it was written.
+struct Stamp {
+    uint64_t device = 0, file = 0, size = 0;
+    int64_t seconds = 0, nanoseconds = 0;
+
+    bool operator==(const Stamp & other) const {
+        return device == other.device && file == other.file && size == other.size && seconds == other.seconds &&
+               nanoseconds == other.nanoseconds;
+    }
+};
+
+// The text of a file that nobody but this user may write to, if it is another than `seen` says, which then says this one.
+// false: the same, none, or one that is not read, and `fault` says why not.
+bool read_private(const std::string & path, size_t most, Stamp & seen, std::string & text, std::string & fault);
 
 }  // namespace hybrid

@@ -11,17 +11,6 @@ namespace hybrid {
 
 namespace {
 
-std::string quoted(const std::string & text) {
-    std::string made = "\"";
-    for (const char letter : text) {
-        if (letter == '"' || letter == '\\') {
-            made += '\\';
-        }
-        made += static_cast<unsigned char>(letter) < 32 ? ' ' : letter;
-    }
-    return made + "\"";
-}
-
 template <typename Values>
 std::string list(const Values & values) {
     std::string made = "[";
@@ -64,7 +53,7 @@ std::string Store::report() {
     std::ostringstream out;
     out << "\"host_bytes\":" << host_bytes_ << ",\"cpu_bytes_us\":" << cpu_bytes_us << ",\"bus_bytes_us\":" << bus_bytes_us
         << ",\"cpu_start_ns\":" << cpu_start_ns << ",\"bus_start_ns\":" << bus_start_ns << ",\"device_ns\":" << device_ns
-        << ",\"blocks\":[";
+        << "," << orders_.report() << ",\"blocks\":[";
     const char * comma = "";
     for (const auto & model : models_) {
         for (const auto & group : model->groups) {

@@ -7,7 +7,7 @@
 namespace hybrid {
 
 Residency::Residency(Courier & courier, const Adaptation & how, Group & group)
-    : courier_(courier), how_(how), group_(group), scores_(how, group.block, group.n_experts, group.expert_in),
+    : courier_(courier), how_(how), group_(group), scores_(std::make_unique<Scores>(how, group.block, group.n_experts, group.expert_in)),
       on_its_way_(static_cast<size_t>(group.n_experts)) {}
 
 // What has arrived may be used from now on.
@@ -41,13 +41,13 @@ void Residency::decide(const Choices & choices, int32_t n_needed) {
     for (const Matrix * matrix : group_.matrices) {
         expert_bytes += static_cast<int64_t>(matrix->tensor->nb[2]);
     }
-    scores_.step(choices, expert_bytes, group_.slot_of);
+    scores_->step(choices, expert_bytes, group_.slot_of);
     if (!coming_.empty()) {
         leaving_ = readers_;  // a step without memory left them
     }
     Admission admission{};
     while (!holders_ && group_.n_slots - static_cast<int32_t>(sent_.size() + coming_.size()) > n_needed &&
-           scores_.next(group_.slot_of, group_.expert_in, on_its_way_, admission)) {
+           scores_->next(group_.slot_of, group_.expert_in, on_its_way_, admission)) {
         if (coming_.empty()) {
             leaving_ = readers_;
         }
@@ -137,6 +137,12 @@ void Residency::finish() {
     coming_.clear();
 }
 
+void Residency::sow(const std::vector<int32_t> & seed) {
+    auto made = std::make_unique<Scores>(how_, group_.block, group_.n_experts, seed);
+    std::lock_guard<std::mutex> lock(mutex_);
+    scores_ = std::move(made);
+}
+
 // ---- a step
 
 Residency::Turn::Turn(Residency * residency, const Choices & choices, bool counts, int32_t n_needed,
@@ -224,7 +230,7 @@ void Residency::Turn::rest() {
     }
     std::unique_lock<std::mutex> lock(residency_->mutex_, std::defer_lock);
     if (lock_.owns_lock() || lock.try_lock()) {
-        residency_->scores_.rest();
+        residency_->scores_->rest();
     }
 }
 

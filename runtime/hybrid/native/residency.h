@@ -28,6 +28,7 @@ class Residency {
 
     // ---- between steps
     void finish();                      // what was sent has arrived, and is in the tables
+    void sow(const std::vector<int32_t> & seed);  // experts in the order of their slots, and nothing was chosen before
 
     // Each admission evicts one. Of steps that came before what was sent: some waited, the others went on without.
     std::atomic<int64_t> admitted{0}, bytes{0}, waited{0}, late{0};
@@ -48,7 +49,7 @@ class Residency {
     const Adaptation & how_;
     Group & group_;
     std::mutex mutex_;  // of the group's tables and of what follows
-    Scores scores_;
+    std::unique_ptr<Scores> scores_;
     std::vector<Coming> coming_;      // of the step in hand, and nobody brings their bytes yet
     std::vector<Reader> leaving_;     // who may still read the slots that they get; nothing while nobody gets any
     Reader wrote_{nullptr, 0};        // a step that brought experts to slots by itself

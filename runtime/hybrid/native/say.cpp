@@ -70,6 +70,17 @@ Status Voice::caught(const char * of) noexcept {
     return kAllocFailed;
 }
 
+std::string quoted(const std::string & text) {
+    std::string made = "\"";
+    for (const char letter : text) {
+        if (letter == '"' || letter == '\\') {
+            made += '\\';
+        }
+        made += static_cast<unsigned char>(letter) < 32 ? ' ' : letter;
+    }
+    return made + "\"";
+}
+
 std::string mebibytes(size_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
 std::string Voice::last_fault() {

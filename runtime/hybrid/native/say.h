@@ -38,6 +38,9 @@ class Voice {
     bool quiet_ = false;
 };
 
+// A text as JSON has it.
+std::string quoted(const std::string & text);
+
 // Bytes in words, rounded up.
 std::string mebibytes(size_t bytes);
 

@@ -109,14 +109,21 @@ void Store::write_table(Group & group) {
         group.places.push_back(made);
         group.table = table;
     }
-    std::vector<int32_t> slots(group.slot_of);
+    const std::vector<int32_t> slots = table_values(group.slot_of, group.n_slots);
+    host.ggml_backend_tensor_set(group.table, slots.data(), 0, slots.size() * sizeof(int32_t));
+}
+
+std::vector<int32_t> Store::table_values(const std::vector<int32_t> & slot_of, int32_t n_slots) const {
+    std::vector<int32_t> slots(slot_of);
     std::replace(slots.begin(), slots.end(), -1, 0);
 #if defined(ATSPLAN_HYBRID_FAULTS)
     for (int32_t & slot : slots) {
-        slot = config.fault != Fault::kWrongSlot ? slot : slot ? slot - 1 : std::min(1, group.n_slots - 1);
+        slot = config.fault != Fault::kWrongSlot ? slot : slot ? slot - 1 : std::min(1, n_slots - 1);
     }
+#else
+    (void)n_slots;
 #endif
-    host.ggml_backend_tensor_set(group.table, slots.data(), 0, slots.size() * sizeof(int32_t));
+    return slots;
 }
 
 void Store::free_places(Group & group) {
@@ -247,8 +254,11 @@ std::string Store::set_residents(int number, int block, const std::string & kind
     if (group->whole()) {
         return "";  // all of them are there, each in the slot of its number
     }
+    // What needs memory comes first: afterwards nothing is refused any more.
+    const std::vector<int32_t> values = group->table ? table_values(slot_of, group->n_slots) : std::vector<int32_t>();
     if (group->residency) {
         group->residency->finish();
+        group->residency->sow(experts);
     }
     {
         // Every queued read of the slots, from every context, ends before one is overwritten.
@@ -270,7 +280,7 @@ std::string Store::set_residents(int number, int block, const std::string & kind
     group->expert_in = experts;
     group->slot_of = slot_of;
     if (group->table) {
-        write_table(*group);
+        host.ggml_backend_tensor_set(group->table, values.data(), 0, values.size() * sizeof(int32_t));
     }
     return "";
 }

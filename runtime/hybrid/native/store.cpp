@@ -49,11 +49,14 @@ Weights Matrix::weights() const {
 }
 
 Store::Store(const Host & h, Device * device, const Config & c)
-    : host(h), inner(device), inner_type(device->iface.get_buffer_type(device)), config(c), courier(h, device, bus_bytes_us) {
+    : host(h), inner(device), inner_type(device->iface.get_buffer_type(device)), config(c), courier(h, device, bus_bytes_us), orders_(c.orders) {
     voice.set_quiet(c.quiet);
     cpu_bytes_us = c.cpu_bytes_us;
     bus_bytes_us = c.bus_bytes_us;
-    reporter_.start(c.report.empty() ? 0 : c.report_ms, [this] { write_report(); });
+    reporter_.start(c.report.empty() && c.orders.empty() ? 0 : c.report_ms, [this] {
+        follow_orders();
+        write_report();
+    });
 }
 
 Store::~Store() = default;
@@ -253,10 +256,15 @@ Group * Store::group_of(Model & model, int block, const std::string & kind, int3
     return &made;
 }
 
+const Resident * Store::resident(const Group & group) const {
+    const Resident * line = resident_of(ordered_, group.block, group.n_experts);
+    return line ? line : resident_of(config.residents, group.block, group.n_experts);
+}
+
 void Store::set_table(Group & group) {
     const auto n = static_cast<size_t>(group.n_experts);
     std::vector<int32_t> experts;
-    if (const Resident * line = config.resident(group.block, group.n_experts)) {
+    if (const Resident * line = resident(group)) {
         experts = line->experts;
     } else {
         for (int32_t e = 0; e < std::min(config.slots, group.n_experts); e++) {

@@ -14,6 +14,7 @@
 #include "gate.h"
 #include "courier.h"
 #include "host.h"
+#include "orders.h"
 #include "pages.h"
 #include "residency.h"
 #include "route.h"
@@ -138,6 +139,9 @@ class Store {
     // Other experts for a block, between steps. Returns what is wrong, or "".
     std::string set_residents(int model, int block, const std::string & kind, const std::vector<int32_t> & experts);
 
+    // An order that has come since the last look.
+    void follow_orders() noexcept;
+
     std::string report();
     void write_report() noexcept;
 
@@ -162,12 +166,15 @@ class Store {
     bool place_slots(Group & group, const std::vector<Matrix *> & matrices);
     void free_places(Group & group);
     void write_table(Group & group);
+    std::vector<int32_t> table_values(const std::vector<int32_t> & slot_of, int32_t n_slots) const;
     void set_table(Group & group);
     void beside(ExpertBuffer & buffer, Tensor * tensor, Status & status);
     std::vector<Group *> unfilled_in(const Graph & graph) const;
     void await_pages(const Graph & graph);
     void fill_group(Group & group, Stream & stream, int64_t & bytes);
     void retire(const Model & model) noexcept;
+    std::string obey(const std::vector<Resident> & residents);
+    const Resident * resident(const Group & group) const;
     std::string describe(const Group & group, int model) const;
 
     std::vector<std::unique_ptr<Model>> models_;
@@ -178,9 +185,11 @@ class Store {
     std::mutex streams_mutex_;
     std::vector<Stream *> streams_;
     std::vector<std::string> retired_;  // reports of blocks that were freed
+    Orders orders_;
+    std::vector<Resident> ordered_;  // in the place of those of the settings
     size_t host_bytes_ = 0;
     std::mutex report_mutex_;  // of the file
-    Ticker reporter_;          // the last member: it ends before what it reports goes
+    Ticker reporter_;          // the last member: it ends before what it reports and changes goes
 };
 
 // The block, kind and role that the name of an expert weight tells; false for any other tensor.
