@@ -7,8 +7,10 @@ import re
 import pytest
 from planning_models import dense, machine, moe, plan, real
 
-from planner.check.explain import as_data, sentences, slices
+from planner.check.explain import as_data, kept_of, sentences, slices
 from planner.check.reprice import reprice
+from planner.constants import GIB
+from planner.memory import server_memory
 from planner.passes.predict import predict
 from planner.plan.known import Known
 from planner.plan.plan import Plan
@@ -71,3 +73,23 @@ def test_predict_and_explain_say_the_same() -> None:
 
 def _devices(made: Plan) -> tuple[str, ...]:
     return tuple(r.device for r in made.layers for _ in range(r.first, r.last + 1))
+
+
+def test_checkpoints_of_a_server_are_in_the_sentences_and_fit() -> None:
+    """Qwen3-Next: states of 75.4 MiB; half of what the plan leaves of the host but 1 GiB, and 32 at most."""
+    model = real("Qwen3-Next-80B-A3B-Q4_K_M")
+    made = plan(model, "20000")
+    server = kept_of(made, model)
+    assert server is not None and (server.checkpoints, server.n_seq) == (32, 1)
+    assert server.checkpoint_bytes == sum(use.state_bytes for use in made.devices)  # one sequence, no drafts
+    told = [line for line in sentences(made, server=server) if "checkpoints" in line]
+    assert len(told) == 1 and "room for 32, 75 MiB each of every sequence, 2 412 MiB in all" in told[0]
+    tight = server_memory.kept(4 * GIB, server.checkpoint_bytes, 4)
+    assert (
+        tight.checkpoints == 5
+        and tight.checkpoints_bytes <= 3 * GIB // 2 < tight.checkpoints_bytes + 4 * 2**27
+    )
+    assert tight.prompts_bytes + tight.checkpoints_bytes <= 3 * GIB
+    assert server_memory.kept(0, 1, 1).checkpoints == 0
+    whole = server_memory.kept(GIB, 0, 1)
+    assert not any("checkpoints" in line for line in sentences(made, server=whole))

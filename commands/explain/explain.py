@@ -42,17 +42,19 @@ def command(
     memory stays open.
     """
     from planner.check.consistency import check_agreement
-    from planner.check.explain import as_data, sentences
+    from planner.check.explain import as_data, kept_of, sentences
 
     check_name(plot, "--plot")
     plan = load_plan(path)
-    check_agreement(plan, library.of(plan, path).inventory, str(path))
+    inventory = library.of(plan, path).inventory
+    check_agreement(plan, inventory, str(path))
     parts = _parts(plan, path, library)
     larger = _larger(plan, path, library, time_limit)
+    server = kept_of(plan, inventory) if inventory is not None else None
     if as_json:
-        out_json(as_data(plan, larger, parts))
+        out_json(as_data(plan, larger, parts, server))
     else:
-        for sentence in sentences(plan, larger, parts):
+        for sentence in sentences(plan, larger, parts, server):
             out(sentence)
         for note in plan.notes:
             say(f"note: {note}")

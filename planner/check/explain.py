@@ -15,7 +15,10 @@ from planner.cost import hybrid_slots
 from planner.cost.evidence import ASSUMED, SLOTS, Part, by_basis, unmeasured
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
+from planner.memory.kv_cache import checkpoint_bytes
+from planner.memory.server_memory import Kept, kept
 from planner.model.inventory import Inventory
+from planner.model.structure import structure_of
 from planner.passes.make_plan import make_plan
 from planner.passes.predict import Breakdown
 from planner.plan.adaptation import Policy
@@ -118,9 +121,11 @@ def with_more(
         return None
 
 
-def sentences(plan: Plan, larger: Plan | None = None, parts: Breakdown | None = None) -> Iterator[str]:
+def sentences(
+    plan: Plan, larger: Plan | None = None, parts: Breakdown | None = None, server: Kept | None = None
+) -> Iterator[str]:
     """The explanation, a sentence a line; `larger` is the plan with one GiB more on the binding device,
-    `parts` what the predicted time is made of.
+    `parts` what the predicted time is made of, `server` what llama-server keeps besides.
     """
     p = plan.predicted
     prompt = f", {_range(p.prefill_ns, p.prefill_error_ppm)}" if p.prefill_error_ppm is not None else ""
@@ -146,6 +151,8 @@ def sentences(plan: Plan, larger: Plan | None = None, parts: Breakdown | None = 
             "each batch, as the engine does on its own, would take longer or more memory than there is."
         )
     yield from _host_memory(plan)
+    if server is not None:
+        yield from _server(server)
     yield from _limit(plan, larger)
     yield from _proof(plan)
     yield from (_against(plan, baseline) for baseline in plan.baselines)
@@ -197,6 +204,25 @@ def _host_memory(plan: Plan) -> Iterator[str]:
         )
     else:
         yield "Weights on the CPU stay mapped from the file, from which prompts copy them at a slower rate."
+
+
+def kept_of(plan: Plan, inventory: Inventory) -> Kept | None:
+    """What llama-server keeps in the host memory that a plan leaves; None where that has no budget."""
+    host = next((use for use in plan.devices if use.kind == "cpu"), None)
+    if host is None:
+        return None
+    one = checkpoint_bytes(structure_of(inventory), plan.workload)
+    return kept(host.budget_bytes - host.used_bytes, one, plan.workload.n_seq)
+
+
+def _server(server: Kept) -> Iterator[str]:
+    """Checkpoints, of models that need them."""
+    if server.checkpoint_bytes:
+        each, whole = (_mib(size) for size in (server.checkpoint_bytes, server.checkpoints_bytes))
+        yield (
+            "A server that goes back in a conversation starts from checkpoints: the host has room for "
+            f"{server.checkpoints}, {each} MiB each of every sequence, {whole} MiB in all, beside the plan's own."
+        )
 
 
 def drafter(speculation: Speculation) -> str:
@@ -358,7 +384,9 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f}".replace(",", " ")  # as every table rounds and groups it
 
 
-def as_data(plan: Plan, larger: Plan | None, parts: Breakdown | None = None) -> Mapping[str, object]:
+def as_data(
+    plan: Plan, larger: Plan | None, parts: Breakdown | None = None, server: Kept | None = None
+) -> Mapping[str, object]:
     """The same for a program."""
     tight = binding(plan)
     return {
@@ -371,5 +399,5 @@ def as_data(plan: Plan, larger: Plan | None, parts: Breakdown | None = None) -> 
         "slices": [{"what": s.what, "time_ns": s.time_ns, "units": s.units} for s in slices(plan, parts)],
         "binding": tight.name if tight else None,
         "tpot_ns_with_1_gib_more": larger.predicted.tpot_ns if larger else None,
-        "sentences": list(sentences(plan, larger, parts)),
+        "sentences": list(sentences(plan, larger, parts, server)),
     }

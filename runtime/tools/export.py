@@ -9,15 +9,13 @@ from planner import quoting
 from planner.constants import MIB
 from planner.errors import InputError
 from planner.machine.engine_builds import span
+from planner.memory.server_memory import MOST_CHECKPOINTS, MOST_PROMPTS_BYTES, kept
 from planner.plan.plan import Plan
 from runtime.engine.ggml import TYPE_NUMBERS
 from runtime.tools import llama_bench
 from runtime.tools.llama_server import LOOPBACK, is_loopback
 from runtime.tools.options import ENVIRONMENT, LOAD_MODE, Stock, options
 
-_PROMPT_CACHE_MIB = 8192  # what llama-server takes for past prompts unless told
-_CHECKPOINTS = 32  # of each slot, unless told
-_HOST_SLACK_MIB = 1024  # of host memory, for all else
 _PORT = "8080"
 COMPOSE = "docker-compose"
 Writer = Callable[[Plan, Stock, str], str]
@@ -73,14 +71,10 @@ def host_limits(plan: Plan, placed: Stock) -> list[str]:
     host = next((use for use in plan.devices if use.kind == "cpu"), None)
     if host is None:
         return []
-    left = max((host.budget_bytes - host.used_bytes) // MIB - _HOST_SLACK_MIB, 0)
-    words, one = [], placed.checkpoint_bytes * plan.workload.n_seq
-    count = _CHECKPOINTS
-    if one * count > left * MIB // 2:
-        count = left * MIB // 2 // one
-        words = ["--ctx-checkpoints", str(count)]
-    left -= -(-one * count // MIB)
-    return [*words, *(["--cache-ram", str(left)] if left < _PROMPT_CACHE_MIB else [])]
+    there = kept(host.budget_bytes - host.used_bytes, placed.checkpoint_bytes, plan.workload.n_seq)
+    few, small = there.checkpoints < MOST_CHECKPOINTS, there.prompts_bytes < MOST_PROMPTS_BYTES
+    words = ["--ctx-checkpoints", str(there.checkpoints)] if few else []
+    return [*words, *(["--cache-ram", str(there.prompts_bytes // MIB)] if small else [])]
 
 
 def _cli(plan: Plan, placed: Stock, model: str) -> str:
