@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import click
 from commands.shared.console import ms, out, out_json, out_table, progress, say, table
 from commands.shared.heat_files import decode_trace, read_heat, read_profile, shape_of
 from commands.shared.option_types import Number
+from planner.constants import PPM
 from planner.errors import InputError, OptionProblem
 
 if TYPE_CHECKING:
@@ -18,9 +20,23 @@ if TYPE_CHECKING:
     from planner.routing.cache_simulation import Demand, Ints, Policy, Replay
     from planner.routing.formats.detect import Imported
     from planner.routing.trace import Trace
+    from planner.routing.verify_batches import Verified
 
 FILE = click.Path(path_type=Path)
+THRASHES = 1.25  # times as many experts a token as steps of one token bring
 SHARES = (0.0625, 0.125, 0.25, 0.5)  # of the experts, where no slots are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Experts that a cache brings for a token of the text, by steps of one token and with drafts."""
+
+    policy: str
+    slots: int
+    alone: float
+    checked: float
+    beyond: float  # share of batches and layers that ask for more experts than there are slots
+    tokens_a_step: float
 
 
 @click.command(short_help="Replay a routing trace against expert caches.")
@@ -54,6 +70,15 @@ SHARES = (0.0625, 0.125, 0.25, 0.5)  # of the experts, where no slots are asked 
     show_default=True,
     help="With --upload: experts come on demand, in steps of a layer that miss so many; 0: at any time.",
 )
+@click.option("--drafts", type=click.IntRange(1, 63), help="Tokens that a step checks beside its own.")
+@click.option(
+    "--draft-accept",
+    "accept",
+    type=Number(0, 1),
+    default=0.7,
+    show_default=True,
+    help="With --drafts: share of them that is right.",
+)
 @click.option(
     "--warm-up",
     type=click.IntRange(0),
@@ -83,6 +108,8 @@ def command(
     half_life: float,
     upload: float | None,
     least_misses: int,
+    drafts: int | None,
+    accept: float,
     warm_up: int | None,
     hot: Path | None,
     budget: float | None,
@@ -96,12 +123,16 @@ def command(
     """Hit rates of cache policies on the decode steps of a routing trace, beside what is possible at all.
 
     FILE: a trace by `atsplan heat trace --trace`, or of any tool that `heat import` reads. Steps with a
-    time (`step= misses= ms=` lines) give a time model.
+    time (`step= misses= ms=` lines) give a time model. With --drafts a step is the batch that checks so many
+    tokens, and what it brings is shown beside steps of one token.
     """
     from planner.routing import cache_simulation as sim
+    from planner.routing.verify_batches import verified
 
     found = read_profile(file, model)
-    trace = decode_trace(found, file)
+    single = decode_trace(found, file)
+    checked = verified(single, drafts, round(accept * PPM)) if drafts else None
+    trace = checked.trace if checked else single
     whole = sim.demand_of(trace, per_layer=not shared)
     demand = sim.one_by_one(whole) if serial else whole
     after = demand.n_steps // 2 if warm_up is None else min(warm_up, demand.n_steps - 1)
@@ -113,12 +144,16 @@ def command(
         runs = sim.sweep(demand, policies, sizes, order, after, lambda: bar.advance(task))
     if upload is not None:
         runs += _following(trace, order, sizes, after, half_life, upload, least_misses, shared)
+    beside = None
+    if checked is not None:
+        beside = _beside(single, checked, policies, sizes, shared, serial, hot, after)
     times = _time_model(found, fixed_ms, miss_ms)
     ahead = _prefetch(recall, width, spare)
-    advice = _advise(trace, shape_of(model), budget, after)
+    advice = _advise(trace, shape_of(model), budget, after, drafts or 0)
     if as_json:
-        return out_json(_report(runs, times, ahead, advice))
+        return out_json(_report(runs, times, ahead, advice, beside))
     _print(runs, demand, whole, times)
+    _print_beside(beside)
     _print_ahead(runs, times, ahead)
     return _print_advice(advice)
 
@@ -159,6 +194,64 @@ def _following(
         (policy, round(half_life), round(100 * upload), least_misses) for policy in (Policy.LRU, Policy.LFU)
     ]
     return [run for way in ways for run in replays(trace, way, order, sizes, after)]
+
+
+def _beside(
+    single: Trace,
+    checked: Verified,
+    policies: list[Policy],
+    sizes: list[int],
+    shared: bool,
+    serial: bool,
+    hot: Path | None,
+    after: int,
+) -> list[Batches]:
+    """What batches of drafted tokens bring, beside steps of one token over the same part of the text."""
+    from planner.routing import cache_simulation as sim
+
+    def demand(trace: Trace) -> Demand:
+        made = sim.demand_of(trace, per_layer=not shared)
+        return sim.one_by_one(made) if serial else made
+
+    batches = demand(checked.trace)
+    until = int(checked.tokens[:after].sum())
+    alone = sim.sweep(demand(single), policies, sizes, _hot(single, hot, until, shared), until)
+    order = _hot(checked.trace, hot, after, shared)
+    together = sim.sweep(batches, policies, sizes, order, after)
+    events = (batches.ids >= 0).sum(axis=2)[batches.steps >= after]
+    tokens = max(int(checked.tokens[after:].sum()), 1)
+    return [
+        Batches(
+            a.policy,
+            a.slots,
+            float(a.misses.sum()) / max(len(a.misses), 1),
+            float(b.misses.sum()) / tokens,
+            float((events > b.slots).mean()) if events.size else 0.0,
+            tokens / max(len(b.misses), 1),
+        )
+        for a, b in zip(alone, together, strict=True)
+    ]
+
+
+def _print_beside(beside: list[Batches] | None) -> None:
+    if not beside:
+        return
+    made = table(
+        "experts brought a token", "slots", "one at a time", "with drafts", "batches beyond the slots"
+    )
+    for each in beside:
+        made.add_row(
+            each.policy, str(each.slots), f"{each.alone:.2f}", f"{each.checked:.2f}", f"{each.beyond:.0%}"
+        )
+    out(f"a step with drafts brings {beside[0].tokens_a_step:.2f} tokens of the text")
+    out_table(made)
+    worse = [
+        f"{e.policy} with {e.slots}"
+        for e in beside
+        if e.checked > THRASHES * e.alone and e.policy != "belady"
+    ]
+    if worse:
+        out(f"drafts thrash the slots (over {THRASHES:g} times as many experts a token): {', '.join(worse)}")
 
 
 def _default_slots(demand: Demand) -> list[int]:
@@ -208,7 +301,7 @@ def _prefetch(recall: float | None, width: int | None, spare: float) -> Prefetch
 
 
 def _advise(
-    trace: Trace, shape: MoeShape | None, budget: float | None, after: int
+    trace: Trace, shape: MoeShape | None, budget: float | None, after: int, drafts: int
 ) -> tuple[CacheAdvice, list[CacheAdvice]] | None:
     from planner.routing.cache_curve import advise
     from planner.routing.cache_simulation import demand_of
@@ -220,7 +313,9 @@ def _advise(
     smallest, largest = min(shape.expert_bytes.values()), max(shape.expert_bytes.values())
     if smallest < largest:
         say(f"experts weigh {_kib(smallest)} to {_kib(largest)}, by layer: all are priced like the largest")
-    return advise(demand_of(trace, per_layer=False), largest, shape.n_used, round(budget * 2**20), after)
+    # The engine asks the cache for a batch only if it could hold the experts of every token in it.
+    least = min(shape.n_used * (1 + drafts), trace.n_expert)
+    return advise(demand_of(trace, per_layer=False), largest, least, round(budget * 2**20), after)
 
 
 def _mib(size_bytes: int) -> str:
@@ -292,6 +387,7 @@ def _report(
     times: TimeModel | None,
     ahead: Prefetch | None,
     advice: tuple[CacheAdvice, list[CacheAdvice]] | None,
+    beside: list[Batches] | None,
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -307,6 +403,8 @@ def _report(
                 row["look_ahead"] = asdict(prefetched(run, times, ahead))
         rows.append(row)
     made: dict[str, Any] = {"runs": rows, "time_model": asdict(times) if times else None}
+    if beside is not None:
+        made["drafts"] = [asdict(each) for each in beside]
     if advice:
         made["cache"] = {"advice": asdict(advice[0]), "curve": [asdict(entry) for entry in advice[1]]}
     return made

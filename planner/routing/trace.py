@@ -89,8 +89,8 @@ def join(traces: Iterable[Trace]) -> Trace:
     )
 
 
-def select(trace: Trace, keep: NDArray[np.bool_]) -> Trace:
-    """The rows of a trace where `keep` holds."""
+def select(trace: Trace, keep: NDArray[np.bool_] | NDArray[np.intp]) -> Trace:
+    """The rows of a trace where `keep` holds, or that it counts, in its order."""
     return replace(
         trace,
         source=trace.source[keep],
