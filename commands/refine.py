@@ -83,6 +83,8 @@ def command(
 
 def _show(plan: Plan, found: Refined) -> None:
     from commands.diff import show_moves
+    from planner.learn.refine import Verdict
+    from planner.learn.samples import LEAST
 
     seen, fitted = found.seen, found.calibrated
     for why, number in seen.dropped.items():
@@ -95,7 +97,10 @@ def _show(plan: Plan, found: Refined) -> None:
     if seen.prompt is not None:
         told = f"{ms(seen.prompt.ns)} for a prompt of {seen.prompt.tokens} tokens"
         out(f"measured {told}, {seen.prompt.samples} samples")
-    out(f"{found.verdict.value} ({found.deviation_ppm / 1e4:.1f} % from the prediction)")
+    if found.verdict is Verdict.UNKNOWN:
+        out(f"{found.verdict.value}: {LEAST} of tokens or of prompts are needed, in one file or several")
+    else:
+        out(f"{found.verdict.value} ({found.deviation_ppm / 1e4:.1f} % from the prediction)")
     if fitted is not None:
         factors = ", ".join(f"{name} {ppm / 1e6:.2f}" for name, ppm in fitted.factors.items())
         out(f"times of the devices, of those that the profile gave: {factors}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,7 @@ def command(
         metrics = None
         if metrics_port is not None:
             metrics = _metrics(job, stack, metrics_port, metrics_host, slots)
-            hear, more = _heard(metrics, job.plan, hear)
+            hear, more = _heard(metrics, [*words, *extra], hear)
             words = [*words, *more]
         variables = slots.variables if slots else {}
         server = stack.enter_context(serving(program, [*words, *extra], host, port, hear, more=variables))
@@ -137,7 +137,7 @@ def _metrics(job: Job, stack: ExitStack, port: int, host: str, slots: SlottedSer
 
 
 def _heard(
-    metrics: Metrics, plan: Plan, hear: Callable[[str], None]
+    metrics: Metrics, words: Sequence[str], hear: Callable[[str], None]
 ) -> tuple[Callable[[str], None], list[str]]:
     """Who is to hear the server's log, and options of the server for it."""
     from runtime.metrics.server_log import listening
@@ -149,8 +149,7 @@ def _heard(
         hear(line)
 
     # From this verbosity on the server tells at which position drafts fail.
-    drafts = plan.speculation is not None and plan.speculation.tokens > 0
-    return both, ["--verbosity", "4"] if drafts else []
+    return both, ["--verbosity", "4"] if "--spec-type" in words else []
 
 
 def _refuse_open(host: str, extra: tuple[str, ...], no_key: bool) -> None:

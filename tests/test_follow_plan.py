@@ -18,8 +18,8 @@ from hybrid_plans import slotted_plan
 from processes import until
 
 from planner.errors import FileProblem
+from planner.plan.difference import NeedsRestart, check_while_running
 from planner.plan.plan import Plan, to_text
-from planner.plan.while_running import NeedsRestart, check_while_running
 from planner.records import digest
 from runtime.hybrid.lane_files import LaneFiles, read_live
 from runtime.hybrid.orders import NotFollowed, Orders, order_text
@@ -233,9 +233,13 @@ def test_a_device_that_refuses_or_is_silent_is_said(tmp_path: Path, monkeypatch:
         orders.send(((0, 4, (1,)),))
     for wrong in (
         {"order": "3"},
-        {"order": 3, "order_fault": "\x1b[31m"},
+        {"order": 3, "order_fault": 4},
         {"order": 3, "order_fault": ["x"]},
     ):
         report.write_text(json.dumps(wrong))
         assert orders.reports.answer("CUDA0").order == 0
+    report.write_text(json.dumps({"order": 7, "order_fault": "\x1b[31mred\nline"}))
+    with pytest.raises(NotFollowed) as refused:
+        orders.send(((0, 4, (1,)),))
+    assert str(refused.value).isprintable()
     assert order_text(7, ((1, 4, ()), (0, 4, (3, 1)))) == "order 7\nresident 0 4 3,1\nresident 1 4 -\nend\n"

@@ -188,7 +188,7 @@ def test_a_served_plan_counts_its_requests_and_drafts(computing_server: Path, ma
     with ExitStack() as stack:
         port = free_port("127.0.0.1")
         metrics = _metrics(job, stack, port, "127.0.0.1", None)
-        hear, more = _heard(metrics, plan, lambda line: None)
+        hear, more = _heard(metrics, [*words, *draft], lambda line: None)
         program = find_program(str(computing_server))
         server = stack.enter_context(serving(program, [*words, *draft, *more, "-t", "1"], on_line=hear))
         asked = {"prompt": "The old man said ", "n_predict": 60, "temperature": 0, "ignore_eos": True}

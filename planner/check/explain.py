@@ -221,7 +221,7 @@ def _server(server: Kept) -> Iterator[str]:
         each, whole = (_mib(size) for size in (server.checkpoint_bytes, server.checkpoints_bytes))
         yield (
             "A server that goes back in a conversation starts from checkpoints: the host has room for "
-            f"{server.checkpoints}, {each} MiB each of every sequence, {whole} MiB in all, beside the plan's own."
+            f"{server.checkpoints}, {each} MiB each of every sequence, {whole} MiB in all, beside the plan."
         )
 
 

@@ -49,10 +49,7 @@ class LaneFiles:
         """Of a device to its last order; none yet where its file is not there or is no report."""
         said = _said(self.files[device])
         order, fault = said.get("order", 0), said.get("order_fault", "")
-        shown = isinstance(fault, str) and fault.isprintable()
-        return (
-            Answer(order, fault) if isinstance(order, int) and isinstance(fault, str) and shown else Answer()
-        )
+        return Answer(order, fault) if isinstance(order, int) and isinstance(fault, str) else Answer()
 
 
 def read_live(path: Path) -> tuple[Block, ...]:

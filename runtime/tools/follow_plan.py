@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import AtsplanError
+from planner.plan.difference import check_while_running
 from planner.plan.load_spec import load_spec
 from planner.plan.plan import Plan
-from planner.plan.while_running import check_while_running
 from runtime.hybrid.orders import Orders
 from runtime.session.hybrid import positions
 
