@@ -18,7 +18,7 @@ from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
 from planner.passes.largest_context import Keep
-from planner.passes.margin import choice
+from planner.passes.margin import choice, indistinct_ppm
 from planner.passes.placements import placements, untuned
 from planner.passes.record import baseline_of, record, search_of
 from planner.passes.refusal import refuse
@@ -117,8 +117,23 @@ def _recorded(chosen: Chosen, tried: Tried, deadline: Deadline) -> Plan:
     search = search_of(deadline)
     left_out = [f"nothing partly on the CPU: {sentence(loading.fault)}"] if loading.fault else []
     left_out += _asked_costs(made, loading)
+    left_out += _dismissed(chosen, tried.found)
     notes = (*made.notes, *left_out, *_draft_lengths(tried.loadings), *_following(made, tried.loadings))
     return made.model_copy(update={"notes": notes, "search": search})
+
+
+def _dismissed(chosen: Chosen, found: list[Chosen]) -> list[str]:
+    """Prompts left to the CPU where that is predicted faster than the plan, but not at its worst."""
+    best = min(found, key=lambda each: each.evaluation.objective_ns)
+    ours, theirs = chosen.evaluation.objective_ns, best.evaluation.objective_ns
+    if not best.doubt_ns or ours * PPM <= theirs * (PPM + indistinct_ppm(chosen.priced.prices.calibration)):
+        return []
+    prompt_ns = best.evaluation.prefill_ns
+    return [
+        "prompts left to the CPU (--no-op-offload): a request is predicted "
+        f"{ours / theirs:.2f} times as fast; not chosen, as their {prompt_ns / 1e6:.0f} ms may be "
+        f"{100 * best.doubt_ns / max(prompt_ns, 1):.0f} % more"
+    ]
 
 
 def _asked_costs(plan: Plan, loading: Loading) -> list[str]:

@@ -34,6 +34,12 @@ def prompt_error_ppm(priced: Priced, found: Evaluation, prompt: tuple[Part, ...]
     return _half_width(priced, found, prompt, prompt=True)
 
 
+def prompt_doubt_ppm(priced: Priced, prompt: tuple[Part, ...]) -> int:
+    """The same beside a placement whose prompt is computed elsewhere: a full card slows both."""
+    prices = priced.prices
+    return half_width_ppm(prompt, prices.profile, prices.calibration.residual_ppm, prompt=True)
+
+
 def _half_width(priced: Priced, found: Evaluation, parts: tuple[Part, ...], prompt: bool = False) -> int:
     prices = priced.prices
     full = any(map(_nearly_full, priced.problem.devices, found.memory, repeat(prices.profile)))

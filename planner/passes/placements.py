@@ -14,7 +14,7 @@ from planner.machine.host_memory import HostMemory
 from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
-from planner.passes.margin import choice, prompt_error_ppm
+from planner.passes.margin import choice, prompt_doubt_ppm
 from planner.passes.refusal import OutOfTime, because, overfilled_by_extras, refuse, unavoidable
 from planner.passes.stock_rules import Candidate, request_ns, translated
 from planner.plan.engine_settings import EngineSettings
@@ -209,8 +209,7 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     if streamed is not None and _copies(streamed, start):
         # The speed of a link and that of a CPU do not share their errors, as two placements do.
         prompt = of_prompt(plain, found.solution, found.evaluation)
-        error = prompt_error_ppm(plain, found.evaluation, prompt)
-        doubt = found.evaluation.prefill_ns * error // PPM
+        doubt = found.evaluation.prefill_ns * prompt_doubt_ppm(plain, prompt) // PPM
         found = replace(found, doubt_ns=doubt)
     yield found
     for stock in usable:
