@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from planning_models import dense, machine, moe
+from planning_models import INNER, WIDTH, dense, machine, moe
 
 from planner.cost.unit_time import Prices, calibration_for
-from planner.model.inventory import Inventory
+from planner.model.inventory import Hparam, Inventory
 from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, movable, units_of
 from planner.workload import Workload
@@ -91,7 +91,7 @@ def test_every_expert_that_a_token_uses_has_a_row_of_its_own() -> None:
     experts = unit(table, Kind.EXPERTS, 0)
     prices = Prices(structure_of(table), machine(), WORK)
     small = [op for op in prices.operators(experts, "CUDA0", "", 512, 0) if op.case is None]
-    model, inner = table.number("embedding_length"), table.number("expert_feed_forward_length")
+    model, inner = WIDTH, INNER
     # Gate, up and their product; rows before and after their weight; rows and their sum.
     values = experts.used * (3 * inner + 2 * model + model) + model
     device = machine().device("CUDA0")
@@ -99,3 +99,16 @@ def test_every_expert_that_a_token_uses_has_a_row_of_its_own() -> None:
     assert moved_ns == pytest.approx(512 * 4 * values * 1e9 / device.bandwidth_bytes_per_s, rel=0.01)
     decode = [op for op in prices.operators(experts, "CUDA0", "", 1, 0) if op.case is None]
     assert all(op.time.ns == device.op_overhead_ns for op in decode)  # launches alone
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"expert_feed_forward_length": 768}, {"feed_forward_length": (1, 9999)}]
+)
+def test_a_feed_forward_part_is_as_wide_as_its_tensors(said: dict[str, Hparam]) -> None:
+    """Mixtral and OLMoE name the width of experts as that of dense layers, others have a list of widths."""
+    for table, kind in ((moe(), Kind.EXPERTS), (dense([4096, 8192, 4096]), Kind.FFN)):
+        told = table.model_copy(update={"hparams": {**table.hparams, **said}})
+        prices = [Prices(structure_of(each), machine(), WORK) for each in (table, told)]
+        assert prices[0].on(unit(table, kind, 0), "CUDA0") == prices[1].on(unit(told, kind, 0), "CUDA0")
+    narrow, wide = (prices[0].on(unit(dense([4096, 8192, 4096]), Kind.FFN, n), "CUDA0") for n in (0, 1))
+    assert 1.9 < wide.prefill_ns / narrow.prefill_ns <= 2

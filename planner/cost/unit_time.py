@@ -7,6 +7,7 @@ ubatches. Everything is a sum that a person can follow: operators + small operat
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +43,7 @@ _SMALL_OPS = {
 _DELTA_NET_OPS = 24  # norms of q and k, decay, beta, gates, convolution: counted in the graph of Qwen3.5
 _PAST_ATTENTION = frozenset({Kind.ROUTER, Kind.FFN, Kind.EXPERTS})
 _SMALL_ROLES = frozenset({Role.NORM, Role.EXPERT_SMALL})
+_LAST_PRODUCT = re.compile(r"\.(ffn_down|channel_mix_value)")  # of a feed-forward part
 # Two-dimensional, yet no matrix product: convolutions, decay tables, interpolation factors.
 _NOT_MULTIPLIED = ("conv1d", "shortconv.conv", "ssm_a", "ssm_d.", "lerp", "rope_f", "time_mix_first", "r_k")
 
@@ -173,9 +175,7 @@ class Prices:
         if batch < OFFLOAD_BATCH:
             return self._step(unit, cpu, "", batch, depth)[0]
         copied = self.stream_ns(cpu, through, self.touched_bytes(unit, batch))
-        n = len(
-            movable(unit)
-        )  # each tensor, a norm too, is a split of its own: copied, awaited, computed with
+        n = len(movable(unit))  # each tensor, a norm too, is a split: copied, awaited, computed with
         copied += (n - 1) * self.copy_ns(cpu, through, 0) + n * self.calibration.split_ns
         held = sum(self._cache_trip(case, cpu, through) for case in self._weightless(unit, batch, depth))
         return copied + held + self._step(unit, through, "", batch, depth)[0]
@@ -322,7 +322,7 @@ class Prices:
         if unit.kind is Kind.EXPERTS:
             return self._experts_width(unit)
         if unit.kind is Kind.FFN:  # gate and up are read, their product is written: half as many again
-            return max(self.inventory.number("feed_forward_length") * 3 // 2, 1)
+            return max(self._inner(unit)[0] * 3 // 2, 1)
         return max(self.inventory.number("embedding_length"), 1)
 
     def _experts_width(self, unit: Unit) -> int:
@@ -330,10 +330,17 @@ class Prices:
 
         Gate and up are read and their product is written, rows are weighted, and added up in one kernel.
         """
-        model = max(self.inventory.number("embedding_length"), 1)
-        inner = max(self.inventory.number("expert_feed_forward_length"), 1)
+        inner, model = self._inner(unit)
         values = unit.used * (3 * inner + 2 * model) + (unit.used + 1) * model
         return max(values // (2 * _SMALL_OPS[Kind.EXPERTS]), 1)
+
+    def _inner(self, unit: Unit) -> tuple[int, int]:
+        """Inner width of a feed-forward part and the width that it gives back: the shape of its last product.
+
+        Not of the hyperparameters: files name the width of experts differently, or one for each layer.
+        """
+        last = (self.tensors[name] for name in unit.tensors if _LAST_PRODUCT.search(name))
+        return max(((t.shape[0], t.shape[1]) for t in last if _is_matrix(t)), default=(1, 1))
 
     def _small(self, device: str, batch: int, width: int) -> Operator:
         """An operator without weights of its own: its launch for a few tokens, its bytes too for a prompt."""
