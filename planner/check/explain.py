@@ -257,7 +257,7 @@ def _following(plan: Plan) -> str:
     came = sum(admitted for _, admitted in rates) / max(len(rates), 1)
     brought = "are brought for later"
     if how.least_misses:
-        brought = f"get slots, as they are missed in steps that miss {how.least_misses} or more"
+        brought = f"get slots as they are missed, most in steps that miss {how.least_misses} or more"
     return (
         f"The experts in slots follow the text: {ways[how.policy]}; on the routing trace so many slots "
         f"serve {hit:.0%} of the choices while {came:.2f} experts a layer and token {brought}."
