@@ -148,11 +148,7 @@ bool Scores::next(const std::vector<int32_t> & slot_of, const std::vector<int32_
     return true;
 }
 
-int64_t Scores::least_lead(int64_t n_missed, bool & many) const {
-    many = n_missed >= how_.least_misses;
-    if (many) {
-        return 0;
-    }
+int64_t Scores::least_lead() const {
     return how_.policy == Policy::kLfu ? kUses * gains_[static_cast<size_t>((tick_ - 1) % how_.half_life)] : -kNever;
 }
 
@@ -193,9 +189,8 @@ bool Scores::best(const std::vector<int32_t> & slot_of, const std::vector<int32_
         return false;
     }
     found.slot = slot_of[static_cast<size_t>(goes)];
-    bool many = false;
-    const int64_t lead = least_lead(n_missed, many);
-    return (back && many) || best - least > lead;
+    const bool many = n_missed >= how_.least_misses;
+    return (back && many) || best - least > (many ? 0 : least_lead());
 }
 
 // Moves of the steps so far, in their order; what cannot be made is left out.

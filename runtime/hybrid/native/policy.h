@@ -41,8 +41,9 @@ struct Admission {
 // One block's scores.
 //
 // On demand (`least_misses`) an expert comes only in a step that misses it, and where the step misses so many that the bus
-// would bring some in any case, a guest that stays; where fewer are missed, two uses ahead of who goes. And the seed has a rival: a ghost, tables without bytes,
-// follows at every time. While the seed serves more than the ghost, the slots go back to the seed, also on demand.
+// would bring some in any case, a guest that stays; where fewer are missed, two uses ahead of who goes. And the seed has a
+// rival: a ghost, tables without bytes, follows at every time. While the seed serves more than the ghost, the slots go back
+// to the seed, also on demand.
 class Scores {
   public:
     // `seed`: experts in the order of their slots, the hottest first.
@@ -71,8 +72,7 @@ class Scores {
     void earn(int64_t & credit) const;
     int64_t missed(const std::vector<int32_t> & slot_of) const;
     bool chosen(size_t expert) const { return chosen_at_[expert] == step_ - 1; }
-    // By how much a score must be above another, where a step misses so many; `many`: whether that is enough of them.
-    int64_t least_lead(int64_t n_missed, bool & many) const;
+    int64_t least_lead() const;  // by how much a score must be above another, where a step misses few
     void duel(const Choices & choices);
     // `back`: to the seed, and if many are missed whatever the scores say.
     bool best(const std::vector<int32_t> & slot_of, const std::vector<int32_t> & expert_in, const std::vector<char> & sent, int64_t n_missed,
