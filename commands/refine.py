@@ -11,9 +11,10 @@ from commands.shared.console import ms, out, out_json, planning, read_text, say,
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.models import load_plan
 from commands.shared.option_types import Number, Target
-from planner.errors import FileProblem
+from planner.errors import FileProblem, OptionProblem
 
 if TYPE_CHECKING:
+    from planner.check.check import Inputs
     from planner.learn.refine import Refined
     from planner.plan.plan import Plan
 
@@ -24,9 +25,13 @@ if TYPE_CHECKING:
     "--measured",
     "measured",
     multiple=True,
-    required=True,
     type=click.Path(path_type=Path),
     help="JSON of run, bench or llama-bench, a log of llama-server or its /metrics; repeatable.",
+)
+@click.option(
+    "--routing",
+    type=click.Path(path_type=Path),
+    help="Expert counts since: others for the slots that the plan has, which a running serve takes over.",
 )
 @input_options
 @click.option("--time-limit", type=Number(0.1, 3600), help="Seconds to solve again [work is limited].")
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 def command(
     plan_path: Path,
     measured: tuple[Path, ...],
+    routing: Path | None,
     library: InputLibrary,
     time_limit: float | None,
     output: Path | None,
@@ -45,7 +51,8 @@ def command(
     """Compare what PLAN was measured to take with what it predicts.
 
     From 15 % apart the calibration takes the measurement in and the request is solved again; a plan that is
-    faster by 3 % or more is shown, and written with -o.
+    faster by 3 % or more is shown, and written with -o. With --routing sites stay, and the experts that are
+    chosen most get the slots, by the same 3 %.
     """
     import math
 
@@ -63,6 +70,11 @@ def command(
         lacks = "--model" if inputs.inventory is None else "--profile"
         raise FileProblem(str(plan_path), f"what it was made from is not here: give {lacks}")
     check_agreement(plan, inputs.inventory, str(plan_path))
+    if routing is not None or not measured:
+        if routing is None or measured:
+            raise OptionProblem("--routing", str(routing or ""), "give --measured or --routing, and not both")
+        _reseat(plan, inputs, routing, output, as_json)
+        return
     samples = [sample for path in measured for sample in samples_in(read_text(path), str(path))]
     deadline = Deadline(time_limit or math.inf)
     with planning("solving again", deadline.left_s) as watch:
@@ -79,6 +91,38 @@ def command(
         out_json(_data(plan, found))
     else:
         _show(plan, found)
+
+
+def _reseat(plan: Plan, inputs: Inputs, path: Path, output: Path | None, as_json: bool) -> None:
+    """Other experts for the slots of a plan, by counts of the use at hand."""
+    from commands.shared.inputs import known_of_heat
+    from planner.learn.residents import reseated
+    from planner.model.routed_layers import moe_shape
+    from planner.plan.plan import to_text
+    from planner.routing.coverage import judge
+    from planner.routing.expert_counts import from_text, heat_of_model
+
+    assert inputs.inventory is not None and inputs.profile is not None
+    known = known_of_heat(path, inputs.inventory, plan.workload)
+    heat = heat_of_model(from_text(read_text(path), str(path)), moe_shape(inputs.inventory), str(path))
+    found = reseated(plan, inputs.inventory, inputs.profile, known, judge(heat, plan.experts))
+    before, after = found.before.predicted, found.after.predicted
+    if as_json:
+        proposed = found.after.model_dump(mode="json", by_alias=True) if found.worth_it else None
+        times = {"tpot_ns": [before.tpot_ns, after.tpot_ns], "gain_ppm": found.gain_ppm}
+        out_json({**times, "experts": found.moved, "layers": found.layers, "proposed": proposed})
+    elif not found.moved:
+        out("the experts in the slots are those that this routing uses most")
+    else:
+        out(
+            f"{found.moved} other experts in the slots of {found.layers} layers: a token "
+            f"{ms(before.tpot_ns)} -> {ms(after.tpot_ns)}, {found.gain_ppm / 1e4:.1f} % less for the request"
+        )
+        if not found.worth_it:
+            out("less than 3 %: the plan is kept")
+    if output is not None and found.worth_it:
+        write_text(output, to_text(found.after))
+        say(f"wrote {output}")
 
 
 def _show(plan: Plan, found: Refined) -> None:

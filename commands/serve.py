@@ -11,6 +11,7 @@ import click
 
 from commands.shared.console import out, say
 from commands.shared.extra_models import draft_fields, missing_files, projector_fields, uncounted_draft
+from commands.shared.option_types import Target
 from commands.shared.plan_job import Job, engine_options, open_job, plan_options, review
 from planner.errors import EngineProblem, FileProblem, OptionProblem
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--no-check", is_flag=True, help="Skip the dry run.")
 @click.option("--quiet", is_flag=True, help="Do not show the server's log.")
 @click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve figures for Prometheus here.")
+@click.option("--heat-out", type=Target("heat file"), help="Write here which experts are chosen (slots).")
 @click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Who may read the figures.")
 @engine_options
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
@@ -52,6 +54,7 @@ def command(
     quiet: bool,
     metrics_port: int | None,
     metrics_host: str,
+    heat_out: Path | None,
     engine: str | None,
     llama_h: Path | None,
     extra: tuple[str, ...],
@@ -73,6 +76,8 @@ def command(
     job = open_job(model, plan_path, device_maps, threads, mmap, other_machine)
     with ExitStack() as stack:
         slots = _slots(job, stack)
+        if heat_out is not None and slots is None:
+            raise OptionProblem("--heat-out", str(heat_out), "only a plan with experts in slots counts them")
         served = replace(job, spec=slots.spec) if slots else job
         program, words = _command(served, engine, _beside(served, mmproj, draft))
         if not no_check:
@@ -88,6 +93,10 @@ def command(
         server = stack.enter_context(serving(program, [*words, *extra], host, port, hear, more=variables))
         if slots:
             _follow(job, stack, slots, metrics)
+            if heat_out is not None:
+                from commands.heat.served_heat import heat_written
+
+                stack.enter_context(heat_written(heat_out, job.file, slots.reports.blocks))
         out(f"{server.url} (OpenAI-compatible under /v1)")
         raise EngineProblem("llama-server", server.outlive())
 

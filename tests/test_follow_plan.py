@@ -21,6 +21,7 @@ from planner.errors import FileProblem
 from planner.plan.difference import NeedsRestart, check_while_running
 from planner.plan.plan import Plan, to_text
 from planner.records import digest
+from planner.routing import expert_counts as heats
 from runtime.hybrid.lane_files import LaneFiles, read_live
 from runtime.hybrid.orders import NotFollowed, Orders, order_text
 from runtime.tools.follow_plan import Served, following_file
@@ -89,7 +90,7 @@ def running(plan: Plan, folder: Path, engine: Path) -> Iterator[Running]:
     path.write_text(to_text(plan))
     port, page = free_port("127.0.0.1"), free_port("127.0.0.1")
     words = ["--plan", path, "--engine", engine, "--threads", 1, "--port", port, "--metrics-port", page]
-    words += ["--device-map", "CUDA0=Vulkan0", "--no-check"]
+    words += ["--device-map", "CUDA0=Vulkan0", "--no-check", "--heat-out", folder / "heat.csv"]
     with log.open("w") as to:
         process = subprocess.Popen(
             [sys.executable, "-m", "atsplan", "serve", str(MODEL), *map(str, words)],
@@ -150,6 +151,10 @@ def test_a_running_server_takes_other_experts_into_its_slots(
         served.path.write_text(to_text(third))
         assert until(lambda: served.residents() == wanted(third), LIMIT_S)
         assert served.complete() == tokens and served.says("other experts in the slots", 2)
+    # What was chosen meanwhile, whoever had the slots: of six answers, the last of them perhaps in part.
+    heat = heats.from_text((tmp_path / "heat.csv").read_text(), "heat.csv")
+    assert heat.model == plan.model.table_digest and heat.layers == (0, 1, 2, 3)
+    assert 5 * N < heat.parts[0].tokens <= 6 * (len(PROMPT) + N)
 
 
 @pytest.mark.parametrize(
