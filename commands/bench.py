@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import mib, out, out_json, out_table, progress, say, table, write_text
+from commands.shared.console import (
+    again,
+    mib,
+    next_step,
+    out,
+    out_json,
+    out_table,
+    progress,
+    say,
+    table,
+    write_text,
+)
 from commands.shared.option_types import Target, html_option
 from commands.shared.plan_job import (
     Job,
@@ -106,6 +117,10 @@ def command(
         out_json(_report(job, results, comparisons, twins))
     else:
         _show(results, comparisons)
+    if as_json:  # that this program itself reads
+        next_step("atsplan", "refine", plan_path, "--measured", "bench.json")
+    else:
+        next_step(*again("--json"))
     _fail_if_lost(results, comparisons)
     _judge_prediction(job, results[0])
     _judge([c for c in comparisons if c.rival not in twins], rounds)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import out, say
+from commands.shared.console import next_step, out, say
 from commands.shared.option_types import Number
 from planner.errors import AtsplanError, FileProblem, MachineError
 from planner.quoting import shell
@@ -94,6 +94,7 @@ def command(folder: Path, small: bool, engine: str | None, seconds: float) -> No
     _where_it_wins(_folder(folder / "larger"))
     out("")
     out(f"All steps done in {time.monotonic() - started:.0f} s; the files are in {folder}")
+    next_step("atsplan", "fit", "MODEL")
 
 
 def _where_it_wins(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import mib, ms, out, out_json, read_text
+from commands.shared.console import mib, ms, next_step, out, out_json, read_text
 
 if TYPE_CHECKING:
     from planner.model.inventory import Inventory
@@ -36,6 +36,7 @@ def command(before: Path, after: Path, model: Path | None, as_json: bool) -> Non
     elif found:
         _print(found, old, new, tensors)
     if found:
+        next_step("atsplan", "explain", after)
         raise SystemExit(1)
 
 

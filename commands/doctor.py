@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import mib, out, out_json, out_table, table
+from commands.shared.console import mib, next_step, out, out_json, out_table, table
 from commands.shared.plan_job import engine_options
 from planner.errors import AnswerIsNo
 
@@ -54,6 +54,7 @@ def command(
         _show(found)
         for label, path in elsewhere:
             out(f"also here: {label} ({path}): --engine {path}")
+    next_step("atsplan", *(("profile", "MODEL", "-o", str(profile_path)) if changes else ("fit", "MODEL")))
     if changes:
         raise AnswerIsNo(f"{profile_path} does not hold here: {'; '.join(changes)}: profile again")
     if profile_path and not as_json:

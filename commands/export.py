@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import out_text, say, write_text
+from commands.shared.console import next_step, out_text, say, write_text
 from commands.shared.extra_models import draft_fields, projector_fields, uncounted_draft
 from commands.shared.models import load_plan
 from commands.shared.option_types import Target
@@ -33,7 +33,7 @@ FORMATS = (
 @click.option("--format", "form", type=click.Choice(FORMATS), default="llama-server", show_default=True)
 @click.option("--model", help="Path of the model file there [default: the plan's model name].")
 @click.option("--device-map", "device_maps", multiple=True, metavar="CUDA0=CUDA1", help="Rename a device.")
-@click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the plan's].")
+@click.option("-t", "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [the plan's].")
 @click.option(
     "--inventory",
     "models",
@@ -89,6 +89,7 @@ def command(
     path = model or file_name(plan.model.name, ".gguf")
     if not stock_only and (slots := _with_slots(plan, form, device_maps, threads, path)):
         _write(slots, output)
+        next_step("atsplan", "refine", plan_path, "--measured", "server.log")
         return
     if exact and not (mine := _stock(plan, device_maps, threads)).exact:
         raise AnswerIsNo(f"{plan_path}: no stock tool can load this plan: {'; '.join(mine.notes)}")
@@ -101,6 +102,7 @@ def command(
         held = checkpoint_bytes(structure_of(inputs.inventory), plan.workload)
         placed = replace(placed, checkpoint_bytes=held)
     _write(export(plan, placed, path, form, published), output)
+    next_step("atsplan", "refine", plan_path, "--measured", "server.log")
 
 
 def _write(text: str, output: Path | None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import read_text, say, write_text
+from commands.shared.console import next_step, read_text, say, write_text
 from commands.shared.inputs import InputLibrary, input_options
 from planner.errors import FileProblem
 
@@ -44,7 +44,10 @@ def command(
         if not only_check:
             write_text(path, canonical)
     if changed and only_check:
+        next_step("atsplan", "fmt", *paths)
         raise SystemExit(1)
+    if changed:  # else silence, as hooks like it
+        next_step("atsplan", "check", *paths)
 
 
 def _repriced(plan: Plan, path: Path, library: InputLibrary) -> Plan:

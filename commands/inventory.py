@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import mib, out, out_json, out_table, say, table, write_text
+from commands.shared.console import mib, next_step, out, out_json, out_table, say, table, write_text
 from commands.shared.models import load_inventory
 from commands.shared.option_types import Target
 
@@ -62,6 +62,7 @@ def command(
         out_json(_plain(summary, extras))
     else:
         _show(summary, extras)
+    next_step("atsplan", "fit", model)
 
 
 def _write(path: Path, inventory: Inventory) -> None:

@@ -38,10 +38,19 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_n
 @click.option("--engine", help="llama.cpp library or build folder [default: the installed one].")
 @click.option("--device", "devices", multiple=True, help="Measure this device beside the CPU; repeatable.")
 @click.option(
-    "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [default: find the best]."
+    "-t", "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [default: find the best]."
 )
 @click.option("--seconds", type=Number(1), default=75.0, show_default=True, help="Aim for all of it.")
-@click.option("--ubatch", type=click.IntRange(1), default=512, show_default=True, help="Prompt batch.")
+@click.option(
+    "-ub",
+    "--ubatch",
+    "--ubatch-size",
+    "ubatch",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Prompt batch.",
+)
 @click.option("--depth", type=click.IntRange(0), default=65536, show_default=True, help="Deepest attention.")
 @click.option(
     "--kv", multiple=True, type=click.Choice(KV_TYPES), help="KV cache type; repeatable [default: f16]."
@@ -96,10 +105,10 @@ def command(
 
     if source is not None:
         made = _fitted(source, _inventory(model), profile_of(None, machine, parts), name)
-        _hand_over(made, out, as_json)
+        _hand_over(made, out, as_json, model)
         return
     if results:
-        _hand_over(_refined(results, model, machine, name), out, as_json)
+        _hand_over(_refined(results, model, machine, name), out, as_json, model)
         return
     if machine is not None or parts:
         raise OptionProblem("--machine", machine or "", "is for --from; without it this machine is measured")
@@ -118,10 +127,10 @@ def command(
     measured, profile = _measure(request, cases, here, not no_calibration)
     measured.journal.finish()
     _report(measured, profile, as_json)
-    _write(profile, out)
+    _write(profile, out, model)
 
 
-def _hand_over(profile: Profile, out: Path | None, as_json: bool) -> None:
+def _hand_over(profile: Profile, out: Path | None, as_json: bool, model: Path | None) -> None:
     """A profile that was not measured here: its figures, and the file."""
     if as_json:
         console.out_json(profile.model_dump(mode="json", by_alias=True))
@@ -129,15 +138,20 @@ def _hand_over(profile: Profile, out: Path | None, as_json: bool) -> None:
         _devices(profile, {d.name: d.bandwidth_bytes_per_s for d in profile.devices})
         _links(profile)
         _calibrations(profile)
-    _write(profile, out)
+    _write(profile, out, model)
 
 
-def _write(profile: Profile, out: Path | None) -> None:
+def _write(profile: Profile, out: Path | None, model: Path | None) -> None:
     if out is not None:
         from planner.machine.profile import to_text
 
         console.write_text(out, to_text(profile))
         console.say(f"wrote {out}")
+    if out is None:
+        console.next_step(*console.again("-o", "profile.yaml"))
+    else:
+        asked = ("solve", model or "MODEL", "--profile", out, "-o", "plan.yaml")
+        console.next_step("atsplan", *asked)
 
 
 def _inventory(model: Path | None) -> Inventory | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import ms, out, out_json, planning, read_text, say, write_text
+from commands.shared.console import again, ms, next_step, out, out_json, planning, read_text, say, write_text
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.models import load_plan
 from commands.shared.option_types import Number, Target
@@ -91,6 +91,12 @@ def command(
         out_json(_data(plan, found))
     else:
         _show(plan, found)
+    if found.proposed is None:
+        next_step("atsplan", "explain", plan_path)
+    elif output is None:
+        next_step(*again("-o", "faster.yaml"))
+    else:
+        next_step("atsplan", "diff", plan_path, output)
 
 
 def _reseat(plan: Plan, inputs: Inputs, path: Path, output: Path | None, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import mib, out, out_json, progress, read_text, say
+from commands.shared.console import again, mib, next_step, out, out_json, progress, read_text, say, without
 from planner.errors import OptionProblem
 from planner.quoting import utf8
 
@@ -61,6 +61,7 @@ def command(
 
     if recover:
         _recover(model)
+        next_step("atsplan", "inventory", model)
         return
     options = RewriteOptions(
         alignment=parse_size("--alignment", alignment),
@@ -93,6 +94,7 @@ def command(
         check_agreement(plan, file.inventory, str(plan_path))
     if dry_run:
         _show_work(work, as_json)
+        next_step(*without(again(), (), ("--dry-run", "--json")))
         return
     if in_place:
         say(f"{target} will be replaced once the new file is written and verified; --undo brings it back")
@@ -101,6 +103,9 @@ def command(
     _show_report(report, as_json)
     if undo:
         _show_undone(file, report.files[0], as_json)
+        next_step("atsplan", "verify", model, report.files[0])
+    elif plan_path is not None:
+        next_step("atsplan", "run", report.files[0], "--plan", plan_path)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.check.smoke_test import smoke as prove
-from commands.shared.console import ms, out, out_json, out_piece, say, write_text
+from commands.shared.console import ms, next_step, out, out_json, out_piece, say, write_text
 from commands.shared.heat_files import seeded
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
@@ -88,6 +88,7 @@ def command(
     guesser = open_draft(draft, job, draft_max, draft_device)
     if smoke:
         prove(job, plan_path, engine, llama_h, guesser)
+        next_step(*("atsplan", "run", *_loading(model, plan_path, device_maps)), "-p", "Once upon a time")
         return
     heard: list[str] = []
     sampling = Sampling(temperature=temp, seed=seed)
@@ -111,6 +112,12 @@ def command(
     else:
         out("")
     _say_speed(job, outcome.timings[0])
+    next_step("atsplan", "bench", *_loading(model, plan_path, device_maps))
+
+
+def _loading(model: Path, plan: Path, maps: tuple[str, ...]) -> tuple[str, ...]:
+    """The words that load a model by its plan again."""
+    return (str(model), "--plan", str(plan), *(word for each in maps for word in ("--device-map", each)))
 
 
 def _prompt(given: str | None) -> str:

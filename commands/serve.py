@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import out, say
+from commands.shared.console import next_step, out, say
 from commands.shared.extra_models import draft_fields, missing_files, projector_fields, uncounted_draft
 from commands.shared.option_types import Target
 from commands.shared.plan_job import Job, engine_options, open_job, plan_options, review
@@ -98,6 +98,7 @@ def command(
 
                 stack.enter_context(heat_written(heat_out, job.file, slots.reports.blocks))
         out(f"{server.url} (OpenAI-compatible under /v1)")
+        next_step("atsplan", "refine", plan_path, "--measured", "server.log")
         raise EngineProblem("llama-server", server.outlive())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.rewrite import bar
-from commands.shared.console import mib, out, out_json, read_text, say
+from commands.shared.console import mib, next_step, out, out_json, read_text, say
 
 if TYPE_CHECKING:
     from rewriter.verify import Verification
@@ -43,6 +43,7 @@ def command(source: Path, output: Path | None, plan_path: Path | None, as_json: 
     if as_json:
         tensors = [tensor.model_dump() for tensor in proof.tensors]
         out_json({**asdict(proof), "claims": proof.claims, "tensors": tensors})
+        _next(source, output, plan_path)
         return
     rate = proof.size_bytes / max(proof.seconds, 1e-9) / 2**20
     name = output or source
@@ -51,6 +52,14 @@ def command(source: Path, output: Path | None, plan_path: Path | None, as_json: 
         out(f"  {claim}")
     if output is not None and plan_path is None:
         say("no plan given: order and experts were not compared with one")
+    _next(source, output, plan_path)
+
+
+def _next(source: Path, output: Path | None, plan: Path | None) -> None:
+    if plan is None:
+        next_step("atsplan", "fit", output or source)
+    else:
+        next_step("atsplan", "run", output or source, "--plan", plan)
 
 
 def _with_source(source: Path, output: Path, plan_path: Path | None) -> Verification:

@@ -108,6 +108,34 @@ def test_a_card_by_its_figures_and_none_at_all() -> None:
     assert [d["kind"] for d in json.loads(run("machines", *MINE, "--json").stdout)["devices"]] == ["cpu"]
 
 
+def test_a_card_in_the_place_of_a_machine_is_named_in_the_answer() -> None:
+    for asked, said in (("rtx5090", "--gpu 'RTX 5090' --ram"), ("RX 7800 XT", "'RX 7800 XT' --pcie 4x16")):
+        found = run("machines", asked)
+        assert found.exit_code == 2 and said in found.stderr
+
+
+def test_two_cards_are_not_made_one() -> None:
+    rest = ("--ram", "32GiB", "--memory", "ddr5-6000", "--cpu", "8")
+    found = run("machines", "--gpu", "RTX 4070", "--gpu", "RTX 4090", *rest)
+    assert (found.exit_code, found.stdout) == (2, "") and "has one card" in found.stderr
+
+
+def test_a_card_of_a_laptop_has_the_name_that_its_driver_tells() -> None:
+    told = find("NVIDIA GeForce RTX 4060 Laptop GPU")
+    assert told == find("rtx 4060 laptop") and told.bandwidth < find("RTX 4060").bandwidth
+
+
+def test_soldered_memory_is_that_of_the_shipped_description() -> None:
+    """Of the APU: 0.58 of 120 GB/s for its cores; four channels have twice that."""
+    rates = [
+        described(Parts(None, 0, 32 << 30, memory, "", 8)).device("CPU").bandwidth_bytes_per_s
+        for memory in ("lpddr5x-7500", "LPDDR5X-7500x4", "lpddr5-6400")
+    ]
+    shipped = presets.load("apu-unified").device("CPU").bandwidth_bytes_per_s
+    assert abs(rates[0] - shipped) <= 10**9 and rates[1] == 2 * rates[0]
+    assert rates[2] < rates[0]
+
+
 def test_machines_and_cards_are_listed() -> None:
     told = run("machines").stdout
     assert all(name in told for name in presets.names())

@@ -60,7 +60,7 @@ def test_diff_command(tmp_path: Path) -> None:
     assert "1 unit, 3 MiB: cpu -> gpu:CUDA0" in text
     assert "predicted decode: 2.00 ms -> 1.00 ms (-50.0 %)" in text
     code, text = run("diff", "--json", str(old), str(new))
-    assert json.loads(text)["moves"][0]["unit"] == "blk.1.experts"
+    assert json.JSONDecoder().raw_decode(text)[0]["moves"][0]["unit"] == "blk.1.experts"
 
 
 def test_diff_of_a_missing_file_is_one_line_and_exit_2(tmp_path: Path) -> None:
@@ -73,7 +73,10 @@ def test_fmt_rewrites_only_what_is_not_canonical(tmp_path: Path) -> None:
     canonical = to_text(sample_plan())
     good.write_text(canonical)
     loose.write_text("# by hand\n" + canonical.replace("notes: []", "notes:  [ ]"))
-    assert run("fmt", "--check", str(tmp_path)) == (1, f"{loose}: not canonical\n")
-    assert run("fmt", str(tmp_path)) == (0, f"{loose}: rewritten\n")
+    assert run("fmt", "--check", str(tmp_path)) == (
+        1,
+        f"{loose}: not canonical\nnext: atsplan fmt {tmp_path}\n",
+    )
+    assert run("fmt", str(tmp_path)) == (0, f"{loose}: rewritten\nnext: atsplan check {tmp_path}\n")
     assert loose.read_text() == canonical
     assert run("fmt", "--check", str(tmp_path)) == (0, "")

@@ -71,6 +71,31 @@ def test_rows_are_those_of_solve() -> None:
     assert fit["error_ppm"] == plan["predicted"]["error_ppm"]
 
 
+def test_the_use_is_that_of_solve() -> None:
+    """With the spellings of llama.cpp, and handed on to the next command."""
+    machine = ("--machine", "rtx4060-8gb-ddr5")
+    use = ("-c", "8k", "-ub", "1024", "-b", "4096", "-np", "2", "-ctk", "q8_0", "-fa", "on")
+    rows = {row["name"]: row for row in data(QWEN, *machine, *use)["placements"]}
+    plan = json.loads(run("solve", QWEN, *machine, *use, "--json").stdout)
+    assert rows["plan"]["tpot_ns"] == plan["predicted"]["tpot_ns"]
+    assert (plan["workload"]["n_batch"], plan["workload"]["n_seq"]) == (4096, 2)
+    told = run("fit", QWEN, *machine, *use, "--no-levers").stderr
+    assert "-c 8192 --kv-type q8_0/f16 -ub 1024 -b 4096 --workload seqs=2" in told
+    assert data(SMALL, *machine, "-c", "max")["n_ctx"] == data(SMALL, *machine)["largest_ctx"]
+
+
+def test_a_row_has_its_own_error() -> None:
+    """Experts in slots are priced with a model of their own: its error is not that of the plan without."""
+    asked = (QWEN, "--machine", "rtx3060-12gb-ddr4", "-c", "16k", "--heat", INPUTS / "Qwen3-30B-A3B.heat.csv")
+    found = data(*asked)
+    errors = {row["name"]: row["error_ppm"] for row in found["placements"]}
+    slots = run("solve", *asked, "--hybrid", "--json").stdout
+    assert errors["hybrid"] == json.loads(slots)["predicted"]["error_ppm"] != errors["plan"]
+    assert errors["plan"] == errors["best stock rule"] == found["error_ppm"]
+    text = run("fit", *asked, "--no-levers").stdout
+    assert f"each row ±{errors['plan'] / 1e4:.0f} %, hybrid ±{errors['hybrid'] / 1e4:.0f} %, since" in text
+
+
 def test_the_largest_context_has_a_plan_and_no_larger_one() -> None:
     machine = ("--machine", "rtx4060-8gb-ddr5", "--budget", "7000")
     fit = data(QWEN, *machine)
@@ -131,7 +156,13 @@ def test_next_steps_run_as_they_are_told(tmp_path: Path, monkeypatch: pytest.Mon
         (("--machine", "rtx4070"), "no machine named rtx4070; there are rtx4090"),
         (("--machine", "rtx4090-ddr5", *MINE), "leave out --profile and --machine"),
         (("--machine", "rtx4090-ddr5", "--budget", "8"), "write 8GiB"),
-        (("--machine", "rtx4090-ddr5", "-c", "max"), "expected a number of tokens"),
+        (("--machine", "rtx4090-ddr5", "-c", "many"), "expected a number of tokens"),
+        (("--machine", "rtx4090-ddr5", "-ncmoe", "20"), "every number is tried here"),
+        (("--machine", "rtx4090-ddr5", "-cmoe"), "every number is tried here"),
+        (("--machine", "rtx4090-ddr5", "-b", "256"), "--batch 256: is below -ub 512"),
+        (("--gpu", "RTX 4070", "--ram", "64", *MINE[4:]), "write 64GiB"),
+        (("--vram", "12", *MINE), "write 12GiB"),
+        (("--machine", "rtx4090-ddr5", "--budget", "80"), "write 80GiB"),
         (("--machine", "rtx4090-ddr5", "-ngl", "20"), "-ngl 20: the plan chooses the layers"),
         (("--machine", "rtx4090-ddr5", "-ctk", "q9_0"), "--kv-type q9_0/f16: "),
     ],

@@ -290,7 +290,7 @@ def test_a_static_set_is_judged_on_steps_it_was_not_chosen_on(tmp_path: Path) ->
         (("simulate", "{d}", "--recall", "0.5"), "give both"),
         (("simulate", "{d}", "--miss-ms", "0.5"), "give both"),
         (("simulate", "/nowhere"), "/nowhere"),
-        (("heat", "report", "{d}", "--map", "x.pdf"), ".svg"),
+        (("heat", "report", "{d}", "--map", "x.gif"), ".svg"),
         (("heat", "report", "/nowhere"), "/nowhere"),
         (("heat", "report", "{folder}"), "folder"),
         (("heat", "import", "{empty}"), "empty file"),

@@ -70,8 +70,8 @@ def test_json_is_the_plan(model: Path) -> None:
         (("--budget", "nan"), 2, "expected a size"),
         (("--budget", "1e99"), 2, "expected a size"),
         (("--budget", "99999999"), 2, "24576 MiB in all"),
-        (("--budget", "CUDA0=100,CUDA0=200"), 2, "given twice"),
-        (("--budget", "CUDA3=100"), 2, "no such device"),
+        (("--budget", "CUDA0=1000,CUDA0=2000"), 2, "given twice"),
+        (("--budget", "CUDA3=1000"), 2, "no such device"),
         (("--budget", "2000", "--ctx", "0"), 2, "--ctx 0"),
         (("--budget", "2000", "--ctx", "many"), 2, "or max"),
         (("--budget", "2000", "--ctx", "4096", "--ctx-min", "8192"), 2, "above the context"),
@@ -168,10 +168,68 @@ def test_sweep_as_table_picture_and_data(model: Path, tmp_path: Path) -> None:
     assert all(point["gain_ppm"] >= 1_000_000 for point in points)
 
 
+def test_a_sweep_where_nothing_fits_says_what_is_missing_and_what_would_fit() -> None:
+    """For each point what it needs; for the last what was tried and fits, and that is so."""
+    llama = Path(__file__).parent.parent / "plans" / "inputs" / "Llama-3.1-70B-Q4_K_M.inventory.yaml"
+    given = ("--machine", "rtx4060-8gb-ddr5", "--budgets", "6G:7G:1G")
+    found = run("sweep", llama, *given, "--json")
+    points = json.loads(found.stdout)
+    assert found.exit_code == 1 and [point["feasible"] for point in points] == [False, False]
+    assert all(point["needs"][0]["shortage_bytes"] > 0 for point in points)
+    quant = next(way for way in points[-1]["tested"] if "--quant" in way).split("--quant ")[1]
+    fits = run("solve", llama, *given[:2], "--budget", "7G", "--quant", quant, "--json")
+    assert fits.exit_code == 0, fits.output
+    (line,) = [text for text in found.stderr.splitlines() if text.startswith("atsplan: ")]
+    assert "nothing fits up to 7 168 MiB: does not fit" in line.replace("\u202f", " ") and quant in line
+
+
+def test_rows_of_a_sweep_are_shown_before_anything_is_drawn(model: Path, tmp_path: Path) -> None:
+    """A picture that cannot be drawn takes no row with it; one that nothing here draws is refused first."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    given = ("sweep", model, "--machine", "rtx4090-ddr5", "--budgets", "2000:3000:1000")
+
+    def lost(*_: object) -> None:
+        folder.rmdir()
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("commands.solve.sweep.draw", lost)
+        found = run(*given, "--plot", folder / "a.png")
+        assert found.exit_code == 2 and "2 000 MiB" in found.stdout and "No space left" in found.stderr
+        patch.setattr("commands.shared.pictures.find_spec", lambda name: None)
+        early = run(*given, "--plot", tmp_path / "a.png")
+    assert (early.exit_code, early.stdout) == (2, "") and "pip install 'atsplan[plot]'" in early.stderr
+
+
+def test_a_sweep_names_the_least_budget_that_is_as_fast_as_any(model: Path) -> None:
+    """Of the largest context; that plan is as fast as the table says."""
+    given = (
+        "sweep",
+        model,
+        "--machine",
+        "rtx4090-ddr5",
+        "--budgets",
+        "3000:9000:3000",
+        "--contexts",
+        "1k,4k",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["atsplan", *map(str, given)])
+        found = run(*given, "--json")
+    points = [point for point in json.loads(found.stdout) if point["n_ctx"] == 4096]
+    (step,) = [text for text in found.stderr.splitlines() if text.startswith("next: ")]
+    assert step.endswith("-o plan.yaml") and "--contexts" not in step and "-c 4096" in step
+    budget = int(step.split("--budget CUDA0=")[1].split()[0]) << 20
+    best = min(point["objective_ns"] for point in points)
+    good = [p["budget_bytes"] for p in points if p["objective_ns"] <= 1.01 * best]
+    assert budget == min(good)
+
+
 def test_a_sweep_judges_by_what_it_is_solved_for() -> None:
     """A plan may be slower to decode than a rule and faster for the request: the gain is the request's."""
     model = Path(__file__).parent.parent / "plans" / "inputs" / "gpt-oss-120b-MXFP4.inventory.yaml"
-    given = ("--machine", "rtx3060-12gb-epyc", "--budgets", "5000:6000:1000", "--json")
+    given = ("--machine", "rtx3060-12gb-epyc", "--budgets", "4000:5500:1500", "--json")
     points = json.loads(run("sweep", model, *given).stdout)
     assert len(points) == 2
     assert any(point["tpot_ns"] > point["best_stock_tpot_ns"] for point in points)
@@ -253,7 +311,7 @@ def test_a_search_says_how_far_it_is_where_somebody_watches(model: Path, limit: 
     assert done.returncode == 0 and b"this plan" in plan and b"planning" not in plan
     assert re.search(r"planning .* of some \d+ problems", told) and re.search(r"\d:\d\d|-:--:--", told), told
     assert ("at most 5" in told or "at most 60 s" in told) == bool(limit), told
-    assert told.rstrip().endswith("(--mmproj)"), "the bar goes when the work is done"
+    assert told.rstrip().endswith(" -o plan.yaml"), "the bar goes when the work is done"
     assert "problems" not in solve(model, "--budget", "2000").output
 
 

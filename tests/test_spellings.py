@@ -47,6 +47,8 @@ def planned(model: Path, *words: str) -> dict[str, Any]:
             ("--budget", "2000", "--kv-type", "q8_0/q4_0"),
         ),
         (("--budget", "2000", "-np", "2"), ("--budget", "2000", "--workload", "seqs=2")),
+        (("--budget", "2000", "-b", "2048"), ("--budget", "2000")),
+        (("--budget", "CUDA0=2000", "--budget", "CPU=30000"), ("--budget", "CUDA0=2000,CPU=30000")),
         (
             ("--budget", "2000", "-np", "2", "--workload", "gen=64"),
             ("--budget", "2000", "--workload", "gen=64,seqs=2"),
@@ -75,7 +77,8 @@ def test_a_known_spelling_gives_the_plan_of_its_own_one(
         (("-ngl", "20"), "-ngl 20: the plan chooses the layers; --no-cpu demands"),
         (("-ot", "exps=CPU"), "-ot exps=CPU: a plan writes these itself: --pin"),
         (("-t", "8"), "-t 8: the profile says"),
-        (("-b", "512"), "-b 512: the logical batch changes no plan"),
+        (("-b", "256"), "--batch 256: is below -ub 512"),
+        (("--budget", "80"), "write 80GiB"),
         (("-fa", "off"), "--flash-attn off: plans are made for flash attention"),
         (("-ts", "3,1"), "-ts 3,1: the plan chooses the split"),
         (("-m", "model.gguf"), "-m model.gguf: the model is an argument of its own"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.fmt import plan_files
-from commands.shared.console import out, out_text, progress, read_text, say, write_text
+from commands.shared.console import next_step, out, out_text, progress, read_text, say, write_text
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import device_map_option, engine_options
@@ -90,9 +90,20 @@ def command(
     out_text(findings.to_json(names, found)) if as_json else _print(names, found)
     code = findings.exit_code(found)
     if code:
+        _next_after_findings(found, code)
         raise SystemExit(code)
     for path in files if smoke else ():
         _smoke(path, library, device_maps, engine, llama_h)
+    next_step("atsplan", "export", files[0])
+
+
+def _next_after_findings(found: list[Finding], code: int) -> None:
+    """For the first plan that does not hold: its inputs, or its values derived again."""
+    from planner.check.findings import exit_code
+
+    bad = next(each.path for each in found if exit_code([each]) == code)
+    more = ("--reprice",) if code == 1 else ("--model", "MODEL", "--profile", "PROFILE")
+    next_step("atsplan", "fmt" if code == 1 else "check", bad, *more)
 
 
 def _list(path: Path, library: InputLibrary) -> None:

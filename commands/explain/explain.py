@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import PICTURE, out, out_json, planning, say
+from commands.shared.console import PICTURE, next_step, out, out_json, planning, say
 from commands.shared.inputs import InputLibrary, input_options
 from commands.shared.models import load_plan
 from commands.shared.option_types import Number, Target, began, html_option
@@ -70,6 +70,7 @@ def command(
 
         draw_plan(plan, plot)
         say(f"wrote {plot}")
+    next_step("atsplan", "export", path)
 
 
 def _parts(plan: Plan, path: Path, library: InputLibrary) -> Breakdown | None:

@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 _GPU = ("#0072B2", "#56B4E9", "#004466", "#88CCEE")
 _CPU, _STRIPE, _CACHE, _NONE = "#E69F00", "#009E73", "#CC79A7", "#FFFFFF"
 _PARTS = (
-    ("weights", "weights_bytes", "#0072B2"),
-    ("KV cache", "kv_bytes", "#009E73"),
-    ("state", "state_bytes", "#F0E442"),
-    ("compute", "compute_bytes", "#E69F00"),
-    ("MoE cache", "cache_bytes", "#CC79A7"),
-    ("reserve", "reserve_bytes", "#999999"),
+    ("weights", "weights_bytes", "#0072B2", ""),
+    ("KV cache", "kv_bytes", "#009E73", "\\\\\\"),
+    ("state", "state_bytes", "#F0E442", ".."),
+    ("compute", "compute_bytes", "#E69F00", "///"),
+    ("MoE cache", "cache_bytes", "#CC79A7", "xx"),
+    ("reserve", "reserve_bytes", "#999999", "---"),
 )
 _ROWS = ("attention", "recurrent", "router", "ffn", "experts", "layer")
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
     """Write the picture; the suffix of `path` decides between PNG, SVG and PDF."""
+    rows = max(len(plan.devices), 1)
     figure, (grid, bars) = pyplot().subplots(
-        2, 1, figsize=(11, 4.6), height_ratios=(3, max(len(plan.devices), 1)), layout="constrained"
+        2, 1, figsize=(11, 3.9 + 0.7 * rows), height_ratios=(3, 0.4 + 0.6 * rows), layout="constrained"
     )
     _draw_grid(grid, plan)
     _draw_bars(bars, plan)
@@ -80,24 +81,38 @@ def _draw_grid(axes: Any, plan: Plan) -> None:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     kinds = dict.fromkeys(Site(site.kind, site.device) for _, _, site in cells)
-    names = {site: site.device if site.kind is SiteKind.GPU else site.memory for site in kinds}
+    names = {site: _name(site) for site in kinds}
     marks = [Patch(facecolor=_colour(site, gpus), label=mathtext(name)) for site, name in names.items()]
     axes.legend(handles=marks, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(marks), frameon=False)
 
 
+def _name(site: Site) -> str:
+    """What a colour of the map stands for."""
+    if site.kind is SiteKind.GPU:
+        return f"on {site.device}"
+    return {
+        SiteKind.CPU: "in host memory, by the CPU",
+        SiteKind.STRIPE: f"experts divided between {site.device} and the CPU",
+        SiteKind.HYBRID: f"experts in slots of {site.device}, the others by CPU and bus",
+        SiteKind.CACHE: f"experts cached on {site.device}",
+    }[site.kind]
+
+
 def _draw_bars(axes: Any, plan: Plan) -> None:
-    devices = [use for use in plan.devices if use.kind != "cpu"] or list(plan.devices)
+    devices = list(plan.devices)
     for row, use in enumerate(devices):
         left = 0.0
-        for label, field, colour in _PARTS:
+        for label, field, colour, hatch in _PARTS:
             size = getattr(use, field) / 2**20
             if size:
-                axes.barh(row, size, left=left, color=colour, label=label, height=0.6)
+                look = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+                axes.barh(row, size, left=left, label=label, height=0.6, **look)
             left += size
         budget = use.budget_bytes / 2**20
         axes.plot([budget, budget], [row - 0.42, row + 0.42], color="black", linewidth=2)
         axes.annotate("budget", (budget, row - 0.42), fontsize=8, ha="right", va="bottom")
-    axes.set_yticks(range(len(devices)), [mathtext(use.name) for use in devices])
+    names = [f"{use.name} (host memory)" if use.kind == "cpu" else use.name for use in devices]
+    axes.set_yticks(range(len(devices)), list(map(mathtext, names)))
     axes.set_ylim(len(devices) - 0.5, -0.75)
     axes.set_xlabel("MiB")
     axes.spines[["top", "right"]].set_visible(False)

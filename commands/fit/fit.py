@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.fit.levers import Lever, lever_bars, levers, most
+from commands.fit.use import Use, use_options
 from commands.shared.console import mib, out, out_json, out_table, out_text, progress, say, table
 from commands.shared.machine_options import Described, machine_parts, profile_of, with_found, words_of
 from commands.shared.models import load_inventory
-from commands.shared.option_types import html_option, whole
+from commands.shared.option_types import html_option
 from commands.shared.paste import known_by, pasted
 from commands.shared.refusals import refusal_data
-from commands.shared.spellings import SOLVE, Size, Tokens, answers, kv_type
+from commands.shared.spellings import FIT, Size, answers, joined
 from commands.shared.verdicts import best_stock, doubt, gain, rates, told_apart_ppm, verdict
-from planner.errors import AnswerIsNo, OptionProblem
+from planner.errors import AnswerIsNo
 from planner.quoting import shell
 
 if TYPE_CHECKING:
@@ -77,28 +78,27 @@ class Answer:
 @click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine.")
 @click.option("--machine", help="A machine description that ships with the program.")
 @machine_parts
-@click.option("--budget", type=Size(), metavar="SIZE", help="On each GPU, all told: 21500 (MiB), 8G.")
 @click.option(
-    "-c", "--ctx", "--ctx-size", "ctx", type=Tokens(), metavar="TOKENS", default="4096", show_default=True
+    "--budget",
+    type=Size(),
+    multiple=True,
+    callback=joined,
+    metavar="SIZE",
+    help="On each GPU, all told: 21500 (MiB), 8G.",
 )
-@click.option("--kv-type", metavar="TYPE", help="Of K and V: f16, q8_0; K/V: q8_0/f16 [default: f16].")
-@click.option("-ctk", "--cache-type-k", "type_k", metavar="TYPE", help="Of K alone [default: f16].")
-@click.option("-ctv", "--cache-type-v", "type_v", metavar="TYPE", help="Of V alone [default: f16].")
+@use_options
 @click.option("--heat", type=_FILE, help="Expert routing (heat.csv): what slots are worth with it.")
 @click.option("--levers/--no-levers", "with_levers", default=True, help="What each change alone brings.")
 @html_option
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
-@answers(SOLVE)
+@answers(FIT)
 def command(
     model: Path | Reference,
     profile_path: Path | None,
     machine: str | None,
     parts: Described,
     budget: str | None,
-    ctx: str,
-    kv_type: str | None,
-    type_k: str | None,
-    type_v: str | None,
+    use: Use,
     heat: Path | None,
     with_levers: bool,
     html: Path | None,
@@ -120,7 +120,7 @@ def command(
     profile = profile_of(profile_path, machine, parts)
     inventory, where = here or _opened(model)
     words = () if isinstance(model, Path) else model.words
-    question = _question(inventory, profile, budget, ctx, _types(kv_type, type_k, type_v), heat)
+    question = _question(inventory, profile, budget, use, heat)
     try:
         answer = _answer(question, with_levers)
     except AnswerIsNo as refusal:
@@ -145,9 +145,7 @@ def command(
     else:
         _show(answer, inventory, where, words)
     limits = [] if budget is None else ["--budget", budget]
-    limits += [] if ctx == "4096" else ["-c", ctx]
-    cache = "/".join(_types(kv_type, type_k, type_v))
-    limits += [] if cache == "f16/f16" else ["--kv-type", cache]
+    limits += use.words
     limits += ["--heat", str(heat)] if heat else []
     limits += ["--hybrid"] if answer.hybrid else []
     which = ["--machine", machine] if machine else ["--profile", str(profile_path or "profile.yaml")]
@@ -168,46 +166,31 @@ def _opened(model: Path | Reference) -> tuple[Inventory, Path]:
     return file.inventory, Path(model.name)
 
 
-def _types(whole: str | None, keys: str | None, values: str | None) -> tuple[str, str]:
-    type_k, slash, type_v = kv_type(whole, keys, values).partition("/")
-    return type_k, type_v if slash else type_k
-
-
 def _question(
     inventory: Inventory,
     profile: Profile,
     budget: str | None,
-    ctx: str,
-    types: tuple[str, str],
+    use: Use,
     heat: Path | None,
 ) -> Question:
     """The question of a command line; OptionProblem for what makes no sense."""
-    from pydantic import ValidationError
-
-    from commands.solve.request import forks_among
+    from commands.solve.request import workload_of
     from planner.machine.budgets import budgets_for, parse_budget
     from planner.model.layers import layers_of
     from planner.plan.request import Request
-    from planner.workload import usual
 
     given = {} if budget is None else parse_budget(budget)
     budgets = budgets_for(profile, given, hybrid=any(layers_of(inventory).recurrent))
-    if not 0 < (whole(ctx) or 0) < 2**31:
-        raise OptionProblem("--ctx", ctx, "expected a number of tokens, such as 32k")
-    try:
-        workload = usual(
-            n_ctx=int(ctx), cache_types=forks_among(profile, types), type_k=types[0], type_v=types[1]
-        )
-    except ValidationError as problem:
-        why = problem.errors(include_url=False)[0]["msg"].lower()
-        raise OptionProblem("--kv-type", "/".join(types), why) from None
+    workload = workload_of(use, inventory, profile)
     known = None
     if heat is not None:
         from commands.shared.inputs import known_of_heat
 
         known = known_of_heat(heat, inventory, workload)
     # What a stock tool can be told stands in the first row; slots of experts have one of their own.
-    return Question(inventory, profile, Request(budgets=budgets, workload=workload, stripes=False), known)
+    lowest = min(workload.needed_cells, workload.n_ctx) if use.ctx == "max" else 0
+    asked = Request(budgets=budgets, workload=workload, lowest_ctx=lowest, stripes=False)
+    return Question(inventory, profile, asked, known)
 
 
 def _answer(question: Question, with_levers: bool) -> Answer:
@@ -284,25 +267,31 @@ def _rows(answer: Answer) -> list[dict[str, Any]]:
     """Each placement with its time for a token, GPU memory, and setting."""
     plan = answer.plan
     used = sum(use.used_bytes for use in plan.devices if use.kind != "cpu")
-    found = [_row("plan", plan.predicted.status, plan.predicted.tpot_ns, plan.predicted.prefill_ns, used)]
+    own = plan.predicted.error_ppm
+    found = [
+        _row("plan", plan.predicted.status, plan.predicted.tpot_ns, plan.predicted.prefill_ns, used, own)
+    ]
     if answer.hybrid is not None:
         p = answer.hybrid.predicted
         more = sum(use.used_bytes for use in answer.hybrid.devices if use.kind != "cpu")
-        found.append(_row("hybrid", "solve --hybrid", p.tpot_ns, p.prefill_ns, more))
+        found.append(_row("hybrid", "solve --hybrid", p.tpot_ns, p.prefill_ns, more, p.error_ppm))
     cpu = [b for b in plan.baselines if b.feasible and b.name == "all-cpu"]
     for name, rule in (("best stock rule", best_stock(plan)), ("all-CPU", cpu[0] if cpu else None)):
         if rule is not None:
-            found.append(_row(name, rule.setting, rule.tpot_ns, rule.prefill_ns, rule.vram_bytes))
+            found.append(_row(name, rule.setting, rule.tpot_ns, rule.prefill_ns, rule.vram_bytes, own))
     return found
 
 
-def _row(name: str, setting: str, tpot_ns: int, prefill_ns: int, vram_bytes: int) -> dict[str, Any]:
+def _row(
+    name: str, setting: str, tpot_ns: int, prefill_ns: int, vram_bytes: int, error_ppm: int
+) -> dict[str, Any]:
     return {
         "name": name,
         "setting": setting,
         "tpot_ns": tpot_ns,
         "prefill_ns": prefill_ns,
         "gpu_bytes": vram_bytes,
+        "error_ppm": error_ppm,
     }
 
 
@@ -313,15 +302,15 @@ def _show(answer: Answer, inventory: Inventory, model: Path, words: Words) -> No
     assumed = "" if plan.machine.measured else " (assumed, not measured)"
     out(f"{plan.model.name} on {plan.machine.name}{assumed}:")
     out(f"{verdict(plan)}: {mib(used)} on GPUs, {mib(host)} in host memory, context {plan.workload.n_ctx}")
-    made = table("placement", "setting", "tokens/s", "from–to", "prompt ms", "GPU memory")
+    made = table("placement", "setting", "tokens/s", "from–to", "prompt ms", "GPU")
     for row in _rows(answer):
-        rate, low, high = rates(row["tpot_ns"], plan.predicted.error_ppm)
+        rate, low, high = rates(row["tpot_ns"], row["error_ppm"])
         name = row["name"].removesuffix(" rule")
         between = f"{low:.0f}–{high:.0f}"
         prompt = f"{row['prefill_ns'] / 1e6:.0f}"
         made.add_row(name, row["setting"], f"{rate:.1f}", between, prompt, mib(row["gpu_bytes"]))
     out_table(made)
-    out(doubt(plan))
+    out(doubt(plan, answer.hybrid))
     out(gain(plan))
     _show_levers(answer)
     out(f"largest context: {answer.largest_ctx}, with {answer.keeps}")

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import mib, out, out_json, out_table, say, table, write_text
-from commands.shared.machine_options import Described, from_parts, machine_parts
+from commands.shared.console import mib, next_step, out, out_json, out_table, say, table, write_text
+from commands.shared.machine_options import Described, from_parts, machine_parts, words_of
 from commands.shared.option_types import Target
-from planner import quoting
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
@@ -41,11 +40,16 @@ def command(name: str | None, parts: Described, output: Path | None, as_json: bo
         from planner.machine.profile import to_text
 
         write_text(output, to_text(profile))
-        say(f"wrote {output}; next: {quoting.shell(['atsplan', 'fit', 'MODEL', '--profile', str(output)])}")
+        say(f"wrote {output}")
     if as_json:
         out_json(profile.model_dump(mode="json", by_alias=True))
     else:
         _show(profile)
+    if output is not None:
+        next_step("atsplan", "fit", "MODEL", "--profile", output)
+    else:
+        which = ["--machine", name] if name is not None else words_of(parts)
+        next_step("atsplan", "fit", "MODEL", *which)
 
 
 def _list(as_json: bool) -> None:
@@ -57,8 +61,9 @@ def _list(as_json: bool) -> None:
         shipped = [{"name": name, "source": load(name).source} for name in names()]
         out_json({"machines": shipped, **known.model_dump(mode="json")})
         return
+    known_machines = names()
     machines = table("machine", "GPU", "host")
-    for name in names():
+    for name in known_machines:
         profile = load(name)
         gpus = ", ".join(d.description for d in profile.devices if d.kind != "cpu")
         machines.add_row(name, gpus, profile.device("CPU").description)
@@ -67,8 +72,10 @@ def _list(as_json: bool) -> None:
     for card in known.cards:
         made.add_row(card.name, f"{card.memory} GiB", str(card.bandwidth), f"{card.fp32:g}", card.pcie or "?")
     out_table(made)
-    say("all assumed, not measured; next: atsplan fit MODEL --machine NAME, or --gpu CARD --ram 64GiB \\")
-    say("  --memory ddr5-6000 --cpu 8 (where PCIe is ?, no source was found: add --pcie 4x16)")
+    say("all assumed, not measured; where PCIe is ?, no source was found: add --pcie 4x16")
+    next_step("atsplan", "fit", "MODEL", "--machine", known_machines[0])
+    parts = ("--gpu", known.cards[0].name, "--ram", "64GiB", "--memory", "ddr5-6000", "--cpu", "8")
+    next_step("atsplan", "fit", "MODEL", *parts)
 
 
 def _show(profile: Profile) -> None:

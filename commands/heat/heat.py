@@ -11,7 +11,15 @@ import click
 from commands.heat.heat_report import report
 from commands.heat.heat_trace import trace
 from commands.shared.console import say
-from commands.shared.heat_files import describe, read_heat, read_orders, read_profile, shape_of, write_result
+from commands.shared.heat_files import (
+    describe,
+    judge_next,
+    read_heat,
+    read_orders,
+    read_profile,
+    shape_of,
+    write_result,
+)
 from commands.shared.option_types import Number, Target
 from planner.errors import OptionProblem
 
@@ -103,6 +111,7 @@ def import_(
         write_result(trace_out, traces.to_text(traces.join(ordered)), "routing trace")
     merged = heats.merge(made)
     write_result(out, heats.to_text(merged), describe(merged))
+    judge_next(out, model)
 
 
 def _by_original(trace: Trace, permutation: Path | None, layout: str) -> Trace:
@@ -144,6 +153,7 @@ def merge(files: tuple[Path, ...], weights: tuple[float, ...], model: Path | Non
         )
     merged = heats.merge([read_heat(path, model) for path in files], weights or None)
     write_result(out, heats.to_text(merged), describe(merged))
+    judge_next(out, model)
 
 
 @command.command()
@@ -175,11 +185,13 @@ def export(
         if budget or per_layer:
             raise OptionProblem("--to", target, "holds every expert: --budget and --per-layer do not apply")
         text = heats.to_text(heat) if target == "heat" else export.perms_json(heat)
-        return write_result(out, text, describe(heat))
+        write_result(out, text, describe(heat))
+        return judge_next(file, model)
     choice = _choice(heat, target, model, budget, per_layer)
     writer = export.positions_csv if target == "moe-trace" else export.perf_json
     chosen = sum(len(experts) for experts in choice.values())
-    return write_result(out, writer(heat, choice), f"{chosen} hot experts in {len(choice)} layers")
+    write_result(out, writer(heat, choice), f"{chosen} hot experts in {len(choice)} layers")
+    return judge_next(file, model)
 
 
 def _choice(

@@ -44,8 +44,9 @@ def coverage_curves(heat: Heat, judged: Report, path: Path) -> None:
     plots = pyplot()
     figure, axes = plots.subplots(figsize=(6.5, 5), layout="constrained")
     share = np.linspace(0, 1, heat.n_expert + 1)
-    for curve in curves(heat).values():
-        axes.plot(share, curve, color="tab:blue", alpha=0.15, linewidth=0.7)
+    for number, curve in enumerate(curves(heat).values()):
+        label = "" if number else "each layer"
+        axes.plot(share, curve, color="tab:blue", alpha=0.15, linewidth=0.7, label=label)
     axes.plot(share, judged.curve, color="tab:blue", linewidth=2, label="hot experts, mean of the layers")
     axes.plot([0, 1], [0, 1], color="grey", linestyle="--", label="whole layers")
     held = [entry.resident for entry in judged.intervals]

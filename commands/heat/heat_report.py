@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import PICTURE, out, out_json, out_table, say, table
+from commands.shared.console import PICTURE, next_step, out, out_json, out_table, say, table
 from commands.shared.heat_files import describe, read_heat, shape_of
 from commands.shared.option_types import Number, Target
-from planner.errors import AnswerIsNo, OptionProblem
+from commands.shared.pictures import check_name
+from planner.errors import AnswerIsNo
 
 if TYPE_CHECKING:
     from planner.routing.report import Report
@@ -30,8 +31,8 @@ FEW_SOURCES = 3  # below it, the interval says nothing
     show_default=True,
     help="Share of the experts held, for the table, the transfer and the verdict.",
 )
-@click.option("--map", "map_path", type=Target(PICTURE), help="Picture layers x experts (.png or .svg).")
-@click.option("--curves", "curve_path", type=Target(PICTURE), help="Picture of coverage (.png or .svg).")
+@click.option("--map", "map_path", type=Target(PICTURE), help="Picture layers x experts: .png, .svg or .pdf.")
+@click.option("--curves", "curve_path", type=Target(PICTURE), help="Picture of coverage: .png, .svg or .pdf.")
 @click.option("--check", is_flag=True, help="Exit 1 when there is no exploitable skew.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
 def report(
@@ -48,9 +49,8 @@ def report(
     from planner.routing import expert_counts as heats
     from planner.routing.report import report as judge
 
-    for path in filter(None, (map_path, curve_path)):
-        if path.suffix not in (".png", ".svg"):
-            raise OptionProblem("--map/--curves", str(path), "write a .png or an .svg")
+    check_name(map_path, "--map")
+    check_name(curve_path, "--curves")
     shape = shape_of(model)
     heat = heats.merge([read_heat(path, model) for path in files])
     if phase:
@@ -70,6 +70,9 @@ def report(
         if curve_path:
             heat_pictures.coverage_curves(heat, judged, curve_path)
             say(f"{curve_path}: coverage by resident share")
+    slots = ("--heat", str(files[0]), "--hybrid") if judged.exploitable else ()
+    machine = ("--profile", "profile.yaml")
+    next_step("atsplan", "solve", model or "MODEL", *machine, *slots, "-o", "plan.yaml")
     if check and not judged.exploitable:
         raise AnswerIsNo(judged.verdict)
 
@@ -105,9 +108,8 @@ def _print(judged: Report) -> None:
         out(f"chosen while {chosen}, judged while {tested}: {value:.3f} (own choice {own:.3f})")
     out(judged.verdict)
     if len(judged.sources) < FEW_SOURCES:
-        say(
-            f"{len(judged.sources)} sources are few: each prompt as a source of its own gives a firmer answer"
-        )
+        few = "1 source is" if len(judged.sources) == 1 else f"{len(judged.sources)} sources are"
+        say(f"{few} few: each prompt as a source of its own gives a firmer answer")
 
 
 def _print_transfer(judged: Report) -> None:

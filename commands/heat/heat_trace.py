@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.shared.console import ms, progress, read_text, say
-from commands.shared.heat_files import describe, write_result
+from commands.shared.heat_files import describe, judge_next, write_result
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import device_map_option, open_job
 from planner.errors import FieldProblem, FileProblem, OptionProblem
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Load as a plan says.")
 @device_map_option
 @click.option("--device", help="Load everything onto this device [default: CPU only].")
-@click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [all].")
+@click.option("-t", "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads [all].")
 @click.option(
     "--engine", metavar="PATH", help="llama.cpp library or build folder [default: the installed one]."
 )
@@ -100,6 +100,7 @@ def trace(
     if trace_out is not None:
         write_result(trace_out, traces.to_text(replace(found, model=shape.digest)), "routing trace")
     write_result(out, heats.to_text(heat), describe(heat))
+    judge_next(out, model)
 
 
 def _deep(heat: Heat) -> Heat:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import ms, out, out_json, out_table, progress, say, table
+from commands.shared.console import ms, next_step, out, out_json, out_table, progress, say, table
 from commands.shared.heat_files import decode_trace, read_heat, read_profile, shape_of
 from commands.shared.option_types import Number
 from planner.constants import PPM
@@ -151,11 +151,14 @@ def command(
     ahead = _prefetch(recall, width, spare)
     advice = _advise(trace, shape_of(model), budget, after, drafts or 0)
     if as_json:
-        return out_json(_report(runs, times, ahead, advice, beside))
-    _print(runs, demand, whole, times)
-    _print_beside(beside)
-    _print_ahead(runs, times, ahead)
-    return _print_advice(advice)
+        out_json(_report(runs, times, ahead, advice, beside))
+    else:
+        _print(runs, demand, whole, times)
+        _print_beside(beside)
+        _print_ahead(runs, times, ahead)
+        _print_advice(advice)
+    asked = ("--profile", "profile.yaml", "--cache", file, "-o", "plan.yaml")
+    next_step("atsplan", "solve", model or "MODEL", *asked)
 
 
 def _policies(names: tuple[str, ...], half_life: float, static: bool) -> list[Policy]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,9 @@ class Spot:
 def curve(spots: Sequence[Spot], most: float, title: str, axis: str) -> Node:
     """The spots from left to right on one scale; what is chosen now is marked by the page's script."""
     drawing = element("svg", width="100%", height=_HEIGHT, role="img", aria_label=title, class_="curve")
-    for tick in _scale(most):
+    ticks = _scale(most)
+    most = ticks[-1]
+    for tick in ticks:
         y = _y(tick, most)
         drawing.append(element("line", x1=percent(_LEFT), x2=percent(_RIGHT), y1=y, y2=y, class_="rule"))
         label: dict[str, object] = {"x": percent(_LEFT - 0.01), "y": y, "class_": "axis middle"}
@@ -49,7 +52,8 @@ def curve(spots: Sequence[Spot], most: float, title: str, axis: str) -> Node:
         drawing.append(_dot(spot, x, most))
     legend = element(
         "ul",
-        element("li", _sample("mine"), "plan, with the predictions' error"),
+        element("li", _sample("mine"), "plan"),
+        element("li", _sample("error"), "the prediction's error"),
         element("li", _sample("stock"), "best stock rule"),
         element("li", f"across: {axis}; up: predicted tokens/s"),
         class_="legend",
@@ -102,8 +106,8 @@ def _y(rate: float, most: float) -> str:
 
 
 def _scale(most: float) -> list[float]:
-    """Round figures from 0 to the highest."""
+    """Round figures from 0 to the first that nothing exceeds."""
     rough = most / _TICKS
     power = 10.0 ** (len(str(int(rough))) - 1) if rough >= 1 else 0.1
     step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough)
-    return [step * n for n in range(int(most / step) + 1)]
+    return [step * n for n in range(max(math.ceil(most / step - 1e-9), 1) + 1)]

@@ -126,8 +126,10 @@ def _band(
         if first <= cell.layer < end:
             drawing.append(_cell(cell, cell.layer - first, rows.index(cell.role), gpus, n_experts))
     for layer in range(first, end, 4):
-        at = percent((layer - first + 0.5) / _BAND)
-        drawing.append(element("text", str(layer), x=at, y=height - 3, text_anchor="middle", class_="axis"))
+        # The first begins where the drawing does: on a telephone a cell is narrower than its number.
+        at, anchor = (layer - first + 0.5, "middle") if layer > first else (0, "start")
+        label = {"x": percent(at / _BAND), "y": height - 3, "text_anchor": anchor, "class_": "axis"}
+        drawing.append(element("text", str(layer), **label))
     labels = [element("span", role) for role in rows]
     return element("div", element("div", *labels, class_="roles"), drawing, class_="band")
 

@@ -105,11 +105,13 @@ def badge(plan: Plan) -> Node:
 def sections(view: View, key: str = "paste") -> list[Node]:
     """The cards of one plan; `key` names its command within the page."""
     plan = view.plan
+    beside = [_card("What fills the memory", memory_stacks(plan), _memory_words())]
+    if view.levers:
+        beside.insert(0, _card("Which lever brings what", bars(view.levers), _lever_words()))
     found = [
         *(_card(f"Measured, prompt of {prompt}", bars(each)) for prompt, each in view.measured),
-        _card("Predicted speed", bars(predicted_bars(plan, view.hybrid)), _proof(plan)),
-        *([_card("Which lever brings what", bars(view.levers), _lever_words())] if view.levers else []),
-        _card("What fills the memory", memory_stacks(plan), _memory_words()),
+        _card("Predicted speed", bars(predicted_bars(plan, view.hybrid)), _proof(plan, view.hybrid)),
+        element("div", *beside, class_="column"),
         _card("Where everything lives", placement_map(plan, view.n_experts), _map_words()),
         _card("Where the time of a token goes", bars(_slices(view), "ms")),
     ]
@@ -121,7 +123,7 @@ def _card(heading: str, *parts: Node | None) -> Node:
     return element("section", element("h2", heading), *parts, class_="card")
 
 
-def _proof(plan: Plan) -> Node:
+def _proof(plan: Plan, hybrid: Plan | None) -> Node:
     p, use = plan.predicted, plan.workload
     return element(
         "p",
@@ -133,7 +135,7 @@ def _proof(plan: Plan) -> Node:
         term("gap"),
         f" {p.gap_ppm / 1e4:.2f} %. Bars end at the prediction, lines show where it may lie. A ",
         term("stock rule"),
-        f" has the same memory. {_sentence(doubt(plan))}",
+        f" has the same memory. {_sentence(doubt(plan, hybrid))}",
         class_="words",
     )
 

@@ -7,7 +7,7 @@ import io
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -45,6 +45,30 @@ class Table:
 def say(text: str) -> None:
     """A message for the person at the terminal, on one line."""
     click.echo(quoting.message(text), err=True)
+
+
+def next_step(*words: str | Path) -> None:
+    """Name the command that a person may want to give next, as a shell takes it, on stderr."""
+    say(f"next: {quoting.shell(map(str, words))}")
+
+
+def again(*more: str) -> tuple[str, ...]:
+    """The command line as it was given, with more options."""
+    import sys
+
+    return ("atsplan", *sys.argv[1:], *more)
+
+
+def without(words: Sequence[str], valued: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """A command line without some options; each of `valued` goes with its value, `--name=value` too."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip or word.partition("=")[0] in valued:
+            skip = not skip and "=" not in word
+        elif word not in flags:
+            kept.append(word)
+    return kept
 
 
 def out(text: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.shared.console import mib, out_text, read_text, say, write_text
+from commands.shared.console import mib, next_step, out_text, read_text, say, write_text
 from commands.shared.models import load_inventory
 from planner.errors import FileProblem, InputError, OptionProblem
 from planner.files import regular
@@ -92,11 +92,18 @@ def write_result(target: Path | None, text: str, what: str) -> None:
         say(f"{target}: {what}")
 
 
+def judge_next(heat: Path | None, model: Path | None) -> None:
+    """Name the report on a heat as the next step."""
+    of = ("--model", model) if model else ()
+    next_step("atsplan", "heat", "report", heat or "heat.csv", *of)
+
+
 def describe(heat: Heat) -> str:
     """One line on a heat."""
     tokens = sum(part.tokens for part in heat.parts)
     counted = f"{tokens} tokens" if tokens else "tokens not known"
-    found = f"{len(heat.layers)} layers, {heat.n_expert} experts, {len(heat.sources)} sources, {counted}"
+    sources = "1 source" if len(heat.sources) == 1 else f"{len(heat.sources)} sources"
+    found = f"{len(heat.layers)} layers, {heat.n_expert} experts, {sources}, {counted}"
     found += f", {', '.join(heat.domains)}" if heat.domains else ""
     return found + (f", contexts up to {heat.depth} tokens" if heat.depth else "")
 

@@ -22,10 +22,16 @@ if TYPE_CHECKING:
     from planner.workload import CacheType
 
 _PARTS = (
-    click.option("--gpu", metavar="CARD", help="A card of `atsplan machines`: 'RTX 4070'; none: no GPU."),
+    click.option(
+        "--gpu",
+        multiple=True,
+        callback=lambda context, option, given: _one_card(given),
+        metavar="CARD",
+        help="A card of `atsplan machines`: 'RTX 4070'; none: no GPU.",
+    ),
     click.option("--vram", type=Size(), metavar="SIZE", help="Its memory [the card's]."),
     click.option("--ram", type=Size(), metavar="SIZE", help="Memory of the machine: 64GiB."),
-    click.option("--memory", "ddr", metavar="KIND", help="ddr5-6000, ddr4-3200, ddr5-4800x12 (channels)."),
+    click.option("--memory", "ddr", metavar="KIND", help="ddr5-6000, ddr5-4800x12 (channels), lpddr5x-7500."),
     click.option("--pcie", metavar="SLOT", help="Generation and lanes: 4x16 [the card's]."),
     click.option("--cpu", "cores", type=click.IntRange(1, 512), metavar="CORES", help="Cores: 8."),
     click.option("--gpu-bandwidth", type=click.IntRange(1, 100_000), metavar="GB/S", help="Of another card."),
@@ -40,6 +46,14 @@ _PARTS = (
         help="A KV type that its engine adds: turbo4=32:18:CUDA,CPU; repeatable.",
     ),
 )
+
+
+def _one_card(given: tuple[str, ...]) -> str | None:
+    """The card of a command line; OptionProblem for two: the second would take the place of the first."""
+    if len(given) > 1:
+        two = "a machine by its parts has one card; with two: --machine 2x-rtx4060ti-16gb, or a profile"
+        raise OptionProblem("--gpu", " --gpu ".join(given), two)
+    return given[0] if given else None
 
 
 @dataclass(frozen=True, slots=True)

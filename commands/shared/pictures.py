@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,18 @@ from commands.shared.console import PICTURE, check_target, replacing
 from planner.errors import InputError, OptionProblem
 
 SUFFIXES = (".png", ".svg", ".pdf")
+_LACKING = "pictures need matplotlib: pip install 'atsplan[plot]'"
 _DATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
 
 
 def check_name(path: Path | None, option: str) -> None:
-    """Refuse a picture whose name has no known suffix, before any work is done."""
-    if path is not None and path.suffix not in SUFFIXES:
+    """Refuse a picture with no known suffix, or that nothing here draws, before any work is done."""
+    if path is None:
+        return
+    if path.suffix not in SUFFIXES:
         raise OptionProblem(option, str(path), "expected a name that ends in .png, .svg or .pdf")
+    if find_spec("matplotlib") is None:
+        raise InputError(_LACKING)
 
 
 def pyplot() -> Any:
@@ -27,7 +33,7 @@ def pyplot() -> Any:
         with contextlib.chdir(Path(__file__).parent):
             import matplotlib as mpl
     except ImportError:
-        raise InputError("pictures need matplotlib: pip install 'atsplan[plot]'") from None
+        raise InputError(_LACKING) from None
     mpl.rcdefaults()
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "atsplan"  # element ids that do not change from run to run

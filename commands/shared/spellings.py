@@ -18,7 +18,9 @@ from planner.errors import OptionProblem
 _COUNT = re.compile(r"([0-9]{1,9})([kKmM])", re.ASCII)
 _BARE = re.compile(r"[0-9]*\.?[0-9]+", re.ASCII)
 _FACTORS = {"k": 2**10, "m": 2**20}
-_FEW_MIB = 64  # a GPU budget below this was meant in GiB
+# Below these a bare number was meant in GiB: no driver's context fits, no machine has so little.
+_FEW_MIB = {"--budget": 256, "--budgets": 256, "--vram": 1024, "--ram": 1024}
+_FEW = 64  # of what is to be left to others
 _ALL_LAYERS = 99  # what people write for `as many as there are`
 _EVERY = ("all", "auto", "-1", "-2")
 
@@ -42,6 +44,11 @@ class Size(click.ParamType[str]):
         return str(value)
 
 
+def joined(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> str | None:
+    """An option that is given for one device after the other, as one list; None where it is not given."""
+    return ",".join(given) if given else None
+
+
 def tokens(text: str) -> str:
     """`32k` as `32768`; a text of another form as it is."""
     match = _COUNT.fullmatch(text.strip())
@@ -49,11 +56,12 @@ def tokens(text: str) -> str:
 
 
 def ask_unit(option: str, text: str) -> None:
-    """OptionProblem for a size without unit that is above zero and below 64 MiB."""
+    """OptionProblem for a size without unit that is above zero and too small for that option."""
+    few = _FEW_MIB.get(option, _FEW)
     for part in text.split(","):
         device, equals, size = part.rpartition("=")
         size = size.strip()
-        if _BARE.fullmatch(size) and 0 < float(size) < _FEW_MIB:
+        if _BARE.fullmatch(size) and 0 < float(size) < few:
             meant = f"{device}{equals}{size}"
             why = f"a bare number counts MiB: write {meant}GiB, or {meant}MiB if that is meant"
             raise OptionProblem(option, text, why)
@@ -116,10 +124,6 @@ def _gpu_layers(value: str) -> None:
     answered("-ngl", why, value)
 
 
-def _batch(value: str) -> None:
-    answered("-b", "the logical batch changes no plan: -ub is the one that takes memory", value)
-
-
 def _solve_threads(value: str) -> None:
     answered("-t", "the profile says the best count; run, bench and serve take -t", value)
 
@@ -136,6 +140,10 @@ def _model(value: str) -> None:
     answered("-m", "the model is an argument of its own: leave out -m", value)
 
 
+def _every_number(value: str) -> None:
+    answered("--n-cpu-moe", "every number is tried here, the best is told; solve takes it as asked for")
+
+
 def _fixed(what: str, use: str) -> Callable[[str], None]:
     def answer_value(value: str) -> None:
         answered(what, f"the plan says it: atsplan solve {use}", value)
@@ -147,16 +155,20 @@ _Answers = Mapping[tuple[str, ...], Callable[[str], None]]
 SOLVE: _Answers = {
     ("-fa", "--flash-attn"): _flash,
     ("-ngl", "--gpu-layers", "--n-gpu-layers"): _gpu_layers,
-    ("-b", "--batch-size"): _batch,
     ("-t", "--threads"): _solve_threads,
     ("-ot", "--override-tensor"): _overrides,
     ("-ts", "--tensor-split"): _split,
     ("-m", "--model"): _model,
 }
+FIT: _Answers = {
+    **SOLVE,
+    ("-ncmoe", "--n-cpu-moe"): _every_number,
+    ("-cmoe", "--cpu-moe"): _every_number,
+}
 RUN: _Answers = {
     ("-c", "--ctx", "--ctx-size"): _fixed("-c", "-c"),
     ("-ub", "--ubatch", "--ubatch-size"): _fixed("-ub", "-ub"),
-    ("-b", "--batch-size"): _batch,
+    ("-b", "--batch", "--batch-size"): _fixed("-b", "-b"),
     ("-ctk", "--cache-type-k"): _fixed("-ctk", "-ctk"),
     ("-ctv", "--cache-type-v"): _fixed("-ctv", "-ctv"),
     ("-fa", "--flash-attn"): _flash,
@@ -181,10 +193,13 @@ def answers(known: _Answers) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def _hidden(names: tuple[str, ...], answer: Callable[[str], None]) -> Callable[..., Any]:
-    def answer_value(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            answer(value)
+    def answer_value(ctx: click.Context, param: click.Parameter, value: str | bool | None) -> None:
+        if value:
+            answer(str(value))
 
+    flag = "--cpu-moe" in names
     # Before the others are asked for: `-m model.gguf` lacks the argument only because of -m.
     own = f"answered_{names[-1].strip('-').replace('-', '_')}"  # `model` is an argument's name already
-    return click.option(own, *names, hidden=True, expose_value=False, is_eager=True, callback=answer_value)
+    return click.option(
+        own, *names, is_flag=flag, hidden=True, expose_value=False, is_eager=True, callback=answer_value
+    )

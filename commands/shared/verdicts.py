@@ -54,9 +54,11 @@ def gain(plan: Plan) -> str:
     return f"the plan takes {took} a token, a request {factor:.2f}x as fast as by the best stock rule{within}"
 
 
-def doubt(plan: Plan) -> str:
+def doubt(plan: Plan, hybrid: Plan | None = None) -> str:
     """How sure the rows of a table are, each by itself and one against another."""
     wide = f"each row ±{plan.predicted.error_ppm / 1e4:.0f} %"
+    if hybrid is not None:
+        wide += f", hybrid ±{hybrid.predicted.error_ppm / 1e4:.0f} %"
     if plan.machine.measured:
         return f"{wide}; rows share the machine, so one against another is surer"
     return f"{wide}, since the machine is assumed; all rows move together, so one against another is surer"

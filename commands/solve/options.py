@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from commands.fit.use import CACHE, CONTEXT, REQUEST
 from commands.shared.option_types import Number
-from commands.shared.spellings import SOLVE, Size, Tokens, answers, kv_type, use_with_sequences
+from commands.shared.spellings import SOLVE, Size, answers, joined, kv_type, use_with_sequences
 
 _FILE = click.Path(path_type=Path)
 UBATCH_AUTO = 0
@@ -35,24 +36,14 @@ _OPTIONS = (
     click.option(
         "--budget",
         type=Size(),
+        multiple=True,
+        callback=joined,
         metavar="SIZE",
         help="On each GPU, all told: 21500 (MiB), 21.5GiB, 8G, CUDA0=21500,CUDA1=8000.",
     ),
-    click.option(
-        "-c",
-        "--ctx",
-        "--ctx-size",
-        "ctx",
-        type=Tokens(),
-        metavar="TOKENS",
-        default="4096",
-        show_default=True,
-        help="Cells of the KV cache: 4096, 32k, or max.",
-    ),
+    *CONTEXT,
     click.option("--ctx-min", type=click.IntRange(1), help="The context may shrink to this to fit."),
-    click.option("--kv-type", metavar="TYPE", help="Of K and V: f16, q8_0; K/V: q8_0/f16 [default: f16]."),
-    click.option("-ctk", "--cache-type-k", "type_k", metavar="TYPE", help="Of K alone [default: f16]."),
-    click.option("-ctv", "--cache-type-v", "type_v", metavar="TYPE", help="Of V alone [default: f16]."),
+    *CACHE,
     click.option(
         "-ub",
         "--ubatch",
@@ -64,12 +55,7 @@ _OPTIONS = (
         show_default=True,
         help="Tokens of a prompt computed at once; auto: chosen.",
     ),
-    click.option("-np", "--parallel", "sequences", type=click.IntRange(1), help="Sequences at once."),
-    click.option(
-        "--workload",
-        "use",
-        help="prompt=512,gen=256,depth=640,seqs=1; depth: the middle of the answer unless stated.",
-    ),
+    *REQUEST,
     click.option("--mtp", is_flag=True, help="Load the NextN/MTP block."),
     click.option("--pin", "pins", multiple=True, help="PATTERN=SITE, for example 'blk.0.*=gpu'."),
     click.option(
@@ -94,6 +80,8 @@ _OPTIONS = (
     click.option(
         "--reserve",
         type=Size(),
+        multiple=True,
+        callback=joined,
         metavar="SIZE",
         help="To leave to others: 1024 (MiB), 1G, or CUDA0=2048,CUDA1=512.",
     ),
@@ -154,6 +142,7 @@ class SolveOptions:
     ctx_min: int | None
     kv_type: str
     ubatch: int  # or UBATCH_AUTO
+    batch: int | None
     use: str | None
     mtp: bool
     pins: tuple[str, ...]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from commands.shared.console import say
 from commands.shared.models import load_inventory, load_profile
@@ -160,7 +160,24 @@ def forks_among(profile: Profile, types: tuple[str, ...]) -> tuple[CacheType, ..
     return tuple(one for one in profile.cache_types or () if one.name in types) or None
 
 
-def workload_of(asked: SolveOptions, inventory: Inventory, profile: Profile) -> Workload:
+class Use(Protocol):
+    """What the options of a command say of the use."""
+
+    @property
+    def ctx(self) -> str: ...
+    @property
+    def kv_type(self) -> str: ...
+    @property
+    def ubatch(self) -> int: ...
+    @property
+    def batch(self) -> int | None: ...
+    @property
+    def use(self) -> str | None: ...
+    @property
+    def mtp(self) -> bool: ...
+
+
+def workload_of(asked: Use, inventory: Inventory, profile: Profile) -> Workload:
     """The workload of a command line; OptionProblem for what makes no sense."""
     from pydantic import ValidationError
 
@@ -179,7 +196,7 @@ def workload_of(asked: SolveOptions, inventory: Inventory, profile: Profile) -> 
         "type_k": type_k,
         "type_v": type_v if slash else type_k,
         "n_ubatch": asked.ubatch,
-        "n_batch": max(2048, asked.ubatch),
+        "n_batch": _batch(asked),
         "mtp": asked.mtp,
     }
     fields |= use
@@ -198,6 +215,16 @@ def workload_of(asked: SolveOptions, inventory: Inventory, profile: Profile) -> 
     if kv_problem(workload):
         raise OptionProblem("--kv-type", asked.kv_type, kv_problem(workload))
     return workload
+
+
+def _batch(asked: Use) -> int:
+    """Tokens handed over at once: as the engine has it, at least those computed at once."""
+    if asked.batch is None:
+        return max(2048, asked.ubatch)
+    if asked.batch < asked.ubatch:
+        why = f"is below -ub {asked.ubatch}, of which the engine would compute no more"
+        raise OptionProblem("--batch", str(asked.batch), why)
+    return asked.batch
 
 
 _USE = {"prompt": "prompt", "gen": "gen", "depth": "depth", "seqs": "n_seq"}

@@ -8,8 +8,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import mib, ms, out, out_json, out_table, planning, say, table, write_text
+from commands.shared.console import (
+    again,
+    mib,
+    ms,
+    next_step,
+    out,
+    out_json,
+    out_table,
+    planning,
+    say,
+    table,
+    write_text,
+)
 from commands.shared.option_types import Target, html_option
+from commands.shared.paste import TABLES
 from commands.shared.refusals import refusal_data
 from commands.solve.options import SolveOptions, solve_options
 from commands.solve.request import inputs_of
@@ -60,6 +73,22 @@ def command(
         out_json(plan.model_dump(mode="json", by_alias=True))
     else:
         show(plan)
+    _next(asked, output, bool(quants) and tensor_types is None)
+
+
+def _next(asked: SolveOptions, output: Path | None, unquantised: bool) -> None:
+    """The plan written; then tried where the model is here, else read and given to llama.cpp."""
+    if unquantised:  # a plan for a file that is not made yet
+        next_step(*again("--tensor-types", "types.txt"))
+    elif output is None:
+        next_step(*again("-o", "plan.yaml"))
+    elif asked.model.suffix in TABLES:
+        profile = ["--profile", str(asked.profile_path)] if asked.profile_path else []
+        next_step("atsplan", "explain", output, "--model", asked.model, *profile)
+        next_step("atsplan", "export", output)
+    else:
+        next_step("atsplan", "run", asked.model, "--plan", output, "-p", "Once upon a time")
+        next_step("atsplan", "export", output, "--model", asked.model)
 
 
 def _what_if(asked: SolveOptions, quants: tuple[str, ...], tensor_types: Path | None) -> tuple[Inputs, Plan]:
@@ -140,7 +169,7 @@ def _show_speed(plan: Plan) -> None:
     from planner.check.gains import gains_text
     from planner.plan.stock_rule import NOT_KEPT
 
-    speed = table("placement", "setting", "ms/token", "tokens/s", "prompt ms", "GPU memory")
+    speed = table("placement", "setting", "ms/token", "tokens/s", "prompt ms", "GPU")
     p = plan.predicted
     used = sum(d.used_bytes for d in plan.devices if d.kind != "cpu")
     speed.add_row("this plan", p.status, *_speed(p.tpot_ns, p.prefill_ns), mib(used))

@@ -10,10 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import PICTURE, mib, out_json, out_table, progress, say, table
+from commands.shared.console import (
+    PICTURE,
+    again,
+    mib,
+    next_step,
+    out_json,
+    out_table,
+    progress,
+    say,
+    table,
+    without,
+)
 from commands.shared.option_types import Target, html_option
 from commands.shared.pictures import check_name, pyplot, save
+from commands.shared.refusals import refusal_data
 from commands.shared.spellings import ask_unit, tokens
+from commands.shared.verdicts import rates
 from commands.solve.options import SolveOptions, solve_options
 from commands.solve.request import Inputs, inputs_of, workload_of
 from planner.constants import MIB, PPM
@@ -24,26 +37,37 @@ if TYPE_CHECKING:
     from planner.plan.plan import Baseline, Plan
 
 _MOST = 500  # plans in one sweep
+_OWN = ("--budget", "--budgets", "--contexts", "-c", "--ctx", "--ctx-size", "--device", "--plot", "--html")
+# Okabe-Ito colours, and what tells lines apart where colours do not.
+_LOOKS = (
+    ("#0072B2", "--", "o"),
+    ("#D55E00", "-.", "s"),
+    ("#009E73", ":", "^"),
+    ("#CC79A7", (0, (5, 1)), "v"),
+    ("#E69F00", (0, (1, 1)), "D"),
+)
 _TOKENS = re.compile(r"[0-9]{1,10}", re.ASCII)
 
 
 @dataclass(eq=False)
 class NothingFits(AnswerIsNo):
-    """No budget of a sweep is enough."""
+    """No budget of a sweep is enough; `refusal` is that of the largest, with ways out that were tried."""
 
     most_bytes: int
+    refusal: AnswerIsNo
 
     def message(self) -> str:
-        return f"nothing fits up to {mib(self.most_bytes)}: solve with that budget says what is missing"
+        return f"nothing fits up to {mib(self.most_bytes)}: {self.refusal}"
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One budget and context, and what they give; `plan` is None where nothing fits."""
+    """One budget and context, and what they give: a plan, or a refusal where nothing fits."""
 
     budget_bytes: int
     n_ctx: int
     plan: Plan | None
+    refusal: AnswerIsNo | None = None
 
     @property
     def best_stock(self) -> Baseline | None:
@@ -110,18 +134,31 @@ def command(
         if not points:
             raise
         ended = early
-    _write(inputs, swept, points, (plot, html), ended is None)
     if as_json:
         out_json([_data(point) for point in points])
     else:
         _show(points, swept.several)
+    _write(inputs, swept, points, (plot, html), ended is None)  # rows are kept whatever becomes of a picture
     if not inputs.profile.measured:
         say(f"assumed, not measured: {inputs.profile.name}")
     if ended is not None:
         say(f"{len(points)} of {len(swept.budgets) * len(swept.contexts)} plans were solved")
         raise ended
-    if all(point.plan is None for point in points):
-        raise NothingFits(points[-1].budget_bytes)
+    if (refusal := points[-1].refusal) and all(point.plan is None for point in points):
+        raise NothingFits(points[-1].budget_bytes, refusal)
+    next_step(*_to_solve(asked, swept, points))
+
+
+def _to_solve(asked: SolveOptions, swept: Range, points: Sequence[Point]) -> list[str]:
+    """The command for one of the plans: the least budget as fast as any, of the largest context that fits."""
+    largest = max(point.n_ctx for point in points if point.plan)
+    fits = {p.budget_bytes: p.plan.predicted.objective_ns for p in points if p.plan and p.n_ctx == largest}
+    least = min(size for size, ns in fits.items() if 100 * ns <= 101 * min(fits.values()))
+    budget = f"{swept.device}={least // MIB}"
+    words = without(again(), _OWN, ("--json",))
+    words[1] = "solve"
+    limits = ["--budget", f"{asked.budget},{budget}" if asked.budget else budget, "-c", str(largest)]
+    return [*words, *limits, "-o", "plan.yaml"]
 
 
 def _asked(
@@ -210,13 +247,14 @@ def _solve(inputs: Inputs, asked: SolveOptions, swept: Range, points: list[Point
             def watch(done: int, total: int, before: int = n) -> None:
                 bar.update(task, completed=before + done / max(total, 1))
 
+            # What would help is tried once, where nothing fitted: for the last of all, which has most memory.
+            last = n + 1 == len(pairs) and all(point.plan is None for point in points)
             try:
-                plan = here.plan(advise=False, watch=watch)
+                points.append(Point(size, n_ctx, here.plan(advise=last, watch=watch)))
             except OutOfTime:  # nothing is known of this budget
                 raise
-            except AnswerIsNo:
-                plan = None
-            points.append(Point(size, n_ctx, plan))
+            except AnswerIsNo as refusal:
+                points.append(Point(size, n_ctx, None, refusal))
             bar.update(task, completed=n + 1)
 
 
@@ -231,7 +269,11 @@ def _write(
     plot, page = targets
     title = f"{inputs.inventory.name} on {inputs.profile.name}, budget of {swept.device}"
     if plot is not None:
-        draw([point for point in points if point.n_ctx == swept.contexts[0]], title, plot)
+        assumed = "" if inputs.profile.measured else " (assumed machine)"
+        for_ctx = f", context {swept.contexts[0]}" if swept.several else ""
+        shown = [point for point in points if point.n_ctx == swept.contexts[0]]
+        where = f"{inputs.inventory.name} on {inputs.profile.name}{assumed}"
+        draw(shown, f"{where}\nbudget of {swept.device}{for_ctx}", plot)
     if page is None:
         return
     from commands.page.page import view_of, write_page
@@ -275,7 +317,8 @@ def _show(points: Sequence[Point], several: bool) -> None:
 
 def _data(point: Point) -> dict[str, Any]:
     if point.plan is None:
-        return {"budget_bytes": point.budget_bytes, "n_ctx": point.n_ctx, "feasible": False}
+        why = refusal_data(point.refusal) if point.refusal else {"feasible": False}
+        return {"budget_bytes": point.budget_bytes, "n_ctx": point.n_ctx, **why}
     p = point.plan.predicted
     return {
         "budget_bytes": point.budget_bytes,
@@ -294,12 +337,20 @@ def _data(point: Point) -> dict[str, Any]:
 def draw(points: Sequence[Point], title: str, path: Path) -> None:
     """Budget against tokens/s, the plan and each stock rule; the same points give the same bytes."""
     figure, axes = pyplot().subplots(figsize=(8, 4.8), layout="constrained")
-    solved = [(p.budget_bytes / 2**30, 1e9 / p.plan.predicted.tpot_ns) for p in points if p.plan]
-    for name, line in _stock_lines(points).items():
-        axes.plot(*zip(*line, strict=True), label=mathtext(name), linewidth=1.2, linestyle="--")
+    fits = [(p.budget_bytes / 2**30, p.plan.predicted) for p in points if p.plan]
+    solved = [(budget, 1e9 / predicted.tpot_ns) for budget, predicted in fits]
+    for number, (name, line) in enumerate(_stock_lines(points).items()):
+        colour, dashes, mark = _LOOKS[number % len(_LOOKS)]
+        look = {"color": colour, "linestyle": dashes, "marker": mark, "markersize": 5, "linewidth": 1.2}
+        axes.plot(*zip(*line, strict=True), label=mathtext(name), **look)
     if solved:
-        axes.plot(*zip(*solved, strict=True), label="atsplan", color="black", linewidth=2, marker=".")
-    axes.set(xlabel="budget, GiB", ylabel="predicted tokens/s", title=mathtext(title))
+        axes.plot(*zip(*solved, strict=True), label="this plan", color="black", linewidth=2, marker=".")
+        between = [rates(predicted.tpot_ns, predicted.error_ppm)[1:] for _, predicted in fits]
+        look = {"color": "black", "alpha": 0.1, "linewidth": 0, "label": "its error"}
+        axes.fill_between([at for at, _ in solved], *zip(*between, strict=True), **look)
+    axes.set(
+        xlabel="budget, GiB", ylabel="predicted tokens/s", title="\n".join(map(mathtext, title.split("\n")))
+    )
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()

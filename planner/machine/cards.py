@@ -87,4 +87,4 @@ def _plain(name: str) -> str:
     letters = "".join(letter for letter in name.lower() if letter.isalnum())
     for brand in ("nvidia", "geforce", "amd", "radeon", "intel"):
         letters = letters.removeprefix(brand)
-    return letters
+    return letters.removesuffix("gpu")  # as drivers call what is in a laptop

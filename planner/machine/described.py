@@ -2,7 +2,8 @@
 
 The rates are those that the shipped descriptions were made with. Their sources: memory of a card at 0.85 of
 the vendor's figure (an RTX 4090 copies at 918-924 of 1008 GB/s, batch-1 kernels reach less); DDR5 at 62 of 96
-(AIDA read, 9800X3D), DDR4 at 43.7 of 51.2 (arXiv 2607.10183, figure 9), many channels at half; PCIe 4 x16 at
+(AIDA read, 9800X3D), DDR4 at 43.7 of 51.2 (arXiv 2607.10183, figure 9), soldered LPDDR5 at 0.58 for the cores
+(as DDR5, with fewer prefetchers: assumed), many channels at half; PCIe 4 x16 at
 25.5/26.5 GB/s (NVIDIA/nvbandwidth#15), PCIe 5 x16 at 56.3/57.3 (tinygrad/open-gpu-kernel-modules#29), other
 widths in proportion; prompts by an RTX 4090 (10359 t/s of 8B Q4_0, ggml-org/llama.cpp#7676) or 3090 (3593 t/s
 of Q6_K, #7860), scaled by nominal FP32; Radeons by
@@ -32,10 +33,11 @@ _CUDA = ("ampere", "ada", "blackwell")
 _COPY = {3: (12.75, 13.25), 4: (25.5, 26.5), 5: (56.3, 57.3)}  # GB/s of 16 lanes, to the card and back
 _LANES = (1, 2, 4, 8, 16)
 _IN_KERNEL = 0.7  # of copies
-_DDR = {4: (43.7 / 51.2, 62.5e9), 5: (62 / 96, 100e9)}  # share of nominal, FLOP/s of a core
+# Share of nominal, FLOP/s of a core. A channel has 64 bits, of soldered memory too.
+_DDR = {"DDR4": (43.7 / 51.2, 62.5e9), "DDR5": (62 / 96, 100e9), "LPDDR5": (0.58, 100e9)}
 _MANY_CHANNELS = 4  # above: a server
 _SERVER_SHARE = 0.5
-_MEMORY = re.compile(r"ddr([45])-([0-9]{4,5})(?:x([0-9]{1,2}))?", re.ASCII | re.IGNORECASE)
+_MEMORY = re.compile(r"(ddr[45]|lpddr5)(x?)-([0-9]{4,5})(?:x([0-9]{1,2}))?", re.ASCII | re.IGNORECASE)
 _PCIE = re.compile(r"([345])(?:\.0)?x([0-9]{1,2})", re.ASCII | re.IGNORECASE)
 _MOST_CORES = 512
 # A small operator in a CUDA graph, of fast cards and others: what Qwen3-30B-A3B on an RTX 4090 (261 tokens/s,
@@ -61,10 +63,10 @@ def described(parts: Parts) -> Profile:
     """The assumed profile of a machine; OptionProblem for a memory or slot that is none."""
     kind, rate, channels = _memory(parts.memory)
     card = parts.card
-    host = _host(parts, kind, rate, channels)
+    memory = f"{kind}-{rate} x{channels}"
+    host = _host(parts, kind, rate, channels, memory)
     gpu = _gpu(card, parts.vram_bytes) if card else None
     generation, lanes = _slot(card, parts.pcie) if card else (0, 0)
-    memory = f"DDR{kind}-{rate} x{channels}"
     slot = f"PCIe {generation} x{lanes}"
     what = f"{card.name}, {parts.vram_bytes / _GIB:g} GiB, {slot}" if card else "no GPU"
     words = [card.name, f"{parts.vram_bytes / _GIB:g}gib", slot] if card else ["cpu-only"]
@@ -100,12 +102,14 @@ def _sources(card: Card | None) -> str:
     )
 
 
-def _memory(text: str) -> tuple[int, int, int]:
-    """Generation, MT/s and channels."""
+def _memory(text: str) -> tuple[str, int, int]:
+    """Kind (DDR5, LPDDR5X), MT/s and channels of 64 bits."""
     match = _MEMORY.fullmatch(text.replace(" ", ""))
-    if match is None or not 1 <= int(match[3] or 2) <= 24:
-        raise OptionProblem("--memory", text, "expected ddr5-6000, or with channels ddr5-4800x12")
-    return int(match[1]), int(match[2]), int(match[3] or 2)
+    soldered = match is not None and match[1].lower() == "lpddr5"
+    if match is None or not 1 <= int(match[4] or 2) <= 24 or (match[2] and not soldered):
+        known = "expected ddr5-6000, lpddr5x-7500, or with channels of 64 bits ddr5-4800x12"
+        raise OptionProblem("--memory", text, known)
+    return f"{match[1]}{match[2]}".upper(), int(match[3]), int(match[4] or 2)
 
 
 def _slot(card: Card, text: str) -> tuple[int, int]:
@@ -121,17 +125,17 @@ def _slot(card: Card, text: str) -> tuple[int, int]:
     return min(g for g, _ in found), min(n for _, n in found)
 
 
-def _host(parts: Parts, kind: int, rate: int, channels: int) -> Device:
+def _host(parts: Parts, kind: str, rate: int, channels: int, memory: str) -> Device:
     if not 1 <= parts.cores <= _MOST_CORES:
         raise OptionProblem("--cpu", str(parts.cores), "expected the number of cores")
-    share, per_core = _DDR[kind]
+    share, per_core = _DDR[kind.removesuffix("X")]
     if channels > _MANY_CHANNELS:
         share = _SERVER_SHARE
     kept = (6 if parts.ram_bytes <= 128 * _GIB else 16) * _GIB
     return Device(
         name="CPU",
         kind="cpu",
-        description=f"{parts.cores} cores, DDR{kind}-{rate} x{channels}",
+        description=f"{parts.cores} cores, {memory}",
         memory_bytes=parts.ram_bytes,
         free_bytes=max(parts.ram_bytes - kept, 0),
         bandwidth_bytes_per_s=_tenth(rate * 8 * channels * share / 1000),

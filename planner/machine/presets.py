@@ -23,8 +23,19 @@ class UnknownMachine(InputError):
     def message(self) -> str:
         near = similar_names(self.name, self.known)
         named = f"no machine named {self.name}; there are {', '.join(near or self.known)}"
-        parts = "--gpu 'RTX 4070' --ram 64GiB --memory ddr5-6000 --cpu 8"
+        parts = f"{_gpu_option(self.name)} --ram 64GiB --memory ddr5-6000 --cpu 8"
         return f"{named}; another is described by its parts: atsplan machines {parts} -o profile.yaml"
+
+
+def _gpu_option(name: str) -> str:
+    """The card that somebody named in the place of a machine, else an example."""
+    from planner.machine.cards import UnknownCard, find
+
+    try:
+        card = find(name)
+    except UnknownCard:
+        return "--gpu 'RTX 4070'"
+    return f"--gpu '{card.name}'" + ("" if card.pcie else " --pcie 4x16")
 
 
 def similar_names(name: str, known: Sequence[str], most: int = 4) -> tuple[str, ...]:
