@@ -37,7 +37,8 @@ _MAC = re.compile(
 _ONE_MEMORY = re.compile(
     r"\b(phone|iphone|ipad|tablet|android|snapdragon|adreno|mali|exynos|dimensity|mediatek|kirin|pixel|"
     r"galaxy|apu|unified|integrated|[ai]gpu|strix|ryzen ai|steam deck|van gogh|"
-    r"radeon(\(tm\))? ([6-8][0-9]0m|80[4-6]0s)|(vega|u?hd|iris( xe)?|arc(\(tm\))?) graphics|arc 1[0-9]0[tv]|"
+    r"radeon ([6-8][0-9]0m|80[4-6]0s)|(radeon|vega( [0-9]+)?|u?hd|iris( xe| plus)?|arc) graphics|"
+    r"arc 1[0-9]0[tv]|"
     r"(lunar|meteor|arrow|panther) lake|jetson|orin|tegra|thor|gb10|dgx spark|raspberry|rk35[0-9]{2})\b",
     re.IGNORECASE,
 )
@@ -47,6 +48,7 @@ _CARD = re.compile(
     r"mi[0-9]{2,3}x?|[ahv]100|h200|b[23]00|l40s?|a[3-6]0(00)?)\b",
     re.IGNORECASE,
 )
+_MARKS = re.compile(r"\((r|c|tm)\)", re.IGNORECASE)  # which drivers write into names, and people leave out
 _NO_CARD = 300 * 2**30  # more than the largest card has: what states it states the memory of a machine
 
 
@@ -212,9 +214,10 @@ def shared_by(device: Device, profile: Profile) -> str:
         return MACOS
     if device.kind == "igpu":
         return UNIFIED
-    if profile.measured or _CARD.search(device.description):
+    name = _MARKS.sub("", device.description)
+    if profile.measured or _CARD.search(name):
         return ""
-    if _MAC.search(device.description):
+    if _MAC.search(name):
         return MACOS
-    one = _ONE_MEMORY.search(device.description) or device.memory_bytes > _NO_CARD
+    one = _ONE_MEMORY.search(name) or device.memory_bytes > _NO_CARD
     return UNIFIED if one else ""
