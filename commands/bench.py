@@ -218,7 +218,8 @@ def _lengths(text: str, tokens: int, job: Job) -> tuple[int, ...]:
 def _show(results: list[Result], comparisons: list[Comparison]) -> None:
     from runtime.bench.measure import summary
 
-    made = table("contender", "setting", "device memory", "prompt", "prefill t/s", "ms/token", "tokens/s")
+    heads = ("contender", "setting", "device", "prompt", "prefill t/s", "ms/token", "from–to", "tokens/s")
+    made = table(*heads)
     for result in results:
         memory = sum(sizes.total for name, sizes in result.memory.items() if name != CPU)
         for prompt in sorted(result.decode):
@@ -230,7 +231,8 @@ def _show(results: list[Result], comparisons: list[Comparison]) -> None:
                 mib(memory),
                 str(prompt),
                 f"{prompt * 1e9 / prefill.median:.0f}",
-                f"{decode.median / 1e6:.2f} [{decode.low / 1e6:.2f}, {decode.high / 1e6:.2f}]",
+                f"{decode.median / 1e6:.2f}",
+                f"{decode.low / 1e6:.2f}–{decode.high / 1e6:.2f}",
                 f"{1e9 / decode.median:.1f}",
             )
     out_table(made)
@@ -264,7 +266,18 @@ def _write_page(path: Path, job: Job, results: list[Result]) -> None:
                 measured.setdefault(prompt, []).append(Bar(name, setting, *rates, said, index == 0))
     view = view_of(job.plan, job.file.inventory, job.path)
     shown = tuple((f"{prompt} tokens", tuple(found)) for prompt, found in measured.items())
-    write_page(path, plan_page(replace(view, measured=shown)))
+    write_page(path, plan_page(replace(view, measured=shown, facts=(*_where(job), *view.facts))))
+
+
+def _where(job: Job) -> tuple[str, ...]:
+    """Where it was measured, unless that is the machine that the prediction is for."""
+    if not (job.mapped or job.elsewhere):
+        return ()
+    maps = f" with {', '.join(f'{of} as {here}' for of, here in job.mapped.items())}" if job.mapped else ""
+    return (
+        f"Measured on another machine{maps}: what is predicted is for {job.plan.machine.name}, "
+        "and not to be compared with what was measured.",
+    )
 
 
 def _ratio(each: Interval) -> str:

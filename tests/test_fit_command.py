@@ -173,6 +173,13 @@ def test_bad_questions_are_one_line(words: tuple[str, ...], said: str) -> None:
     assert len(found.stderr.splitlines()) == 1
 
 
+def test_what_lies_elsewhere_is_read_by_fit_alone() -> None:
+    for where in ("hf:owner/repo/file.gguf", "https://example.org/file.gguf"):
+        for command in (("solve", where, "--machine", "rtx4090-ddr5"), ("inventory", where)):
+            found = run(*command)
+            assert found.exit_code == 2 and "lies elsewhere, which only fit reads: download" in found.stderr
+
+
 def test_a_wrong_file_is_told_before_the_machine_is_asked_for(tmp_path: Path) -> None:
     found = run("fit", tmp_path / "none.gguf")
     assert found.exit_code == 2 and found.stderr.endswith("none.gguf: no such file\n")

@@ -21,6 +21,7 @@ from sample_plan import sample_plan
 from small_plans import plan_for
 
 from atsplan import main
+from commands.page.curve_figure import _scale
 from commands.page.elements import FIRST_LINES
 from commands.page.page import View, plan_page
 from commands.page.words import WORDS
@@ -246,6 +247,13 @@ def test_the_parser_of_a_browser_finds_the_same_elements_whatever_the_name(brows
     page.close()
 
 
+# Numbers of an axis that their drawing cuts off.
+_CUT = """() => [...document.querySelectorAll("text.axis")].filter(text => {
+  const own = text.getBoundingClientRect(), all = text.ownerSVGElement.getBoundingClientRect();
+  return own.width > 0 && (own.left < all.left - 0.5 || own.right > all.right + 0.5);
+}).map(text => text.textContent)"""
+
+
 @pytest.mark.parametrize("name", ["plan", "sweep", "hostile", "fit", "bench"])
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (360, "dark")])
 def test_it_is_drawn_without_complaint(
@@ -256,6 +264,7 @@ def test_it_is_drawn_without_complaint(
     page = seen.page
     assert (seen.heard, seen.asked) == ([], [path.as_uri()])
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(_CUT) == []
     cells = page.locator(".map:visible .cell rect:not(.frame)")
     assert cells.count() > 1 and (cells.first.bounding_box() or {"width": 0})["width"] > 5
     back = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -295,6 +304,8 @@ def test_a_bench_shows_what_was_measured_and_a_fit_what_each_lever_brings(
     widths = [(rect.bounding_box() or {"width": 0})["width"] for rect in card.locator("rect.bar").all()]
     assert min(rates) > 0 and widths[0] / widths[1] == pytest.approx(rates[0] / rates[1], rel=0.05)
     assert "samples, 95 % interval" in card.inner_text()
+    where = page.locator("header").inner_text()
+    assert "Measured on another machine with CUDA0 as CPU" in where and "not to be compared" in where
     page.close()
     page = Watched(browser, pages / "fit.html").page
     card = page.locator("section", has=page.locator("h2", has_text="Which lever brings what"))
@@ -302,6 +313,12 @@ def test_a_bench_shows_what_was_measured_and_a_fit_what_each_lever_brings(
     assert levers[:2] == ["placement", "lanes"] and "costs" in card.inner_text()
     assert "all rows move together" in page.locator("main").inner_text()
     page.close()
+
+
+@pytest.mark.parametrize("most", [0.4, 1, 9.9, 72, 100, 101, 1540])
+def test_a_scale_ends_above_everything_drawn_on_it(most: float) -> None:
+    ticks = _scale(most)
+    assert ticks[0] == 0 and ticks[-1] >= most > ticks[-1] / 2 and 2 <= len(ticks) <= 8
 
 
 def test_sliders_show_the_point_that_was_solved(browser: Browser, pages: Path) -> None:

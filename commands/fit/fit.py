@@ -13,7 +13,7 @@ from commands.fit.levers import Lever, lever_bars, levers, most
 from commands.fit.use import Use, use_options
 from commands.shared.console import mib, out, out_json, out_table, out_text, progress, say, table
 from commands.shared.machine_options import Described, machine_parts, profile_of, with_found, words_of
-from commands.shared.models import load_inventory
+from commands.shared.models import ELSEWHERE, load_inventory
 from commands.shared.option_types import html_option
 from commands.shared.paste import known_by, pasted
 from commands.shared.refusals import refusal_data
@@ -45,7 +45,7 @@ class Model(click.ParamType[Any]):
     name = "model"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if str(value).startswith(("hf:", "https:", "http:")):
+        if str(value).startswith(ELSEWHERE):
             from commands.fit.remote import reference
 
             return reference(str(value)) or Path(str(value))

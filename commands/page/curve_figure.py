@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from commands.page.elements import Node, element, percent
 
 _HEIGHT, _TOP, _FOOT = 240, 12, 26
-_LEFT, _RIGHT = 0.07, 0.97
+_LEFT, _RIGHT = 0.11, 0.97
 _TICKS = 5
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.shared.console import read_text, say
-from planner.errors import OptionProblem
+from planner.errors import FileProblem, OptionProblem
 
 if TYPE_CHECKING:
     from planner.machine.profile import Profile
     from planner.model.inventory import Inventory
     from planner.plan.plan import Plan
 
+ELSEWHERE = ("hf:", "https:", "http:")
 _WHICH = "say for which machine: a measured profile, or one of those of atsplan machines"
 
 
@@ -25,6 +26,8 @@ def load_inventory(path: Path, *, planned: bool = False) -> Inventory:
     from planner.model.nextn import check_not_alone
     from planner.model.validity import check_loadable, load_faults
 
+    if str(path).startswith(ELSEWHERE) and not path.exists():
+        raise FileProblem(str(path), "lies elsewhere, which only fit reads: download it for this command")
     told: tuple[str, ...] = ()
     if path.suffix in {".yaml", ".yml"}:
         from planner.model.inventory import from_text
