@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from engines import ROOT
 
 from planner.drafts.acceptance import Step
 from planner.drafts.length import EVERY, MOST, DraftLength, bounds, time_of
@@ -63,6 +64,22 @@ def test_better_than_any_fixed_length_where_acceptance_changes(name: str, costs:
     right, step_ns = LOGS[name], COSTS[costs]
     base = planned(right, step_ns)
     assert following(right, base, step_ns).speed > best_fixed(right, step_ns)[1].speed
+
+
+@pytest.mark.parametrize("costs", COSTS)
+def test_near_the_best_fixed_length_on_the_log_of_a_server(costs: str) -> None:
+    """Twenty requests (tests/data/drafts-tiny-moe.txt): each by itself, and as one long text."""
+    lines = (ROOT / "tests" / "data" / "drafts-tiny-moe.txt").read_text().splitlines()
+    counts = [[pair.split("/") for pair in line.split()] for line in lines if not line.startswith("#")]
+    each = [right_of(Step(int(n), int(accepted)) for accepted, n in steps) for steps in counts]
+    whole = tuple(right for text in each for right in text)
+    step_ns = COSTS[costs]
+    base = planned(whole, step_ns)
+    _, best = best_fixed(whole, step_ns)
+    assert len(each) == 20 and following(whole, base, step_ns).speed >= best.speed * 95 / 100
+    apart = sum(following(text, base, step_ns).time_ns for text in each)
+    of_best = min(sum(fixed(text, n, step_ns).time_ns for text in each) for n in range(MOST + 1))
+    assert of_best >= apart * 95 / 100
 
 
 def test_shares_alone_overshoot_where_a_longer_batch_is_dear() -> None:
