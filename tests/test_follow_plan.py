@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -223,6 +224,19 @@ def test_a_file_is_read_when_nobody_is_writing_it(plan: Plan, tmp_path: Path) ->
     assert said[0].startswith(f"{path}: ") and said[1] == f"note: {path}: is no plan"
     assert "\nresident 0 16 5,6,7,8,9\n" in orders.read_text()
     assert orders.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_plan_out_of_a_pipe_is_not_read_again(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    said: list[str] = []
+
+    def read() -> Plan:
+        raise AssertionError
+
+    served = Served(MODEL, plan, path, Orders({}, LaneFiles({})), read)
+    with following_file(served, said.append, every_s=0.01):
+        assert not until(lambda: bool(said), 0.2)
 
 
 def test_a_device_that_refuses_or_is_silent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

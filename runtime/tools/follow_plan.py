@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,9 +94,9 @@ def _take(
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Which file lies there and when it was written; None for none."""
+    """Which file lies there and when it was written; None for none, and for a pipe, which is read once."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
