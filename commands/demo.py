@@ -51,15 +51,16 @@ MOE = Walk(
 )
 TOKENS = 24
 LARGER = "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"  # a model's tensors, without its weights
+ROUTING = "Qwen3-30B-A3B.heat.csv"  # how often it uses each expert, as published
 CARD = "rtx3060-12gb-ddr4"
 _DIGEST = ".sha256"  # of the fetched model, in a file beside it
 
 
-def larger_model() -> Path:
-    """The table of the larger model: beside this file in a wheel, among the inputs of plans in a checkout."""
+def packed(name: str) -> Path:
+    """An input of plans, by name: beside this file in a wheel, in its folder in a checkout."""
     here = Path(__file__)
-    packed = here.with_name(LARGER)
-    return packed if packed.exists() else here.parent.parent / "plans" / "inputs" / LARGER
+    beside = here.with_name(name)
+    return beside if beside.exists() else here.parent.parent / "plans" / "inputs" / name
 
 
 @dataclass(eq=False)
@@ -98,18 +99,26 @@ def command(folder: Path, small: bool, engine: str | None, seconds: float) -> No
 
 
 def _where_it_wins(folder: Path) -> None:
-    """A model larger than its card, only planned: there lanes are faster than every stock rule."""
-    from commands.shared.console import write_text
+    """A model larger than its card, only planned: what lanes gain over every stock rule, and why."""
+    from commands.shared.console import read_text, write_text
+    from commands.shared.verdicts import gain
+    from planner.plan.plan import from_text
 
     out("")
     out(f"==== Qwen3-30B-A3B on {CARD}: planned, not run ====")
-    write_text(folder / LARGER, larger_model().read_text(encoding="utf-8"))
-    _Steps(folder)("fit", LARGER, "--machine", CARD, "-c", "16k", "--html", "fit.html")
-    say("Placement alone picks whole layers, as --n-cpu-moe does: it gains nothing that could be measured.")
-    say(
-        "Lanes are the gain (solve --hybrid): slots of the card hold a part of every layer's experts, and the"
+    for name in (LARGER, ROUTING):
+        write_text(folder / name, packed(name).read_text(encoding="utf-8"))
+    step, asked = _Steps(folder), ("--machine", CARD, "-c", "16k", "--heat", ROUTING)
+    step("fit", LARGER, *asked, "--html", "fit.html")
+    step("solve", LARGER, *asked, "--no-stripes", "-o", "layers.yaml")
+    step("solve", LARGER, *asked, "--hybrid", "-o", "lanes.yaml")
+    whole, lanes = (
+        from_text(read_text(folder / f"{name}.yaml"), f"{name}.yaml") for name in ("layers", "lanes")
     )
-    say("CPU and the bus serve the others at the same time. Predicted for a described machine.")
+    say(f"Whole layers, as --n-cpu-moe places them: {gain(whole)}.")
+    say(f"Lanes: {gain(lanes)}.")
+    say("Why: slots of the card hold the most used experts of every layer, which serve most of a token, and")
+    say("the CPU and the bus serve the others at the same time. Predicted for a described machine.")
 
 
 def _folder(path: Path) -> Path:

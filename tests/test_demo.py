@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from engines import ROOT
 
-from commands.demo import LARGER, larger_model, write_moe
+from commands.demo import LARGER, ROUTING, _where_it_wins, packed, write_moe
 from profiler.synth.synth import SynthSpec, write
 from runtime.verify.same_logits import same_logits
 
@@ -52,5 +54,18 @@ def test_equal_weights_give_equal_bits_and_others_do_not(tmp_path: Path, dense_m
     assert differs.largest > 0.1
 
 
-def test_the_larger_model_is_the_one_of_the_plans() -> None:
-    assert larger_model().samefile(ROOT / "plans" / "inputs" / LARGER)
+def test_what_is_packed_is_that_of_the_plans() -> None:
+    for name in (LARGER, ROUTING):
+        assert packed(name).samefile(ROOT / "plans" / "inputs" / name)
+
+
+def test_it_ends_with_a_case_in_which_the_plan_wins(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By so much that it is told from the best stock rule in spite of the predictions' error."""
+    _where_it_wins(tmp_path)
+    told = capfd.readouterr().err
+    line = next(text for text in told.splitlines() if text.startswith("Lanes: "))
+    factor = re.search(r"a request (\d\.\d\d)x as fast as by the best stock rule\.", line)
+    assert factor and float(factor[1]) >= 1.3, line
+    assert "Whole layers, as --n-cpu-moe places them: the plan " in told and "Why: slots" in told

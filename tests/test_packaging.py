@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from engines import ROOT
 
-from commands.demo import LARGER
+from commands.demo import LARGER, ROUTING
 
 PACKAGES = ("commands", "planner", "profiler", "rewriter", "runtime")
 FILES = ("atsplan.py", "pyproject.toml", "README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", ".gitignore")
-INPUT = f"plans/inputs/{LARGER}"  # read from there in a checkout
+PACKED = (LARGER, ROUTING)
+INPUTS = tuple(f"plans/inputs/{name}" for name in PACKED)  # read from there in a checkout
 MOST_BYTES = 1_500_000  # of either, without a prebuilt library
 
 
@@ -27,8 +28,8 @@ def built(folder: Path, stamp: int) -> dict[str, bytes]:
     source.mkdir(parents=True)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
-    (source / INPUT).parent.mkdir(parents=True)
-    for name in (*FILES, INPUT):
+    (source / "plans" / "inputs").mkdir(parents=True)
+    for name in (*FILES, *INPUTS):
         shutil.copy(ROOT / name, source / name)
     for path in source.rglob("*"):
         os.utime(path, (stamp, stamp))
@@ -57,7 +58,8 @@ def test_two_builds_are_the_same_and_small(archives: Path) -> None:
 def test_the_wheel_holds_what_the_program_reads(archives: Path) -> None:
     with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
-        assert wheel.read(f"commands/{LARGER}") == (ROOT / INPUT).read_bytes()
+        for name, source in zip(PACKED, INPUTS, strict=True):
+            assert wheel.read(f"commands/{name}") == (ROOT / source).read_bytes()
     kept = {name for name in names if ".dist-info/" not in name}
     known = {
         path.relative_to(ROOT).as_posix()
@@ -65,14 +67,14 @@ def test_the_wheel_holds_what_the_program_reads(archives: Path) -> None:
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and "prebuilt" not in path.parts
     }
-    assert kept == known | {"atsplan.py", f"commands/{LARGER}"}
+    assert kept == known | {"atsplan.py", *(f"commands/{name}" for name in PACKED)}
     assert {"commands/page/page.css", "planner/machine/cards.yaml", "planner/py.typed"} <= kept
 
 
 def test_the_demo_finds_its_model_in_a_wheel(archives: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path)
-    code = "from commands import demo; print(demo.larger_model().resolve())"
+    code = "from commands import demo; print(demo.packed(demo.LARGER).resolve())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -84,4 +86,4 @@ def test_a_wheel_can_be_made_from_the_sdist(archives: Path) -> None:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"pyproject.toml", "LICENSE", "CHANGELOG.md", "atsplan.py"} <= names
     outside = {name for name in names if name.startswith(("tests/", "plans/", "benchmarks/"))}
-    assert outside == {INPUT}
+    assert outside == set(INPUTS)
