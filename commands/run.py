@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.check.smoke_test import smoke as prove
-from commands.shared.console import ms, next_step, out, out_json, out_piece, say, write_text
+from commands.shared.console import loading, ms, next_step, out, out_json, out_piece, say, write_text
 from commands.shared.heat_files import seeded
 from commands.shared.option_types import Number, Target
 from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
@@ -93,17 +93,19 @@ def command(
     heard: list[str] = []
     sampling = Sampling(temperature=temp, seed=seed)
     ask = Ask(_prompt(prompt), tokens, sampling, stop, chat=not raw, ignore_end=ignore_eos)
-    outcome = work(
-        engine,
-        llama_h,
-        job.path,
-        replace(job.spec, rollback=guesser.spec.rollback if guesser else 0),
-        [ask],
-        None if no_check else job.checks(),
-        on_text=heard.append if as_json else out_piece,
-        on_note=say,
-        draft=guesser,
-    )
+    with loading(job.file.inventory.size_bytes) as loaded:
+        outcome = work(
+            engine,
+            llama_h,
+            job.path,
+            replace(job.spec, rollback=guesser.spec.rollback if guesser else 0),
+            [ask],
+            None if no_check else job.checks(),
+            on_text=heard.append if as_json else out_piece,
+            on_note=say,
+            on_loaded=loaded,
+            draft=guesser,
+        )
     if prometheus is not None:
         write_text(prometheus, _figures(job, outcome))
         say(f"wrote {prometheus}")

@@ -191,6 +191,18 @@ def test_measured_gains_are_those_of_the_results() -> None:
     assert more in readme and more in measured
 
 
+def test_what_slots_bring_with_and_without_routing_is_what_the_readme_says() -> None:
+    """For the machine and the model of its first example, by the lever that fit shows."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command = next(e.command for e in examples(readme) if e.command.startswith("atsplan fit"))
+    told = []
+    for asked in (command, re.sub(r"--heat \S+ ", "", command)):
+        done = run(Example(0, f"{asked} --json 2>/dev/null", 0, ()), ROOT)
+        lanes = next(lever for lever in json.loads(done.stdout)["levers"] if lever["name"] == "lanes")
+        told.append(lanes["before_ns"] / lanes["after_ns"])
+    assert f"(`--heat`): {told[0]:.2f}×,\nwithout them {told[1]:.2f}×" in readme
+
+
 def test_loads_and_what_was_tried_are_those_of_the_results() -> None:
     """Loading since memory is locked meanwhile, the cell that is left out, the change that was taken out."""
     results = ROOT / "benchmarks" / "results"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
 import resource
 import signal
@@ -59,6 +62,26 @@ def test_text_on_stdout_and_speed_beside_the_prediction_on_stderr(
     assert result.exit_code == 0, result.output
     assert result.stdout.endswith("\n")
     assert "tokens/s; the plan's times are for none, not for this machine" in result.stderr
+
+
+def test_a_load_is_seen_where_somebody_watches_and_goes_before_the_text(
+    moe_model: Path, plan_path: Path
+) -> None:
+    """On a terminal of its own; a bar that comes at once, as after a second of work."""
+    shown = "from commands.shared import console; console._SHOWN_AFTER_S = 0.0"
+    at_once = f"{shown}; import atsplan; atsplan.main()"
+    words = ["run", str(moe_model), "--plan", str(plan_path), *HERE, "-p", "a", "-n", "4", "--raw"]
+    watcher, theirs = pty.openpty()
+    child = [sys.executable, "-c", at_once, *words]
+    with subprocess.Popen(child, stdout=subprocess.PIPE, stderr=theirs, cwd=ROOT) as done:
+        os.close(theirs)
+        told = b""
+        with contextlib.suppress(OSError):  # nobody writes to it any more
+            while piece := os.read(watcher, 4096):
+                told += piece
+    os.close(watcher)
+    assert done.returncode == 0 and re.search(rb"loading .*\d MiB", told), told
+    assert b"loading" not in told[told.index(b"prompt: ") :]
 
 
 def test_json(run: Run, moe_model: Path, plan_path: Path) -> None:

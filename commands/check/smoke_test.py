@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.shared.console import out, say
+from commands.shared.console import loading, out, say
 from planner.errors import MachineError
 from planner.machine.host_memory import OFFLOAD_BATCH
 
@@ -45,7 +45,8 @@ def smoke(
     asks = [Ask(text(n), _MADE, ignore_end=True, silent=True, cut=n) for n in lengths]
     try:
         spec = replace(job.spec, rollback=guesses)
-        outcome = work(engine, llama_h, job.path, spec, asks, job.checks(), on_note=say, draft=draft)
+        with loading(job.file.inventory.size_bytes):
+            outcome = work(engine, llama_h, job.path, spec, asks, job.checks(), on_note=say, draft=draft)
     except MachineError as problem:
         raise SmokeFailed(str(plan_path), str(problem)) from None
     for timings in outcome.timings:

@@ -205,6 +205,14 @@ def planning(
         yield watch
 
 
+@contextlib.contextmanager
+def loading(size_bytes: int) -> Iterator[Callable[[], None]]:
+    """A bar while a model of that size loads; what is yielded takes it away, before a text is written."""
+    with contextlib.ExitStack() as shown:
+        shown.enter_context(progress()).add_task("loading", total=None, rate=mib(size_bytes))
+        yield shown.close
+
+
 def mib(size_bytes: int) -> str:
     """Bytes as MiB with thin grouping: `12 606 MiB`."""
     return f"{size_bytes / 2**20:,.0f} MiB".replace(",", " ")
