@@ -72,14 +72,25 @@ def test_what_is_loaded_is_what_was_planned(gdn_model: Path, vulkan_engine: Path
         assert memory[use.name]["context"] == use.kv_bytes + use.state_bytes
 
 
-@pytest.mark.parametrize("factor", [0, 2])
 def test_a_figure_that_the_engine_does_not_confirm(
-    gdn_model: Path, vulkan_engine: Path, solved: Path, factor: int
+    gdn_model: Path, vulkan_engine: Path, solved: Path
 ) -> None:
-    edit(solved, "Vulkan0", weights_bytes=lambda size: factor * size)
+    """Nothing in a plan contradicts the size of its compute buffers: the engine's dry run does."""
+    plan = from_text(solved.read_text(), "plan")
+    batches = plan.workload.model_copy(update={"n_batch": 2048, "n_ubatch": 2048, "n_ctx": 2048})
+    solved.write_text(to_text(plan.model_copy(update={"workload": batches})))
+    edit(solved, "Vulkan0", compute_bytes=lambda size: 0, kv_bytes=lambda size: 4 * size)
     line = one_line(call("run", gdn_model, "--plan", solved, "--engine", vulkan_engine, "-p", "a"), 3)
-    for part in ("Vulkan0: weights: the engine would hold", "the plan says", "solve it again"):
+    for part in ("Vulkan0: compute buffers: the engine would hold", "the plan says", "solve it again"):
         assert part in line
+
+
+@pytest.mark.parametrize("factor", [0, 2])
+def test_a_figure_that_the_plan_itself_contradicts(gdn_model: Path, solved: Path, factor: int) -> None:
+    """Before any engine is asked."""
+    edit(solved, "Vulkan0", weights_bytes=lambda size: factor * size)
+    line = one_line(call("run", gdn_model, "--plan", solved, "-p", "a"), 2)
+    assert "Vulkan0: weights of" in line and "its units hold" in line
 
 
 def use_of(**sizes: int) -> DeviceUse:
