@@ -6,16 +6,20 @@ import itertools
 from dataclasses import replace
 
 import chain_dp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import brute_force, random_problem, with_budget
 
 from planner.solver import counting, frontier
+from planner.solver.capacities import binding
 from planner.solver.counting import parts
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Capacity, Decision, Edge, Option, Problem, Share, Solution
+from planner.solver.relaxation import LEAST, Relaxation
 from planner.solver.solve import Solved, any_placement, price_of, solve, solve_cp
+from planner.solver.stages import stages_of
 from planner.solver.totals import Totals
 
 SEEDS = st.integers(min_value=0, max_value=2**40)
@@ -152,6 +156,29 @@ def test_the_frontier_proves_what_it_says(seed: int) -> None:
         assert (found.objective_ns if found.solution else None) == best
     elif best is not None:
         assert found.bound_ns <= best
+
+
+@many(200)
+@given(SEEDS)
+def test_no_multiplier_bounds_better_than_the_one_found(seed: int) -> None:
+    problem = random_problem(seed, length=6, gpus=1, limit_host=False)
+    memories = binding(problem)
+    if len(memories) != 1:
+        return
+    ports = sorted({(o.entry, o.exit) for _, _, o in problem.all_options()})
+    stages = stages_of(problem, memories, ports, limit_turns=False)
+    allowed = [np.ones(len(d.options), dtype=bool) for d in problem.decisions]
+    capacity = np.array([memories[0].capacity])
+    relaxed = Relaxation(stages, allowed, ports, len(problem.devices), 0, capacity)
+    grid = [0.0, *(10 ** (n / 8) for n in range(-72, 73))]
+    near = grid[seed % len(grid)] or LEAST
+    top = relaxed.top(near)
+    if top.fits is None:  # the dual has no end
+        assert relaxed.walk(relaxed.bound(np.array([1e9]))).memory[0] > capacity[0]
+        return
+    best = relaxed.bound(np.array([top.multiplier])).value
+    assert all(relaxed.bound(np.array([each])).value <= best + 1e-6 * abs(best) for each in grid)
+    assert top.fits.memory[0] <= capacity[0] and best <= top.fits.cost * (1 + 1e-9)
 
 
 @many(300)

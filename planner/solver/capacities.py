@@ -92,6 +92,11 @@ def with_modes(problem: Problem, within: list[Bools], modes: tuple[int, ...]) ->
             fixed += problem.price(mixed.decode_ns, mixed.prefill_ns)
             continue
         unwanted = problem.on_host if mode == 0 else problem.off_host
+        left: dict[tuple[int, bytes], Bools] = {}  # many decisions have the same options
         for i in mixed.decisions:
-            allowed[i] = allowed[i] & ~np.array([unwanted(mixed, o) for o in problem.decisions[i].options])
+            options = problem.decisions[i].options
+            key = id(options), allowed[i].tobytes()
+            if key not in left:
+                left[key] = allowed[i] & ~np.array([unwanted(mixed, o) for o in options])
+            allowed[i] = left[key]
     return allowed, fixed

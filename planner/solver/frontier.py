@@ -21,7 +21,7 @@ import numpy as np
 from planner.solver.capacities import Bools, Floats, binding, grain_of, share_memory, share_sets, with_modes
 from planner.solver.labels import NEVER, Ints, Labels, joined, pareto
 from planner.solver.problem import Problem, Solution
-from planner.solver.relaxation import Bound, Relaxation
+from planner.solver.relaxation import LEAST, Bound, Relaxation
 from planner.solver.stages import FORBIDDEN, stages_of
 
 BEAM = 2_000  # labels of the first, unproven pass
@@ -121,6 +121,7 @@ class _Search:
         self.stages = stages_of(problem, self.memories, self.ports, limit_turns=limit_runs)
         self.best, self.best_ns = incumbent, incumbent_ns
         self.grain = grain_of(problem)
+        self.near = LEAST  # the multiplier of the last scenario, near that of the next
         self.work, self.most = (WORK, MOST) if len(self.memories) < 2 else (WORK_MANY, MOST_MANY)
 
     def run(self) -> Found:
@@ -156,11 +157,12 @@ class _Search:
         if self._beaten(best.value):
             return self._up(best.value), True
         bounds = [best, *(scenario.relaxed.bound(best.multipliers * f) for f in (0.7, 1.4))]
-        self._labels(scenario, bounds, BEAM)
-        if self._beaten(best.value):
-            return self._up(best.value), True
-        if self._labels(scenario, bounds, self.most):
-            return self.best_ns, True
+        for most in (BEAM, self.most):
+            complete = self._labels(scenario, bounds, most)
+            if self._beaten(best.value):
+                return self._up(best.value), True
+            if complete:
+                return self.best_ns, True
         return self._up(best.value), False
 
     def _scenarios(self) -> Iterator[Scenario]:
@@ -186,7 +188,7 @@ class _Search:
         return Relaxation(self.stages, allowed, self.ports, devices, fixed_ns, capacity)
 
     def _multipliers(self, scenario: Scenario) -> Floats:
-        """Near-optimal multipliers: by bisection of the slope for one memory, else by subgradients."""
+        """Near-optimal multipliers: of one memory where its dual is highest, else by subgradients."""
         if not len(scenario.capacity):
             return np.zeros(0)
         if len(scenario.capacity) == 1:
@@ -194,19 +196,13 @@ class _Search:
         return self._many_multipliers(scenario)
 
     def _one_multiplier(self, scenario: Scenario) -> Floats:
-        low, high = 0.0, 1e-9
-        capacity = int(scenario.capacity[0])
-        while scenario.relaxed.walk(scenario.relaxed.bound(np.array([high])))[0] > capacity and high < 1e9:
-            low, high = high, high * 8
-        if low == 0.0 and scenario.relaxed.walk(scenario.relaxed.bound(np.array([0.0])))[0] <= capacity:
-            return np.zeros(1)
-        for _ in range(50):
-            middle = (low + high) / 2
-            if scenario.relaxed.walk(scenario.relaxed.bound(np.array([middle])))[0] > capacity:
-                low = middle
-            else:
-                high = middle
-        return np.array([high])
+        """The best multiplier; the placement found on the way may be the best so far."""
+        top = scenario.relaxed.top(self.near)
+        if top.fits is not None:
+            self.near = top.multiplier or self.near
+            if top.fits.cost < min(self.best_ns, FORBIDDEN):
+                self.best_ns, self.best = top.fits.cost, Solution(top.fits.choices)
+        return np.array([top.multiplier])
 
     def _many_multipliers(self, scenario: Scenario) -> Floats:
         now = best = np.zeros(len(scenario.capacity))
@@ -214,7 +210,7 @@ class _Search:
         value, size = at.value, 1.0
         target = float(self.bound_ns or self.best_ns) if self.best else abs(value) * 1.5 + 1.0
         for _ in range(_STEPS):
-            over = (scenario.relaxed.walk(at) - scenario.capacity).astype(float)
+            over = (scenario.relaxed.walk(at).memory - scenario.capacity).astype(float)
             norm = float((over * over).sum())
             if norm == 0.0:
                 break
@@ -244,42 +240,25 @@ class _Search:
                 return complete
             if front.size > most:
                 complete = False
-                keep = np.argsort(self._estimate(scenario, bounds[:1], i + 1, front), kind="stable")[:most]
+                keep = np.argsort(_estimate(scenario, bounds[0], i + 1, front), kind="stable")[:most]
                 front = front.take(np.sort(keep))
             history.append(front)
         self._finish(history)
         return complete
 
     def _expand(self, scenario: Scenario, bounds: list[Bound], i: int, front: Labels) -> Labels:
-        stage, parts = self.stages[i], []
-        for j in np.flatnonzero(scenario.allowed[i]):
-            entry = stage.entry[j]
-            cost = front.cost + stage.before[front.port, entry] + stage.cost[j]
-            memory = front.memory + stage.memory[:, j : j + 1] + stage.turns[:, front.port, entry]
-            n = len(cost)
-            made = Labels(
-                cost,
-                memory,
-                np.full(n, stage.port[j]),
-                np.arange(n, dtype=np.int64),
-                np.full(n, j, dtype=np.int64),
-            )
-            fits = np.ones(n, dtype=bool)
-            for row, capacity in zip(memory, scenario.capacity, strict=True):
-                fits &= row <= capacity
-            limit = self.best_ns - self.grain + 1e-9 * abs(self.best_ns) + 1e-3
-            parts.append(made.take(fits & (self._estimate(scenario, bounds, i + 1, made) <= limit)))
-        return joined(parts)
-
-    def _estimate(self, scenario: Scenario, bounds: list[Bound], i: int, labels: Labels) -> Floats:
-        """A lower bound on every completion of each label."""
-        best = np.full(labels.size, -np.inf)
+        """Every label with every option, those that may still beat the best."""
+        stage, options = self.stages[i], np.flatnonzero(scenario.allowed[i])
+        entry = stage.entry[options, None]
+        memory = front.memory[:, None] + stage.memory[:, options, None] + stage.turns[:, front.port, entry]
+        cost = front.cost + stage.before[front.port, entry] + stage.cost[options, None]
+        fits = (memory <= scenario.capacity[:, None, None]).all(axis=0)
+        n, parent = np.nonzero(fits)
+        made = Labels(cost[fits], memory[:, fits], stage.port[options[n]], parent, options[n])
+        limit = self.best_ns - self.grain + 1e-9 * abs(self.best_ns) + 1e-3
         for bound in bounds:
-            value = labels.cost + bound.suffix[i][labels.port]
-            for m, multiplier in enumerate(bound.multipliers):
-                value = value + multiplier * (labels.memory[m] - scenario.capacity[m])
-            best = np.maximum(best, value)
-        return best
+            made = made.take(_estimate(scenario, bound, i + 1, made) <= limit)
+        return made
 
     def _finish(self, history: list[Labels]) -> None:
         last = history[-1]
@@ -292,3 +271,11 @@ class _Search:
             choices.append(int(front.choice[at]))
             at = int(front.parent[at])
         self.best = Solution(tuple(reversed(choices)))
+
+
+def _estimate(scenario: Scenario, bound: Bound, i: int, labels: Labels) -> Floats:
+    """A lower bound on every completion of each label."""
+    value: Floats = labels.cost + bound.suffix[i][labels.port]
+    for m, multiplier in enumerate(bound.multipliers):
+        value = value + multiplier * (labels.memory[m] - scenario.capacity[m])
+    return value

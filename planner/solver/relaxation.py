@@ -16,6 +16,9 @@ from planner.solver.capacities import Bools, Floats
 from planner.solver.labels import NEVER, Ints
 from planner.solver.stages import Stage, stage_cost, stage_over
 
+LEAST, _MOST = 1e-9, 1e9  # multipliers of one memory: where a search for the best begins, and gives up
+_PIECES = 50  # of a dual that are looked at; some six are enough
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -57,6 +60,36 @@ class Bound:
     suffix: Floats  # (decisions + 1, ports)
     value: float
     priced: tuple[_Priced, ...]  # by kind of decision
+
+
+@dataclass(frozen=True, slots=True)
+class Attained:
+    """A placement that attains a relaxation: what it uses of each limit, its cost, its options."""
+
+    memory: Ints
+    cost: int
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A straight piece of the dual of one memory: a placement that attains the relaxation at a multiplier."""
+
+    at: float  # that multiplier
+    slope: int  # by how much the placement overfills the memory
+    placement: Attained
+
+    def meets(self, other: _Piece) -> float:
+        """The multiplier where it crosses another one."""
+        return (other.placement.cost - self.placement.cost) / (self.slope - other.slope)
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """Where the dual of one memory is highest, and the cheapest placement that fits of those on the way."""
+
+    multiplier: float
+    fits: Attained | None
 
 
 class Relaxation:
@@ -111,15 +144,46 @@ class Relaxation:
         over = stage_over(stage, multipliers)
         return _Priced(reduced, least.tolist(), over.tolist(), over[:, stage.entry])
 
-    def walk(self, bound: Bound) -> Ints:
-        """Memory of the placement that attains a relaxation."""
+    def walk(self, bound: Bound) -> Attained:
+        """The placement that attains a relaxation."""
         at = int(bound.suffix[0].argmin())
-        used = np.zeros(len(self._capacity), dtype=np.int64)
+        used, cost = np.zeros(len(self._capacity), dtype=np.int64), self._fixed_ns
+        choices = []
         for i, kind in enumerate(self._kinds):
             stage, one = self._stages[i], bound.priced[kind]
             choice = int((one.reduced + bound.suffix[i + 1][stage.port] + one.turned[at]).argmin())
             used += stage.memory[:, choice]
             if self._turning:
                 used += stage.turns[:, at, stage.entry[choice]]
+            cost += int(stage.cost[choice] + stage.before[at, stage.entry[choice]])
+            choices.append(choice)
             at = int(stage.port[choice])
-        return used
+        return Attained(used, cost, tuple(choices))
+
+    def top(self, near: float) -> Top:
+        """The best multiplier of one memory, looked for from one `near` it.
+
+        The dual is concave, of straight pieces, and what attains it at a multiplier is one of them. Where a
+        piece that rises and one that falls cross, a third lies below them, or the dual is highest.
+        """
+        low = self._piece(0.0)
+        if low.slope <= 0:
+            return Top(0.0, low.placement)
+        high = self._piece(near)
+        while high.slope > 0:
+            if high.at >= _MOST:
+                return Top(high.at, None)
+            low, high = high, self._piece(high.at * 8)
+        fits = high.placement
+        for _ in range(_PIECES):
+            near = min(max(low.meets(high), low.at), high.at)
+            met = self._piece(near)
+            if met.slope in (low.slope, high.slope):
+                break
+            low, high = (met, high) if met.slope > 0 else (low, met)
+            fits = min(fits, high.placement, key=lambda placement: placement.cost)
+        return Top(near, fits)
+
+    def _piece(self, multiplier: float) -> _Piece:
+        placement = self.walk(self.bound(np.array([multiplier])))
+        return _Piece(multiplier, int(placement.memory[0] - self._capacity[0]), placement)

@@ -93,7 +93,9 @@ def _frontier(problem: Problem, best: Solved, limits: Limits) -> Solved:
     found = frontier.search(problem, best.solution, best.objective_ns, stop=limits.deadline.over)
     if found.solution is None:
         return Solved("infeasible", None, 0, 0) if found.proven else best
-    return _judged(Solved("unknown", found.solution, found.objective_ns, found.bound_ns))
+    # A search that was cut may count a cost of mixed graphs that its placement does not have.
+    price = price_of(problem, found.solution)
+    return _judged(Solved("unknown", found.solution, price, found.bound_ns))
 
 
 def _judged(solved: Solved) -> Solved:
@@ -171,7 +173,8 @@ def _focused(problem: Problem, best: Solved, relaxed: Relaxed, limits: Limits) -
         relaxed.focus,
         stop=limits.deadline.over,
     )
-    return _judged(Solved(best.status, found.solution, found.objective_ns, best.bound_ns))
+    price = price_of(problem, found.solution) if found.solution else 0
+    return _judged(Solved(best.status, found.solution, price, best.bound_ns))
 
 
 def _by_parts(cp: Any, problem: Problem, best: Solved, clock: Clock, limits: Limits) -> Solved:
