@@ -318,7 +318,7 @@ def test_an_interrupt_ends_every_process_in_one_line(heard_by: str) -> None:
         start_new_session=True,
     )
     try:
-        while process.poll() is None and len(children(process.pid)) < 3:  # two workers and what tracks them
+        while process.poll() is None and len(children(process.pid)) < 2:
             time.sleep(0.01)
         workers = children(process.pid)
         (os.killpg if heard_by == "all" else os.kill)(process.pid, signal.SIGINT)
@@ -328,7 +328,20 @@ def test_an_interrupt_ends_every_process_in_one_line(heard_by: str) -> None:
     assert (process.returncode, output, messages) == (130, "", "atsplan: interrupted\n")
     for pid in workers:
         while _lives(pid):
-            time.sleep(0.01)  # what tracks them ends on its own
+            time.sleep(0.01)
+
+
+def test_processes_at_work_end_with_the_first() -> None:
+    """Also where it has no time to tell them."""
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, str(root / "atsplan.py"), "check", str(root / "plans")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and len(workers := children(process.pid)) < 2:
+            time.sleep(0.01)
+        process.kill()
+    for pid in workers:
+        while _lives(pid):
+            time.sleep(0.01)
 
 
 def _lives(pid: int) -> bool:

@@ -231,9 +231,9 @@ def test_a_process_that_does_not_hear_is_ended_all_the_same() -> None:
 
 
 def test_work_is_shared_out(tmp_path: Path) -> None:
-    with closing(share_out(len, ["a" * n for n in range(20)], 2)) as results:
+    with share_out(len, ["a" * n for n in range(20)], 2) as results:
         assert sorted(results) == list(range(20))
-    with pytest.raises(ValueError), closing(share_out(int, ["1", "a"], 2)) as numbers:
+    with pytest.raises(ValueError), share_out(int, ["1", "a"], 2) as numbers:
         list(numbers)
 
 
@@ -241,6 +241,18 @@ def test_the_end_of_a_process_at_work_is_told_in_a_line() -> None:
     """As the system ends one that has taken the last memory."""
     with (
         pytest.raises(MachineError, match="a process at work was ended"),
-        closing(share_out(os._exit, [9, 9], 2)) as results,
+        share_out(os._exit, [9, 9], 2) as results,
     ):
         list(results)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they begin anew")
+def test_processes_at_work_have_what_is_there_already() -> None:
+    code = (
+        "from runtime.child.pool import share_out\nhere = [1]\n"
+        "def work(part):\n    return here + [part]\n"
+        "here.append(2)\n"
+        "with share_out(work, [3], 1) as results:\n    print(*results)\n"
+    )
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[1, 2, 3]\n"

@@ -147,8 +147,6 @@ def _check_all(
     workers = min(len(groups), os.cpu_count() or 1)
     found: dict[Path, list[Finding]] = {}
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(progress())
-        task = bar.add_task("plans", total=len(files), rate="")
         done: Iterable[dict[Path, list[Finding]]]
         if len(files) < _FEW or workers < 2:
             done = (_check_group([path], library, options, allow_missing) for path in files)
@@ -156,7 +154,11 @@ def _check_all(
             from runtime.child.pool import share_out
 
             work = partial(_check_group, library=library, options=options, allow_missing=allow_missing)
-            done = stack.enter_context(contextlib.closing(share_out(work, list(groups.values()), workers)))
+            done = stack.enter_context(share_out(work, list(groups.values()), workers))
+        bar = stack.enter_context(
+            progress()
+        )  # a thread: it comes after the processes, or they must begin anew
+        task = bar.add_task("plans", total=len(files), rate="")
         for group in done:
             found |= group
             bar.advance(task, len(group))

@@ -122,12 +122,15 @@ def _how(code: int) -> str:
     return how
 
 
-def tie() -> Callable[[], None] | None:
-    """For the child before its program begins: have Linux end it when its parent is gone, however it went."""
+def tie(parent: int = 0) -> Callable[[], None] | None:
+    """For the child before its program begins: have Linux end it when its parent is gone, however it went.
+
+    `parent`: its number, where it is not this process.
+    """
     if sys.platform != "linux":
         return None
     # Looked up here: between fork and exec no lock may be taken, which another thread might have held.
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+    prctl, parent = ctypes.CDLL(None).prctl, parent or os.getpid()
 
     def tied() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
