@@ -120,6 +120,8 @@ def _best(placer: Placer, totals: Totals, name: str, rules: Sequence[Rule]) -> C
 
 def _with_pins(placer: Placer, rule: Rule) -> Rule | None:
     """The rule with the pins that it does not keep by itself; None where no override would keep one."""
+    if not placer.priced.pins:
+        return rule
     sites = dict(rule.sites)
     for unit, wanted in placer.priced.pins.items():
         layer = placer.layer_of(unit)
@@ -156,8 +158,20 @@ def _vram(priced: Priced, device: str, size: int, copies: int) -> int:
     return beside + priced.prices.profile.device(device).context_bytes if opened else 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a placer was asked for, and the option of each decision; None where there is none."""
+
+    homes: list[str]
+    sites: Mapping[str, Site]
+    choices: list[int | None]
+
+
 class Placer:
-    """Finds the placements of one problem that have some layer devices and sites; rules ask much the same."""
+    """Finds the placements of one problem that have some layer devices and sites.
+
+    A setting of a rule asks for little else than the one before: only the difference is looked up.
+    """
 
     def __init__(self, priced: Priced) -> None:
         self.priced = priced
@@ -176,6 +190,7 @@ class Placer:
         self._known: dict[tuple[int, str, bool], list[tuple[tuple[Site | None, ...], int | None]]] = {}
         self._homes: dict[tuple[str, ...], tuple[list[str], list[int | None]]] = {}
         self._whole: dict[str, list[int | None]] = {}  # by layer device: each decision all there
+        self._last: _Asked | None = None
 
     def layer_of(self, unit: str) -> int | None:
         """The layer of a unit, the head's one after the last; None of input tables, which have no device."""
@@ -188,20 +203,33 @@ class Placer:
         The last layer device is that of the output head.
         """
         homes, at_home = self._at_home(tuple(layer_devices))
-        found = list(at_home)
-        moved = {number for unit in sites if (number := self._holder.get(unit)) is not None}
-        for number in moved | self._readers:
+        found = self._last.choices.copy() if self._last else list(at_home)
+        for number in self._changed(homes, sites):
             _, decision, _, owner = self._rows[number]
+            wanted = tuple(map(sites.get, decision.units))
+            if owner is None and not any(wanted):
+                found[number] = at_home[number]
+                continue
             home = homes[number]
             away = owner is not None and layer_devices[owner] != home
-            wanted = tuple(map(sites.get, decision.units))
             known = self._known.setdefault((number, home, away), [])
             choice = next((option for each, option in known if each == wanted), _UNASKED)
             if choice == _UNASKED:
                 choice = self._find(decision, home, sites, away)
                 known.append((wanted, choice))
             found[number] = choice
+        self._last = _Asked(homes, sites, found)
         return None if None in found else Solution(tuple(cast(list[int], found)))
+
+    def _changed(self, homes: list[str], sites: Mapping[str, Site]) -> set[int]:
+        """Decisions for which something else is asked than the last time."""
+        last = self._last or _Asked(homes, {}, [])
+        changed = {unit for unit in sites if sites[unit] is not last.sites.get(unit)}
+        changed |= last.sites.keys() - sites.keys()
+        numbers = {self._holder[unit] for unit in changed if unit in self._holder} | self._readers
+        if homes is not last.homes:
+            numbers |= {n for n, (a, b) in enumerate(zip(homes, last.homes, strict=True)) if a != b}
+        return numbers
 
     def _at_home(self, layer_devices: tuple[str, ...]) -> tuple[list[str], list[int | None]]:
         """Where each decision is at home, and its option with all units there."""
