@@ -23,6 +23,7 @@ from planner.errors import FileProblem, InputError
 if TYPE_CHECKING:
     from planner.check.check import CheckOptions
     from planner.check.findings import Finding
+    from planner.passes.case import Built
 
 _FEW = 8  # plans that are not worth a second process
 
@@ -168,11 +169,14 @@ def _check_all(
 def _check_group(
     paths: list[Path], library: InputLibrary, options: CheckOptions, allow_missing: bool
 ) -> dict[Path, list[Finding]]:
-    return {path: _check_one(path, library, options, allow_missing) for path in paths}
+    from planner.passes.case import Built
+
+    built = Built()
+    return {path: _check_one(path, library, options, allow_missing, built) for path in paths}
 
 
 def _check_one(
-    path: Path, library: InputLibrary, options: CheckOptions, allow_missing: bool
+    path: Path, library: InputLibrary, options: CheckOptions, allow_missing: bool, built: Built
 ) -> list[Finding]:
     """What is wrong with one file is a finding, so that the others are judged and every report is written."""
     from planner.check.check import check_plan, missing_inputs, read_plan
@@ -189,7 +193,7 @@ def _check_one(
     except InputError as problem:
         return [_unread(path, "inputs", problem)]
     return [
-        *check_plan(plan, text, str(path), inputs, options),
+        *check_plan(plan, text, str(path), inputs, options, built),
         *missing_inputs(plan, str(path), text, inputs, allowed=allow_missing),
     ]
 

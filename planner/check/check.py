@@ -18,9 +18,10 @@ from planner.machine.attention_kernels import kv_problem
 from planner.machine.budgets import tight
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
-from planner.model.structure import Structure, structure_of
+from planner.model.structure import Structure
 from planner.model.units import foreign_note
 from planner.model.validity import load_faults
+from planner.passes.case import Built
 from planner.passes.make_plan import make_plan
 from planner.passes.prompt_pipeline import restated
 from planner.passes.refusal import OutOfTime
@@ -79,8 +80,11 @@ def read_plan(text: str, path: str) -> tuple[Plan | None, list[Finding]]:
         return None, [Finding(path, max(problem.line, 1), "schema", Severity.INPUT, why)]
 
 
-def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckOptions) -> list[Finding]:
-    """All findings about one plan, in the order of the file."""
+def check_plan(
+    plan: Plan, text: str, path: str, inputs: Inputs, options: CheckOptions, built: Built | None = None
+) -> list[Finding]:
+    """All findings about one plan, in the order of the file; `built` is shared by plans of one model."""
+    built = built or Built()
     report = _Report(path, Lines(text))
     _canonical(plan, text, report)
     _budgets(plan, report)
@@ -95,20 +99,20 @@ def check_plan(plan: Plan, text: str, path: str, inputs: Inputs, options: CheckO
         message = f"{plan.model.name}: stock llama.cpp would not load it: {why}"
         report.add("inputs", message, "model", severity=Severity.INPUT)
     if inputs.inventory is not None and not impossible and not refused:
-        structure = structure_of(inputs.inventory)
+        structure = built.structure(inputs.inventory)
         for fault in workload_faults(plan.workload, inputs.inventory):
             report.add("inputs", fault, "workload", "mtp")
         _overrides(plan, structure, report)
         if foreign := foreign_note(structure.units):
             report.add("inputs", foreign, "model", severity=Severity.NOTE)
         if inputs.profile is not None and not inputs.heat_missing(plan):
-            _derived(plan, inputs.inventory, inputs.profile, inputs.known, options, report)
+            _derived(plan, inputs.inventory, inputs.profile, inputs.known, options, report, built)
     if inputs.profile is not None:
         _headroom(plan, inputs.profile, report)
         _stale(inputs.profile, options, report)
     _alone(plan, text, report)
     if inputs.inventory is not None and not any(f.severity is not Severity.NOTE for f in report.findings):
-        for why in agreement_faults(plan, inputs.inventory):
+        for why in agreement_faults(plan, built.structure(inputs.inventory)):
             report.add("sites", why, why.partition(":")[0])
     return sorted(report.findings, key=lambda f: (f.line, f.rule))
 
@@ -229,10 +233,11 @@ def _derived(
     known: Known,
     options: CheckOptions,
     report: _Report,
+    built: Built,
 ) -> None:
     """The plan's own decisions priced again, then the decisions against the best there are."""
     try:
-        again = reprice(plan, inventory, profile, known)
+        again = reprice(plan, inventory, profile, known, built)
     except NotPlaceable as problem:
         report.add("sites" if problem.unit else "units", str(problem), *_unit_place(plan, problem.unit))
         return
@@ -253,7 +258,7 @@ def _derived(
         report.add(_rule(change), _say(change), *_change_place(plan, change))
     _bound(plan, again.plan, report)
     if options.resolve and not changes and not again.violations:
-        _optimal(plan, inventory, profile, known, options, report)
+        _optimal(plan, inventory, profile, known, options, report, built)
     elif changes and not again.violations:
         _edited(plan, again.plan, report)
 
@@ -329,12 +334,13 @@ def _optimal(
     known: Known,
     options: CheckOptions,
     report: _Report,
+    built: Built,
 ) -> None:
     """Solve again: nothing may be better than the recorded gap allows."""
     deadline = Deadline(options.time_limit_s)
     asked = request_of(plan), known_of(plan, known), settings_of(plan)
     try:
-        best = make_plan(inventory, profile, *asked, Clock(deadline=deadline))
+        best = make_plan(inventory, profile, *asked, Clock(deadline=deadline), built=built)
     except OutOfTime:
         report.add("search", _NOT_SEARCHED, "predicted", severity=Severity.NOTE)
         return

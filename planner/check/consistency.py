@@ -53,17 +53,16 @@ def check_agreement(plan: Plan, inventory: Inventory | None, path: str) -> None:
     if inventory is not None:
         check_loadable(inventory, inventory.name)
     check_sites(plan, inventory, path)
-    found = agreement_faults(plan, inventory) if inventory is not None else []
+    found = agreement_faults(plan, structure_of(inventory)) if inventory is not None else []
     found = found or [fault.message for fault in faults_alone(plan) if fault.rule in _PLACEMENT]
     if found:
         raise Contradiction(path, tuple(found))
 
 
-def agreement_faults(plan: Plan, inventory: Inventory) -> list[str]:
+def agreement_faults(plan: Plan, structure: Structure) -> list[str]:
     """What a plan says of a model that is not so, of the first kind in which there is any."""
-    structure = structure_of(inventory)
     return (
-        workload_faults(plan.workload, inventory)
+        workload_faults(plan.workload, structure.inventory)
         or _layer_faults(plan, structure.layers)
         or _unit_faults(plan, structure.units)
         or _tensor_faults(plan, structure)

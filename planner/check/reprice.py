@@ -13,9 +13,8 @@ from planner.drafts.length import MOST
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
-from planner.model.structure import Structure, structure_of
 from planner.passes import stock_rules
-from planner.passes.case import Case, Loading, loading_of
+from planner.passes.case import Built, Case, Loading, loading_of
 from planner.passes.chosen import Chosen
 from planner.passes.placements import baselines, cpu_alone, untuned
 from planner.passes.predict import Breakdown, breakdown
@@ -108,19 +107,23 @@ def known_of(plan: Plan, known: Known) -> Known:
     )
 
 
-def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Repriced:
+def reprice(
+    plan: Plan, inventory: Inventory, profile: Profile, known: Known, built: Built | None = None
+) -> Repriced:
     """Every derived value of a plan, recomputed from its sites and layer devices.
 
-    Bound, gap and status are taken over, since only solving again can tell them. Raises NotPlaceable.
+    Bound, gap and status are taken over, since only solving again can tell them; `built` keeps for that what
+    is built here. Raises NotPlaceable.
     """
-    loading = _loading(plan, structure_of(inventory), profile, known)
+    built = built or Built()
+    loading = _loading(plan, inventory, profile, known, built)
     case, settings = loading.case, loading.settings
     everything = loading.asked(settings)
-    stock = stock_rules.candidates(everything, case.known.fit)
+    stock = built.stock(everything, case.known.fit)
     alone = cpu_alone(loading, replace(settings, gpus=False))
     decided = replace(settings, op_offload=plan.op_offload)
     if not plan.op_offload:
-        stock = stock_rules.either_way(stock, stock_rules.candidates(loading.asked(decided)))
+        stock = stock_rules.either_way(stock, built.stock(loading.asked(decided)))
     same = decided == settings and loading.limits == case.request
     priced = _unopened(plan, loading, alone)
     priced = priced or (everything if same else loading.constrained(decided))
@@ -130,11 +133,13 @@ def reprice(plan: Plan, inventory: Inventory, profile: Profile, known: Known) ->
     own = baseline_of(plain) if plain else None
     told = made.model_copy(update={"notes": plan.notes, "search": plan.search, "untuned": own})
     if plan.speculation is not None and plan.speculation.step_ns:
-        told = with_step_times(told, inventory, profile, known)
+        told = with_step_times(told, inventory, profile, known, built)
     return Repriced(told, chosen)
 
 
-def with_step_times(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Plan:
+def with_step_times(
+    plan: Plan, inventory: Inventory, profile: Profile, known: Known, built: Built | None = None
+) -> Plan:
     """The plan with the time of a step for each draft length, all with its own placement; without drafts the
     plan itself.
 
@@ -143,18 +148,19 @@ def with_step_times(plan: Plan, inventory: Inventory, profile: Profile, known: K
     drafts = plan.speculation
     if drafts is None or not drafts.tokens:
         return plan
-    found, structure = [], structure_of(inventory)
+    found, built = [], built or Built()
     for tokens in range(MOST + 1):
         each = drafts.model_copy(update={"tokens": tokens, "step_ns": ()})
-        loading = _loading(plan.model_copy(update={"speculation": each}), structure, profile, known)
+        loading = _loading(plan.model_copy(update={"speculation": each}), inventory, profile, known, built)
         made, ones = each.step
         found.append(_token_ns(plan, loading) * made // ones)
     return plan.model_copy(update={"speculation": drafts.model_copy(update={"step_ns": tuple(found)})})
 
 
-def _loading(plan: Plan, structure: Structure, profile: Profile, known: Known) -> Loading:
+def _loading(plan: Plan, inventory: Inventory, profile: Profile, known: Known, built: Built) -> Loading:
     """The plan's own way to load the model; how prompts are computed is left open."""
-    case = Case(structure, profile, request_of(plan), known_of(plan, known))
+    structure = built.structure(inventory)
+    case = Case(structure, profile, request_of(plan), known_of(plan, known), built=built)
     settings = settings_of(plan)
     return loading_of(case, case.analysed(settings), settings)
 

@@ -10,14 +10,59 @@ from planner.errors import AnswerIsNo
 from planner.machine.engine_builds import Fault, mixing_fault
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
-from planner.model.structure import Structure
+from planner.model.structure import Structure, structure_of
 from planner.passes.chosen import Chosen
 from planner.passes.margin import choice
-from planner.passes.stock_rules import Candidate
+from planner.passes.stock_rules import Candidate, candidates
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
+from planner.plan.plan import EngineFit
 from planner.plan.request import Request
 from planner.solver.clock import Clock
+
+_MOST = 16  # problems that are kept: more than one plan is checked with
+
+
+@dataclass(eq=False)
+class Built:
+    """Structures, problems and what stock rules do in them, kept for whoever asks for the same again.
+
+    A check prices a plan and then solves it again, and both ask for much the same; plans of one model share
+    its structure. What is kept never changes.
+    """
+
+    _structures: list[Structure] = field(default_factory=list)
+    _problems: list[tuple[tuple[object, ...], Priced]] = field(default_factory=list)
+    _rules: list[tuple[Priced, EngineFit | None, tuple[Candidate, ...]]] = field(default_factory=list)
+
+    def structure(self, inventory: Inventory) -> Structure:
+        """The inventory analysed; errors of `structure_of`."""
+        found = next((each for each in self._structures if each.inventory is inventory), None)
+        if found is None:
+            found = structure_of(inventory)
+            self._structures.append(found)
+        return found
+
+    def problem(
+        self, model: Model, profile: Profile, request: Request, settings: EngineSettings, known: Known
+    ) -> Priced:
+        """The problem of a request with these settings."""
+        same = id(model.structure), id(profile)  # which the problem holds: no other can have that number
+        key = (same, model.workload, settings, request, known)
+        found = next((priced for each, priced in self._problems if each == key), None)
+        if found is None:
+            found = build_problem(model, profile, request, settings, known)
+            self._problems = [*self._problems, (key, found)][-_MOST:]
+        return found
+
+    def stock(self, priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate, ...]:
+        """What stock rules do in a problem."""
+        for other, asked, found in self._rules:
+            if other is priced and asked == fit:
+                return found
+        made = candidates(priced, fit)
+        self._rules = [*self._rules, (priced, fit, made)][-_MOST:]
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +76,7 @@ class Case:
     clock: Clock = field(default_factory=Clock)
     tell: Callable[[str], None] = lambda text: None  # what was decided on the way
     keeps: str = ""  # what the context was made as large as possible for; "": it was given
+    built: Built = field(default_factory=Built, compare=False)
 
     @property
     def inventory(self) -> Inventory:
@@ -74,16 +120,19 @@ class Loading:
 
     def constrained(self, settings: EngineSettings) -> Priced:
         """The problem of the request."""
-        return build_problem(self.model, self.case.profile, self.limits, settings, self.case.known)
+        return self._problem(self.limits, settings)
 
     def asked(self, settings: EngineSettings) -> Priced:
         """The problem of the stock rules: what was asked, whether or not the engine can keep it."""
-        return build_problem(self.model, self.case.profile, self.case.request, settings, self.case.known)
+        return self._problem(self.case.request, settings)
 
     def unlimited(self, settings: EngineSettings) -> Priced:
         """The problem without limits but memory."""
-        free = self.case.request.unconstrained()
-        return build_problem(self.model, self.case.profile, free, settings, self.case.known)
+        return self._problem(self.case.request.unconstrained(), settings)
+
+    def _problem(self, request: Request, settings: EngineSettings) -> Priced:
+        case = self.case
+        return case.built.problem(self.model, case.profile, request, settings, case.known)
 
     @property
     def best(self) -> Chosen | None:

@@ -13,9 +13,8 @@ from planner.machine.engine_builds import sentence
 from planner.machine.profile import Profile
 from planner.memory.reserves import PROJECTOR
 from planner.model.inventory import Inventory
-from planner.model.structure import structure_of
 from planner.passes import stock_rules
-from planner.passes.case import Case, Loading, Tried
+from planner.passes.case import Built, Case, Loading, Tried
 from planner.passes.chosen import Chosen
 from planner.passes.largest_context import Keep
 from planner.passes.margin import choice, indistinct_ppm
@@ -57,17 +56,20 @@ def make_plan(
     tell: Callable[[str], None] = lambda text: None,
     *,
     advise: bool = False,
+    built: Built | None = None,
 ) -> Plan:
     """The best placement that keeps the request, as a plan.
 
     `start` holds the settings that are not to be tried; `ask_engine` is asked for the engine's own --fit,
-    `tell` is told what was decided on the way, `advise` tries what a refusal names. Raises Infeasible with
-    what is needed, what is there, and what to change; NothingToPlace for a file without layers.
+    `tell` is told what was decided on the way, `advise` tries what a refusal names, `built` has what was
+    built before. Raises Infeasible with what is needed, what is there, and what to change; NothingToPlace for
+    a file without layers.
     """
-    structure = structure_of(inventory)
+    built = built or Built()
+    structure = built.structure(inventory)
     if not structure.layers.n_main:
         raise NothingToPlace(inventory.name, inventory.architecture)
-    case = Case(structure, profile, request, known or Known(), clock or Clock(), tell)
+    case = Case(structure, profile, request, known or Known(), clock or Clock(), tell, built=built)
     start = start or EngineSettings()
     tried = _tried(case, start, ask_engine)
     if not tried.found:
@@ -140,7 +142,7 @@ def _asked_costs(plan: Plan, loading: Loading) -> list[str]:
     """What pins and limits cost, where the plan without them would be faster than this one by a mere rule."""
     if not loading.case.request.limited:
         return []
-    free = stock_rules.candidates(loading.unlimited(loading.settings), loading.case.known.fit)
+    free = loading.case.built.stock(loading.unlimited(loading.settings), loading.case.known.fit)
     best = min((c for c in free if c.feasible), key=stock_rules.request_ns, default=None)
     if best is None or stock_rules.request_ns(best) >= plan.predicted.objective_ns:
         return []

@@ -11,7 +11,6 @@ from planner.cost.evidence import of_prompt
 from planner.cost.paged import resident_problem
 from planner.cost.pins import pinned
 from planner.machine.host_memory import HostMemory
-from planner.passes import stock_rules
 from planner.passes.case import Case, Loading, Tried
 from planner.passes.chosen import Chosen
 from planner.passes.margin import choice, prompt_doubt_ppm
@@ -45,7 +44,7 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
     case = loading.case
     began = case.clock.deadline.look()
     asked = loading.asked(settings)
-    loading.stock = stock_rules.candidates(asked, case.known.fit)
+    loading.stock = case.built.stock(asked, case.known.fit)
     priced = asked if loading.limits == case.request else loading.constrained(settings)
     if full := overfilled_by_extras(priced, case.request):
         loading.crowded = True
@@ -123,7 +122,7 @@ def cpu_alone(loading: Loading, settings: EngineSettings) -> tuple[Priced, Candi
     if not hosts & set(case.request.budgets) or opened:
         return None
     priced = loading.unlimited(settings)
-    found = stock_rules.candidates(priced)[0]
+    found = case.built.stock(priced)[0]
     if case.request.no_cpu or not _all_on_host(loading):
         found = replace(found, setting=NOT_KEPT, solution=None, evaluation=None)
     return priced, found
@@ -147,7 +146,8 @@ def untuned(loading: Loading, plan: Plan) -> Candidate | None:
         return None
     own = replace(loading.settings, op_offload=True, repack=True, host_memory=HostMemory.MAPPED)
     alone = cpu_alone(loading, replace(own, gpus=False))
-    found = baselines(alone, stock_rules.candidates(loading.asked(own), loading.case.known.fit))
+    stock = loading.case.built.stock(loading.asked(own), loading.case.known.fit)
+    found = baselines(alone, stock)
     return min((c for c in found if c.feasible), key=request_ns, default=None)
 
 
@@ -198,7 +198,7 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     if not worth or unavoidable(plain, case.request) is not None:
         return
     asked = loading.asked(settings)
-    loading.plain = stock_rules.candidates(asked)
+    loading.plain = case.built.stock(asked)
     usable = [c for c in (translated(plain, each, asked) for each in loading.plain) if c and c.feasible]
     if start is not None and start.feasible:
         usable.append(start)
