@@ -13,7 +13,7 @@ from planner.cost.ledger import Ledger, Once, Placed, once
 from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
 from planner.cost.shared_kv import Sharing
-from planner.cost.unit_time import Prices, state_case
+from planner.cost.unit_time import Prices, Timed, state_case
 from planner.machine import op_time
 from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
@@ -134,13 +134,18 @@ def build_problem(
     request: Request,
     settings: EngineSettings,
     known: Known,
+    timed: Timed | None = None,
 ) -> Priced:
-    """The placement problem on the devices that have a budget and are opened, for the model's workload."""
+    """The placement problem on the devices that have a budget and are opened, for the model's workload.
+
+    `timed`: of another problem of the same model, profile and speculation.
+    """
     devices = devices_of(profile, request.budgets, settings)
     # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
     repack = settings.repack and not any(d.kind in ("gpu", "igpu") for d in devices)
     workload, drafts, memory = model.workload, settings.speculation, settings.host_memory
-    prices = Prices(model.structure, profile, workload, known.distinct, repack, drafts, memory)
+    timed = timed or Timed()
+    prices = Prices(model.structure, profile, workload, known.distinct, repack, drafts, memory, timed)
     buffers = {d.name: buffer_parts(model.structure, workload, d, settings.op_offload) for d in devices}
     fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, buffers[d.name])]
     fixed += cache_shares(model.structure, devices, known.cache)

@@ -74,6 +74,20 @@ class Operator:
 
 
 @dataclass
+class Timed:
+    """What was looked up and added up for one model, profile, workload and speculation.
+
+    Whatever else is tried leaves it as it is, but for the layout of the CPU's weights, which keys name.
+    """
+
+    operators: dict[object, Operator] = field(default_factory=dict)
+    steps: dict[object, tuple[int, int]] = field(default_factory=dict)
+    units: dict[object, Times] = field(default_factory=dict)
+    likenesses: dict[str, int] = field(default_factory=dict)
+    kinds: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+
+@dataclass
 class Prices:
     """Times of the units of one model on the devices of one profile.
 
@@ -88,16 +102,12 @@ class Prices:
     repack: bool = False  # the engine changes the layout of the CPU's weights, where its kernels know how
     speculation: Speculation | None = None
     host_memory: HostMemory = HostMemory.PINNED
-    _memo: dict[object, Operator] = field(default_factory=dict)
+    timed: Timed = field(default_factory=Timed)  # may be of other prices of the same
 
     def __post_init__(self) -> None:
         self.inventory, self.tensors = self.structure.inventory, self.structure.tensors
         self._parts = parts_of(self.inventory)
         self._weights = _weights_of(self.inventory)
-        self._steps: dict[object, tuple[int, int]] = {}
-        self._times: dict[object, Times] = {}
-        self._likenesses: dict[str, int] = {}
-        self._kinds: dict[tuple[object, ...], int] = {}
         self._layers, self._slides = self.structure.layers, self.structure.slides
         self._heads = kv_heads(self.inventory, max(self._layers.n_main, 1))
         self._state = state_case(self.structure, 1)
@@ -111,10 +121,10 @@ class Prices:
 
     def on(self, unit: Unit, device: str, buffer: str = "") -> Times:
         """A unit computed on a device that holds it in `buffer` ("": its own memory)."""
-        key = (self.likeness(unit), device, buffer)
-        if key not in self._times:
-            self._times[key] = self._priced(unit, device, buffer)
-        return self._times[key]
+        key, units = (self.likeness(unit), device, buffer, self.repack), self.timed.units
+        if key not in units:
+            units[key] = self._priced(unit, device, buffer)
+        return units[key]
 
     def _priced(self, unit: Unit, device: str, buffer: str) -> Times:
         decode, measured = self._decode(unit, device, buffer)
@@ -251,14 +261,16 @@ class Prices:
 
         `outputs` tokens reach the head; 0: one a sequence. Layers are mostly alike: each kind is priced once.
         """
-        key = (self.likeness(unit), device, buffer, batch, depth, outputs)
-        if key not in self._steps:
-            self._steps[key] = self._priced_step(unit, device, buffer, batch, depth, outputs)
-        return self._steps[key]
+        key = (self.likeness(unit), device, buffer, batch, depth, outputs, self.repack)
+        steps = self.timed.steps
+        if key not in steps:
+            steps[key] = self._priced_step(unit, device, buffer, batch, depth, outputs)
+        return steps[key]
 
     def likeness(self, unit: Unit) -> int:
         """Units with the same number take the same time, and have tensors of the same sizes."""
-        if unit.name not in self._likenesses:
+        known = self.timed.likenesses
+        if unit.name not in known:
             kind = (
                 unit.kind,
                 unit.experts,
@@ -268,8 +280,8 @@ class Prices:
                 self._weightless(unit, 1, 1 << 60),  # so deep that a sliding window shows
                 self._batches(unit),
             )
-            self._likenesses[unit.name] = self._kinds.setdefault(kind, len(self._kinds))
-        return self._likenesses[unit.name]
+            known[unit.name] = self.timed.kinds.setdefault(kind, len(self.timed.kinds))
+        return known[unit.name]
 
     def _priced_step(
         self, unit: Unit, device: str, buffer: str, batch: int, depth: int, outputs: int
@@ -392,8 +404,8 @@ class Prices:
     def _lookup(self, case: op_time.Case, device: str, buffer: str) -> Operator:
         if self.repack and device == CPU and not buffer and (case.op, case.type) in self._repacked:
             buffer = REPACKED
-        key = (case, device, buffer)
-        if key not in self._memo:
+        key, operators = (case, device, buffer), self.timed.operators
+        if key not in operators:
             time = op_time.lookup(
                 self.profile,
                 case.op,
@@ -405,8 +417,8 @@ class Prices:
                 case.used,
                 case.depth,
             )
-            self._memo[key] = Operator(case, time)
-        return self._memo[key]
+            operators[key] = Operator(case, time)
+        return operators[key]
 
 
 @remembered

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from planner.cost.build_problem import Model, Priced, analyse, build_problem
+from planner.cost.unit_time import Timed
 from planner.errors import AnswerIsNo
 from planner.machine.engine_builds import Fault, mixing_fault
 from planner.machine.profile import Profile
@@ -19,7 +20,9 @@ from planner.plan.known import Known
 from planner.plan.plan import EngineFit
 from planner.plan.request import Request
 from planner.solver.clock import Clock
+from planner.workload import Workload
 
+_Asked = tuple[tuple[int, int], Workload, EngineSettings, Request, Known]  # model and profile by identity
 _MOST = 16  # problems that are kept: more than one plan is checked with
 
 
@@ -32,8 +35,15 @@ class Built:
     """
 
     _structures: list[Structure] = field(default_factory=list)
-    _problems: list[tuple[tuple[object, ...], Priced]] = field(default_factory=list)
+    _problems: list[tuple[_Asked, Priced]] = field(default_factory=list)
     _rules: list[tuple[Priced, EngineFit | None, tuple[Candidate, ...]]] = field(default_factory=list)
+
+    def _timed(self, same: tuple[int, int], model: Model, settings: EngineSettings) -> Timed | None:
+        """What units take, of a problem of the same model, profile and speculation."""
+        for (other, workload, tried, *_), priced in reversed(self._problems):
+            if (other, workload, tried.speculation) == (same, model.workload, settings.speculation):
+                return priced.prices.timed
+        return None
 
     def structure(self, inventory: Inventory) -> Structure:
         """The inventory analysed; errors of `structure_of`."""
@@ -51,7 +61,8 @@ class Built:
         key = (same, model.workload, settings, request, known)
         found = next((priced for each, priced in self._problems if each == key), None)
         if found is None:
-            found = build_problem(model, profile, request, settings, known)
+            timed = self._timed(same, model, settings)
+            found = build_problem(model, profile, request, settings, known, timed)
             self._problems = [*self._problems, (key, found)][-_MOST:]
         return found
 

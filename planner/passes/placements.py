@@ -145,7 +145,9 @@ def untuned(loading: Loading, plan: Plan) -> Candidate | None:
     if plan.op_offload and plan.repack is not False and not pins_host_weights(plan):
         return None
     own = replace(loading.settings, op_offload=True, repack=True, host_memory=HostMemory.MAPPED)
-    alone = cpu_alone(loading, replace(own, gpus=False))
+    # Where no GPU is open, how host weights are held is a matter of looked-up tables alone.
+    held = own.host_memory if loading.model.tables_bytes else loading.settings.host_memory
+    alone = cpu_alone(loading, replace(own, gpus=False, host_memory=held))
     stock = loading.case.built.stock(loading.asked(own), loading.case.known.fit)
     found = baselines(alone, stock)
     return min((c for c in found if c.feasible), key=request_ns, default=None)

@@ -22,6 +22,7 @@ from runtime.child.process import tie
 P = TypeVar("P")
 R = TypeVar("R")
 _THREADED = {"ortools", "xllamacpp"}  # libraries with threads that a copy of this process would lack
+_YOUNG = 50_000  # objects between two looks of the collector: work makes many, of which few are circles
 _ENDS = {signal.SIGTERM, signal.SIGHUP}
 
 
@@ -69,6 +70,7 @@ def _at_work(parent: int) -> None:
     if tied := tie(parent):
         tied()
     gc.freeze()  # what was copied stays: the collector need not look at it again
+    gc.set_threshold(_YOUNG)
 
 
 def _end_children() -> None:
