@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)(?:\.|$)")
 _WITHIN = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
@@ -25,6 +26,7 @@ def block_digits(name: str) -> str:
     return found[1] if found else ""
 
 
+@lru_cache(maxsize=1 << 14)  # the same names are asked for again and again
 def block_of(name: str) -> int | None:
     """The layer of a tensor, unit or decision; None for names of no layer, and of one that cannot be."""
     digits = block_digits(name)

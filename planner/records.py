@@ -27,6 +27,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 from yaml.representer import SafeRepresenter
+from yaml.resolver import Resolver
 
 from planner import quoting, yaml_reader
 from planner.errors import FieldProblem
@@ -86,54 +87,59 @@ _SHAPE = re.compile(r"[0-9]{1,18}(x[0-9]{1,18}){0,15}")
 R = TypeVar("R", bound=Record)
 
 try:  # libyaml is some twenty times faster and writes the same text
-    _DUMPER_BASE: Any = yaml.CSafeDumper
+    _DUMPER: Any = yaml.CSafeDumper
 except AttributeError:  # pragma: no cover - PyYAML without libyaml
-    _DUMPER_BASE = yaml.SafeDumper
+    _DUMPER = yaml.SafeDumper
+_tag: Any = Resolver().resolve  # that a reader would give a value
 
 
-class _Dumper(_DUMPER_BASE):  # type: ignore[misc]
-    """Texts with letters that are not printable stand in double quotes, where they can be spelt out."""
-
-    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """The tag a reader would give a value; most values of a file recur."""
-        if kind is not yaml.ScalarNode:
-            return super().resolve(kind, value, implicit)  # type: ignore[no-any-return]
-        key = (value, implicit)
-        if key not in self._tags:
-            if len(self._tags) > 1 << 14:
-                self._tags.clear()
-            self._tags[key] = super().resolve(kind, value, implicit)
-        return self._tags[key]
-
-    _tags: ClassVar[dict[Any, str]] = {}
+_BEGIN = (yaml.StreamStartEvent(), yaml.DocumentStartEvent(explicit=False))
+_END = (yaml.DocumentEndEvent(explicit=False), yaml.StreamEndEvent())
+_MAPPING, _SEQUENCE = (
+    # By whether all parts are plain: then it stands on one line.
+    {flat: start(None, f"{_TAG}{name}", True, flow_style=flat) for flat in (False, True)}
+    for start, name in ((yaml.MappingStartEvent, "map"), (yaml.SequenceStartEvent, "seq"))
+)
+_MAPPING_END, _SEQUENCE_END = yaml.MappingEndEvent(), yaml.SequenceEndEvent()
 
 
-def _node(value: Any) -> yaml.Node:
-    """What PyYAML's representer makes of plain values, without its look-ups; flat parts on one line."""
-    if isinstance(value, str):
-        return yaml.ScalarNode(_TAG + "str", *_spelt(value))
+def _put(value: Any, events: list[Any]) -> bool:
+    """Append what the emitter is told of a plain value; whether it is a word or number without quotes."""
+    at, flat = len(events), True
     if isinstance(value, dict):
-        pairs = [(_node(key), _node(each)) for key, each in value.items()]
-        flat = all(_is_plain(key) and _is_plain(each) for key, each in pairs)
-        return yaml.MappingNode(_TAG + "map", pairs, flow_style=flat)
+        events.append(None)  # told when its parts are
+        for key, each in value.items():
+            flat &= _put(key, events)
+            flat &= _put(each, events)
+        events[at] = _MAPPING[flat]
+        events.append(_MAPPING_END)
+        return False
     if isinstance(value, list):
-        items = [_node(each) for each in value]
-        return yaml.SequenceNode(_TAG + "seq", items, flow_style=all(map(_is_plain, items)))
-    if isinstance(value, bool):
-        return yaml.ScalarNode(_TAG + "bool", "true" if value else "false")
-    if isinstance(value, int):
-        return yaml.ScalarNode(_TAG + "int", str(value))
-    return SafeRepresenter().represent_data(value)
+        events.append(None)
+        for each in value:
+            flat &= _put(each, events)
+        events[at] = _SEQUENCE[flat]
+        events.append(_SEQUENCE_END)
+        return False
+    event = _scalar(value)
+    events.append(event)
+    return not event.style
 
 
-def _is_plain(node: yaml.Node) -> bool:
-    return type(node) is yaml.ScalarNode and not node.style
+@lru_cache(maxsize=1 << 14, typed=True)
+def _scalar(value: Any) -> yaml.ScalarEvent:
+    """What the emitter is told of a text, a number, yes or no, or nothing; most values of a file recur.
 
-
-@lru_cache(maxsize=1 << 14)
-def _spelt(text: str) -> tuple[str, None, None, str | None]:
-    text = quoting.utf8(text)
-    return text, None, None, '"' if quoting.needs_escapes(text) else None
+    Texts with letters that are not printable stand in double quotes, where they can be spelt out.
+    """
+    if isinstance(value, str):
+        text = quoting.utf8(value)
+        node: Any = yaml.ScalarNode(f"{_TAG}str", text, style='"' if quoting.needs_escapes(text) else None)
+    else:
+        node = SafeRepresenter().represent_data(value)
+    tags = [_tag(yaml.ScalarNode, node.value, way) for way in ((True, False), (False, True))]
+    implicit = (tags[0] == node.tag, tags[1] == node.tag)  # without quotes, and in them
+    return yaml.ScalarEvent(None, node.tag, implicit, node.value, style=node.style)
 
 
 def dump(record: Record, header: str = "") -> str:
@@ -149,7 +155,10 @@ def values_of(record: Record) -> dict[str, Any]:
 
 def text_of(values: Mapping[str, Any]) -> str:
     """Canonical YAML of plain values."""
-    body: str = yaml.serialize(_node(values), Dumper=_Dumper, width=2**31 - 1, allow_unicode=True)
+    events: list[Any] = []
+    _put(values, events)
+    every = (*_BEGIN, *events, *_END)
+    body: str = yaml.emit(every, Dumper=_DUMPER, width=2**31 - 1, allow_unicode=True)
     return quoting.yaml_escapes(body)
 
 

@@ -6,9 +6,9 @@ over the bus. Parts add up to the predicted time.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.constants import CPU, PPM
 from planner.cost.build_problem import Priced
@@ -48,14 +48,15 @@ def of_token(priced: Priced, solution: Solution, found: Evaluation) -> tuple[Par
     """The parts of the time of one token."""
     prices, units = priced.prices, {unit.name: unit for unit in priced.model.units}
     alike: dict[object, tuple[Part, ...]] = {}  # units that take the same time have the same parts
-    parts: list[Part] = []
+    times: Counter[object] = Counter()
     for decision, option in zip(priced.problem.decisions, solution.chosen(priced.problem), strict=True):
         for name, site, ns in zip(decision.units, sites_of(option.sites), _times(option.parts), strict=False):
             unit = units[name]
             key = name if site.divided else (prices.likeness(unit), site, ns)
             if key not in alike:
                 alike[key] = _joined(_unit(prices, unit, site, ns))
-            parts += alike[key]
+            times[key] += 1
+    parts = _multiplied(alike, times)
     own = sum(part.ns for part in parts)
     token = priced.problem.decode_ns
     parts += _between(prices, found.splits, found.decode_ns - own - found.mixed_ns - token)
@@ -67,10 +68,10 @@ def of_prompt(priced: Priced, solution: Solution, found: Evaluation) -> tuple[Pa
     """The parts of the time of the prompt."""
     prices, units = priced.prices, {unit.name: unit for unit in priced.model.units}
     alike: dict[object, tuple[Part, ...]] = {}
+    times: Counter[object] = Counter()
     names = [d.device for d in priced.problem.devices]
     first = next((d.device for d in priced.problem.devices if d.kind == "gpu"), "")
     streams = priced.copies
-    parts: list[Part] = []
     for decision, option in zip(priced.problem.decisions, solution.chosen(priced.problem), strict=True):
         home = names[option.entry]
         for name, site in zip(decision.units, sites_of(option.sites), strict=True):
@@ -82,9 +83,15 @@ def of_prompt(priced: Priced, solution: Solution, found: Evaluation) -> tuple[Pa
             key = prices.likeness(unit), site.device, through, total
             if key not in alike:
                 alike[key] = _joined(_prompt(prices, unit, site, through, total))
-            parts += alike[key]
+            times[key] += 1
+    parts = _multiplied(alike, times)
     own = sum(part.ns for part in parts)
     return _joined([*parts, Part(CHANGES, _fitted(prices), found.prefill_ns - own)])
+
+
+def _multiplied(alike: Mapping[object, tuple[Part, ...]], times: Mapping[object, int]) -> list[Part]:
+    """The parts of all units, of those that are alike together."""
+    return [replace(part, ns=part.ns * times[key]) for key, parts in alike.items() for part in parts]
 
 
 def _times(parts: Sequence[int]) -> Iterator[int]:
