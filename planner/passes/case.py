@@ -14,7 +14,7 @@ from planner.model.inventory import Inventory
 from planner.model.structure import Structure, structure_of
 from planner.passes.chosen import Chosen
 from planner.passes.margin import choice
-from planner.passes.stock_rules import Candidate, candidates
+from planner.passes.stock_rules import Candidate, Settings, candidates, same_settings, settings
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import EngineFit
@@ -24,6 +24,16 @@ from planner.workload import Workload
 
 _Asked = tuple[tuple[int, int], Workload, EngineSettings, Request, Known]  # model and profile by identity
 _MOST = 16  # problems that are kept: more than one plan is checked with
+
+
+@dataclass(frozen=True, slots=True)
+class _Stock:
+    """Where stock rules place everything in a problem, and what comes of it."""
+
+    priced: Priced
+    fit: EngineFit | None
+    placed: Settings
+    found: tuple[Candidate, ...]
 
 
 @dataclass(eq=False)
@@ -36,7 +46,7 @@ class Built:
 
     _structures: list[Structure] = field(default_factory=list)
     _problems: list[tuple[_Asked, Priced]] = field(default_factory=list)
-    _rules: list[tuple[Priced, EngineFit | None, tuple[Candidate, ...]]] = field(default_factory=list)
+    _rules: list[_Stock] = field(default_factory=list)
 
     def _timed(self, same: tuple[int, int], model: Model, settings: EngineSettings) -> Timed | None:
         """What units take, of a problem of the same model, profile and speculation."""
@@ -68,12 +78,14 @@ class Built:
 
     def stock(self, priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate, ...]:
         """What stock rules do in a problem."""
-        for other, asked, found in self._rules:
-            if other is priced and asked == fit:
-                return found
-        made = candidates(priced, fit)
-        self._rules = [*self._rules, (priced, fit, made)][-_MOST:]
-        return made
+        known = [each for each in self._rules if each.fit == fit]
+        found = next((each for each in known if each.priced is priced), None)
+        if found is None:
+            alike = next((each for each in known if same_settings(priced, each.priced)), None)
+            placed = alike.placed if alike else settings(priced, fit)
+            found = _Stock(priced, fit, placed, candidates(priced, fit, placed))
+            self._rules = [*self._rules, found][-_MOST:]
+        return found.found
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,22 +64,51 @@ def request_ns(candidate: Candidate) -> int:
     return candidate.evaluation.objective_ns if candidate.evaluation else 0
 
 
-def candidates(priced: Priced, fit: EngineFit | None = None) -> tuple[Candidate, ...]:
-    """The best feasible setting of each stock rule, in order of simplicity.
+Settings = tuple[tuple[str, tuple[tuple[Rule, Solution], ...]], ...]  # by rule, those that have a placement
 
-    A rule without a feasible setting appears once, infeasible. The engine's own `--fit` comes last: it takes
-    no overrides beside its own.
+
+def settings(priced: Priced, fit: EngineFit | None = None) -> Settings:
+    """Every setting of each stock rule with its placement, in order of simplicity.
+
+    The engine's own `--fit` comes last: it takes no overrides beside its own.
     """
-    found: list[Candidate] = []
-    placer, totals = Placer(priced), Totals(priced.problem)
+    found: list[tuple[str, tuple[tuple[Rule, Solution], ...]]] = []
+    placer = Placer(priced)
     for name, rules in itertools.groupby(_rules(priced.model, priced), key=lambda rule: rule.name):
         kept = [again for rule in rules if (again := _with_pins(placer, rule)) is not None]
-        found.append(_best(placer, totals, name, kept))
+        found.append((name, placer.placed(kept)))
     if fit is not None:
-        read = fit_rules(priced.model.structure, fit, priced.prices.workload)
-        none = Candidate(FIT, "finds no placement", None, None)
-        found.append(_best(placer, totals, FIT, read) if read else none)
+        found.append((FIT, placer.placed(fit_rules(priced.model.structure, fit, priced.prices.workload))))
     return tuple(found)
+
+
+def same_settings(priced: Priced, other: Priced) -> bool:
+    """Whether two problems of one model have the same placements, whatever these cost.
+
+    Rules deal layers by what GPUs may hold.
+    """
+    a, b = priced.problem, other.problem
+    if priced.model is not other.model or (a.devices, priced.pins) != (b.devices, other.pins):
+        return False
+    both = [(d.options, e.options) for d, e in zip(a.decisions, b.decisions, strict=True)]
+    pairs = {(id(some), id(others)): (some, others) for some, others in both}  # many decisions share theirs
+    return all(len(some) == len(others) for some, others in pairs.values()) and all(
+        o.key == p.key for some, others in pairs.values() for o, p in zip(some, others, strict=True)
+    )
+
+
+def candidates(
+    priced: Priced, fit: EngineFit | None = None, placed: Settings | None = None
+) -> tuple[Candidate, ...]:
+    """The best feasible setting of each stock rule, in order of simplicity; `placed` are their `settings`.
+
+    A rule without a feasible setting appears once, infeasible.
+    """
+    totals, placed = Totals(priced.problem), settings(priced, fit) if placed is None else placed
+    found = tuple(_best(priced, totals, name, possible) for name, possible in placed)
+    if fit is not None and fit.n_gpu_layers is None:
+        return (*found[:-1], Candidate(FIT, "finds no placement", None, None))
+    return found
 
 
 def either_way(copying: Sequence[Candidate], plain: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -104,18 +133,16 @@ def _rank(candidate: Candidate) -> tuple[bool, int]:
     return not candidate.feasible, candidate.evaluation.objective_ns
 
 
-def _best(placer: Placer, totals: Totals, name: str, rules: Sequence[Rule]) -> Candidate:
+def _best(priced: Priced, totals: Totals, name: str, possible: Sequence[tuple[Rule, Solution]]) -> Candidate:
     """The fastest that fits, the first of equals; where none does the fastest of all."""
-    placed = [(rule, placer.solution(rule.layer_devices, rule.sites)) for rule in rules]
-    possible = [(rule, solution) for rule, solution in placed if solution is not None]
     if not possible:
         return Candidate(name, NOT_KEPT, None, None)
     objective, fits = totals.of([solution for _, solution in possible])
     order = objective.argsort(kind="stable").tolist()
     for n in order:
-        if fits[n] and (found := _candidate(placer.priced, name, *possible[n])).feasible:
+        if fits[n] and (found := _candidate(priced, name, *possible[n])).feasible:
             return found
-    return _candidate(placer.priced, name, *possible[order[0]])
+    return _candidate(priced, name, *possible[order[0]])
 
 
 def _with_pins(placer: Placer, rule: Rule) -> Rule | None:
@@ -196,6 +223,11 @@ class Placer:
         """The layer of a unit, the head's one after the last; None of input tables, which have no device."""
         number = self._holder.get(unit)
         return None if number is None else self._rows[number][2]
+
+    def placed(self, rules: Sequence[Rule]) -> tuple[tuple[Rule, Solution], ...]:
+        """The rules that have a placement."""
+        found = ((rule, self.solution(rule.layer_devices, rule.sites)) for rule in rules)
+        return tuple((rule, solution) for rule, solution in found if solution is not None)
 
     def solution(self, layer_devices: Sequence[str], sites: Mapping[str, Site]) -> Solution | None:
         """The placement, all other units on their layer's device; None when a decision has no such option.
