@@ -45,7 +45,8 @@ def dense(inner: list[int], *, arch: str = "qwen3") -> Inventory:
     rows = _ends()
     for n, width in enumerate(inner):
         rows += _attention(n) + _dense(n, width)
-    return inventory_of("dense", arch, _hparams(len(inner)), rows)
+    told: Hparam = inner[0] if len(set(inner)) == 1 else tuple(inner)
+    return inventory_of("dense", arch, {**_hparams(len(inner)), "feed_forward_length": told}, rows)
 
 
 def real(name: str) -> Inventory:

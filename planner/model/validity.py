@@ -26,6 +26,7 @@ from planner.model.nextn import drafts_alone
 from planner.model.required_tensors import GLOBAL, knows, missing, missing_keys, required_of
 from planner.model.sliding_window import sliding_layers
 from planner.model.tensor_roles import Role, parts_of
+from planner.model.widths import shape_faults
 from planner.quoting import short
 from planner.remember import remembered
 
@@ -50,6 +51,7 @@ _PAIRS = (
 )
 _WIDE = frozenset({Role.ATTENTION, Role.STATE, Role.MIXER, Role.ROUTER, Role.SHARED, Role.EXPERTS, Role.FFN})
 _ALONE = re.compile(r"blk\.\d+\.(exp_probs_b\w*|ssm_dt)\.bias")  # biases that are of no weight
+_SIDE = re.compile(r"(\.bias|(\.weight)?\.(input_)?scale)$")
 _ALIKE = 3  # layers of a kind, at least, of which one may be told to lack something
 
 
@@ -76,7 +78,13 @@ def load_faults(inventory: Inventory) -> tuple[str, ...]:
     """Why stock llama.cpp would refuse a file of this table, a sentence each; empty: nothing is known."""
     if _is_excerpt(inventory):
         return ()
-    found = (*_keys(inventory), *_global_tensors(inventory), *_layers(inventory), *_widths(inventory))
+    found = (
+        *_keys(inventory),
+        *_global_tensors(inventory),
+        *_layers(inventory),
+        *_widths(inventory),
+        *shape_faults(inventory),
+    )
     return tuple(dict.fromkeys(found))
 
 
@@ -156,11 +164,11 @@ def _layers(inventory: Inventory) -> Iterator[str]:
 
 
 def _without_weight(inventory: Inventory) -> Iterator[str]:
-    """Biases of projections that are not there themselves."""
+    """Biases and scales of projections that are not there themselves."""
     tensors, parts, n_main = by_name(inventory), parts_of(inventory), layers_of(inventory).n_main
     for name in tensors:
-        weight = name.removesuffix(".bias") + ".weight"
-        lone = name.endswith(".bias") and weight not in tensors and not _ALONE.fullmatch(name)
+        weight = _SIDE.sub(".weight", name)
+        lone = weight != name and weight not in tensors and not _ALONE.fullmatch(name)
         if lone and parts[name].role in _WIDE and (parts[name].layer or 0) < n_main:
             yield f"tensor {weight} is missing, {name} is there"
 

@@ -24,7 +24,7 @@ from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_b
 from planner.model.gguf.half_published import half_published
 from planner.model.gguf.header import Bytes, Header, KeyValue, TensorInfo, pad, parse_header
 from planner.model.gguf.magic import MAGIC, part_advice
-from planner.model.gguf.sanity import check_counts, check_layers, unread, wrong_types
+from planner.model.gguf.sanity import check_counts, check_layers, unread, vocabulary_faults, wrong_types
 from planner.model.gguf.shards import (
     ShardProblems,
     check_set,
@@ -109,7 +109,7 @@ def model_of(
     notes += _unknown_types(shards)
     notes += _holes(shards)
     notes += [f"{key}: no u32 as counts are; stock llama.cpp does not read it" for key in _unread(shards)]
-    refused = (*_no_model(shards[0]), *_wrong_types(shards))
+    refused = (*_no_model(shards[0]), *_wrong_types(shards), *vocabulary_faults(shards[0].header))
     return ModelFile(_inventory(shards), paths, shards, tuple(notes), refused)
 
 

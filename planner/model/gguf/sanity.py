@@ -75,6 +75,10 @@ _ELEMENTS = {
     "tokenizer.ggml.token_type": frozenset({_I32}),
     "tokenizer.ggml.merges": frozenset({STRING}),
 }
+_VOCABULARY = "tokenizer.ggml."
+_NO_VOCABULARY = frozenset({"none", "no_vocab"})
+_MERGED = frozenset({"gpt2", "gemma4"})  # by pairs of tokens
+_TYPED_TOKENS = frozenset({"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v3"})
 _ELEMENTS_OF_COUNTS = frozenset({_U32, _I32, _BOOL})
 
 
@@ -121,6 +125,36 @@ def _of_model(kv: KeyValue, name: str) -> int:
     if kv.type == ARRAY and name in _LISTS:
         return ARRAY
     return _U32 if name in _COUNTS else kv.type
+
+
+def vocabulary_faults(header: Header) -> tuple[str, ...]:
+    """What the engine's tokenizer would miss in a file that holds a vocabulary, or a part of one.
+
+    Files without any such key are of tools and tests: that they lack one is not said of them.
+    """
+    own = {kv.key.removeprefix(_VOCABULARY): kv for kv in header.kvs if kv.key.startswith(_VOCABULARY)}
+    if not own:
+        return ()
+    if "model" not in own:
+        return (f"{_VOCABULARY}model is missing",)
+    kind = str(own["model"].value)
+    if kind in _NO_VOCABULARY:
+        return ()
+    if "tokens" not in own:
+        return (f"{_VOCABULARY}tokens is missing",)
+    found: list[str] = []
+    if kind in _MERGED and "merges" not in own:
+        found.append(f"{_VOCABULARY}merges is missing, which a tokenizer {kind} needs")
+    count = own["tokens"].length
+    found += [
+        f"{_VOCABULARY}{name} has {own[name].length} values for {count} tokens"
+        for name in ("scores", "token_type")
+        if name in own and own[name].length < count
+    ]
+    typed = header.text("general.architecture") in _TYPED_TOKENS
+    if typed and "token_type_count" not in own:
+        found.append(f"{_VOCABULARY}token_type_count is missing")
+    return tuple(found)
 
 
 def unread(header: Header) -> tuple[str, ...]:

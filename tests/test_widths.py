@@ -1,0 +1,87 @@
+"""Shapes against metadata: what the engine makes is never refused, what it refuses for its shapes is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dry_loads import Bytes, Load, attempt
+from made_models import ALL, hparams, make
+from planning_models import real
+from sparse_model import write_sparse
+
+from planner.model.gguf.reader import read_model
+from planner.model.inventory import Hparam, Inventory
+from planner.model.validity import load_faults
+from planner.model.widths import shape_faults
+from planner.workload import Workload
+from profiler.synth.synth import ARCHITECTURES, SynthSpec, write
+
+WORK = Workload(n_ctx=1024)
+TABLES = (
+    "GLM-4.7-Flash-q4_K",
+    "Mixtral-8x7B-Q4_K_M",
+    "Nemotron-3-Nano-30B-A3B-Q4_K_M",
+    "Qwen3.5-0.8B-q8_0",
+    "gpt-oss-20b-MXFP4",
+)
+
+
+def changed(inventory: Inventory, **keys: Hparam) -> Inventory:
+    """A whole file's table with other metadata."""
+    told = {**inventory.hparams, **{key.replace("__", "."): one for key, one in keys.items()}}
+    return inventory.model_copy(update={"hparams": told, "header_digest": "sha256:" + "0" * 64})
+
+
+def test_nothing_that_the_engine_makes_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, ALL)
+    for arch in ALL:
+        saved = read_model(tmp_path / f"{arch}.gguf").inventory
+        given = saved.model_copy(update={"hparams": hparams(arch)})
+        assert not list(shape_faults(saved)) and not list(shape_faults(given)), arch
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_nor_what_is_generated(arch: str, tmp_path: Path) -> None:
+    assert not list(shape_faults(read_model(write(tmp_path / "m.gguf", SynthSpec(arch))).inventory))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_one_key_twice_or_half_as_large(name: str, tmp_path: Path) -> None:
+    """The table is refused where the engine refuses or dies of it, and nowhere else."""
+    model = real(name)
+    counts = {k: v for k, v in model.hparams.items() if isinstance(v, int) and not isinstance(v, bool)}
+    cases = [(key, new) for key, old in counts.items() for new in {2 * old, old // 2} - {old}]
+    tables = [changed(model, **{key: new}) for key, new in cases]
+    loads = [Load(write_sparse(tmp_path / f"{n}.gguf", each), WORK) for n, each in enumerate(tables)]
+    for case, table, said in zip(cases, tables, attempt(loads), strict=True):
+        assert bool(load_faults(table)) == (not isinstance(said, Bytes)), (case, said, load_faults(table))
+
+
+def test_heads_of_a_latent_attention_are_not_guessed() -> None:
+    """Without its keys the cache was counted a tenth as large, or twice; the engine dies of such files."""
+    model = real("DeepSeek-V3.1-Terminus-q4_K")
+    for key in ("attention.key_length", "attention.key_length_mla", "attention.value_length_mla"):
+        less = {name: one for name, one in model.hparams.items() if name != key}
+        (said, *_) = load_faults(model.model_copy(update={"hparams": less}))
+        assert key in said
+
+
+LISTS = ("attention.sliding_window_pattern", "attention.compress_ratios", "attention.head_count_kv")
+
+
+def test_one_value_where_the_engine_reads_a_list(tmp_path: Path) -> None:
+    """Patterns, ratios and heads that architectures read as lists only; those that read both are let be."""
+    make(tmp_path, ALL)
+    cases: list[tuple[str, str, Inventory]] = []
+    for arch in ALL:
+        whole = read_model(tmp_path / f"{arch}.gguf").inventory.model_copy(update={"hparams": hparams(arch)})
+        told = {key: one[0] for key in LISTS if isinstance(one := whole.hparams.get(key), tuple)}
+        cases += [(arch, key, changed(whole, **{key: one})) for key, one in told.items()]
+    loads = [Load(write_sparse(tmp_path / f"{n}.gguf", each), WORK) for n, (*_, each) in enumerate(cases)]
+    for (arch, key, table), said in zip(cases, attempt(loads), strict=True):
+        if arch not in {"gemma4", "qwen4exp"}:  # refused for other things that made files lack
+            assert bool(load_faults(table)) == (not isinstance(said, Bytes)), (arch, key, said)
+    gemma = changed(real("gemma-4-26B-A4B-Q4_K_M"), attention__sliding_window_pattern=6)
+    (said,) = attempt([Load(write_sparse(tmp_path / "gemma.gguf", gemma), WORK)])
+    assert "array key not found" in str(said) and "reads a list" in load_faults(gemma)[0]
