@@ -65,6 +65,14 @@ def test_some_plans_have_slots_and_none_beside_other_divisions(plans: dict[str, 
     assert not any({SiteKind.STRIPE, SiteKind.CACHE} & kinds for kinds in slotted.values())
 
 
+def test_slots_are_in_no_plan_that_is_slower_than_the_one_without(plans: dict[str, Plan]) -> None:
+    slotted = [name for name in plans if "+hybrid--" in name]
+    for name in slotted:
+        plain = plans[name.replace("+hybrid--", "--")]
+        assert plans[name].predicted.objective_ns <= plain.predicted.objective_ns, name
+    assert len(slotted) >= 30
+
+
 def test_some_plans_stripe_hot_experts_in_the_order_of_their_heat(plans: dict[str, Plan]) -> None:
     striped = [p for p in plans.values() if any(u.site.kind is SiteKind.STRIPE for u in p.units)]
     assert striped
