@@ -95,7 +95,8 @@ def command(
         raise SystemExit(code)
     for path in files if smoke else ():
         _smoke(path, library, device_maps, engine, llama_h)
-    next_step("atsplan", "export", files[0])
+    if len(files) == 1:
+        next_step("atsplan", "export", files[0])
 
 
 def _next_after_findings(found: list[Finding], code: int) -> None:
