@@ -138,7 +138,7 @@ def test_host_memory_that_is_refused_is_one_line(
     vast = small.model_copy(update={"tensors": tensors, "hparams": {**small.hparams, **length}})
     model, plan = write_sparse(tmp_path / "vast.gguf", vast), tmp_path / "plan.yaml"
     done = subprocess.run(
-        command("solve", model, *ASKED, "--budget", 22000, "--hybrid", *PINS, "-o", plan),
+        command("solve", model, *ASKED[:2], "--budget", 22000, *ASKED[4:], "--hybrid", *PINS, "-o", plan),
         capture_output=True,
         text=True,
         env=ENVIRONMENT,

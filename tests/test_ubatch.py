@@ -22,8 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def solve(model: Path, *more: object) -> Result:
-    words = ("solve", model, "--machine", "rtx3060-12gb-ddr4", "-c", "8k", "--budget", "1500MiB", *more)
+def solve(model: Path, *more: object, budget: str = "1500MiB") -> Result:
+    words = ("solve", model, "--machine", "rtx3060-12gb-ddr4", "-c", "8k", "--budget", budget, *more)
     return CliRunner().invoke(main, list(map(str, words)))
 
 
@@ -63,8 +63,8 @@ def test_every_size_is_said(model: Path) -> None:
 
 
 def test_what_fits_with_no_size_is_refused_as_with_the_first(model: Path) -> None:
-    words = ("--workload", "prompt=2048", "--budget", "10MiB", "--no-cpu")
-    found, first = (solve(model, *words, "-ub", n) for n in ("auto", 512))
+    words = ("--workload", "prompt=2048", "--no-cpu")
+    found, first = (solve(model, *words, "-ub", n, budget="10MiB") for n in ("auto", 512))
     assert (found.exit_code, found.stdout) == (1, "") and found.stderr == first.stderr
 
 

@@ -156,9 +156,8 @@ def _to_solve(asked: SolveOptions, swept: Range, points: Sequence[Point]) -> lis
     least = min(size for size, ns in fits.items() if 100 * ns <= 101 * min(fits.values()))
     budget = f"{swept.device}={least // MIB}"
     words = without(again(), _OWN, ("--json",))
-    words[1] = "solve"
     limits = ["--budget", f"{asked.budget},{budget}" if asked.budget else budget, "-c", str(largest)]
-    return [*words, *limits, "-o", "plan.yaml"]
+    return [words[0], "solve", *words[2:], *limits, "-o", "plan.yaml"]
 
 
 def _asked(
