@@ -157,9 +157,8 @@ def _check_all(
 
             work = partial(_check_group, library=library, options=options, allow_missing=allow_missing)
             done = stack.enter_context(share_out(work, list(groups.values()), workers))
-        bar = stack.enter_context(
-            progress()
-        )  # a thread: it comes after the processes, or they must begin anew
+        # The bar has a thread: it comes after the processes, or they would have to begin anew.
+        bar = stack.enter_context(progress())
         task = bar.add_task("plans", total=len(files), rate="")
         for group in done:
             found |= group

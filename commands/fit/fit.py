@@ -10,15 +10,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.fit.levers import Lever, lever_bars, levers, most
-from commands.fit.use import Use, use_options
 from commands.shared.console import mib, out, out_json, out_table, out_text, progress, say, table
-from commands.shared.machine_options import Described, machine_parts, profile_of, with_found, words_of
+from commands.shared.machine_options import (
+    BUDGET,
+    MACHINE,
+    PROFILE,
+    Described,
+    machine_parts,
+    profile_of,
+    with_found,
+    words_of,
+)
 from commands.shared.models import ELSEWHERE, load_inventory
 from commands.shared.option_types import html_option
 from commands.shared.paste import known_by, pasted
 from commands.shared.refusals import refusal_data
-from commands.shared.spellings import FIT, Size, answers, joined
+from commands.shared.spellings import FIT, answers
 from commands.shared.verdicts import best_stock, doubt, gain, rates, told_apart_ppm, verdict
+from commands.solve.use import Use, use_options
 from planner.errors import AnswerIsNo
 from planner.quoting import shell
 
@@ -75,17 +84,10 @@ class Answer:
 
 @click.command()
 @click.argument("model", type=Model(), metavar="MODEL")
-@click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine.")
-@click.option("--machine", help="A machine description that ships with the program.")
+@PROFILE
+@MACHINE
 @machine_parts
-@click.option(
-    "--budget",
-    type=Size(),
-    multiple=True,
-    callback=joined,
-    metavar="SIZE",
-    help="On each GPU, all told: 21500 (MiB), 8G.",
-)
+@BUDGET
 @use_options
 @click.option("--heat", type=_FILE, help="Expert routing (heat.csv): what slots are worth with it.")
 @click.option("--levers/--no-levers", "with_levers", default=True, help="What each change alone brings.")

@@ -13,7 +13,7 @@ import click
 
 from commands.shared.console import say
 from commands.shared.models import load_profile
-from commands.shared.spellings import Size
+from commands.shared.spellings import Size, joined
 from planner.errors import OptionProblem
 
 if TYPE_CHECKING:
@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from planner.machine.profile import Profile
     from planner.workload import CacheType
 
+_FILE = click.Path(path_type=Path)
+# Of every command that makes plans.
+PROFILE = click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine.")
+MACHINE = click.option("--machine", help="A machine description that ships with the program.")
+BUDGET = click.option(
+    "--budget",
+    type=Size(),
+    multiple=True,
+    callback=joined,
+    metavar="SIZE",
+    help="On each GPU, all told: 21500 (MiB), 21.5GiB, 8G, CUDA0=21500,CUDA1=8000.",
+)
 _PARTS = (
     click.option(
         "--gpu",

@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
-from commands.fit.use import CACHE, CONTEXT, REQUEST
+from commands.shared.machine_options import BUDGET, MACHINE, PROFILE
 from commands.shared.option_types import Number
 from commands.shared.spellings import SOLVE, Size, answers, joined, kv_type, use_with_sequences
+from commands.solve.use import CACHE, CONTEXT, REQUEST
 
 _FILE = click.Path(path_type=Path)
 UBATCH_AUTO = 0
@@ -31,16 +32,9 @@ class Ubatch(click.IntRange):
 
 _OPTIONS = (
     click.argument("model", type=_FILE),
-    click.option("--profile", "profile_path", type=_FILE, help="Profile of the machine."),
-    click.option("--machine", help="A machine description that ships with the program."),
-    click.option(
-        "--budget",
-        type=Size(),
-        multiple=True,
-        callback=joined,
-        metavar="SIZE",
-        help="On each GPU, all told: 21500 (MiB), 21.5GiB, 8G, CUDA0=21500,CUDA1=8000.",
-    ),
+    PROFILE,
+    MACHINE,
+    BUDGET,
     *CONTEXT,
     click.option("--ctx-min", type=click.IntRange(1), help="The context may shrink to this to fit."),
     *CACHE,

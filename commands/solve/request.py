@@ -160,7 +160,7 @@ def forks_among(profile: Profile, types: tuple[str, ...]) -> tuple[CacheType, ..
     return tuple(one for one in profile.cache_types or () if one.name in types) or None
 
 
-class Use(Protocol):
+class Stated(Protocol):
     """What the options of a command say of the use."""
 
     @property
@@ -177,7 +177,7 @@ class Use(Protocol):
     def mtp(self) -> bool: ...
 
 
-def workload_of(asked: Use, inventory: Inventory, profile: Profile) -> Workload:
+def workload_of(asked: Stated, inventory: Inventory, profile: Profile) -> Workload:
     """The workload of a command line; OptionProblem for what makes no sense."""
     from pydantic import ValidationError
 
@@ -217,7 +217,7 @@ def workload_of(asked: Use, inventory: Inventory, profile: Profile) -> Workload:
     return workload
 
 
-def _batch(asked: Use) -> int:
+def _batch(asked: Stated) -> int:
     """Tokens handed over at once: as the engine has it, at least those computed at once."""
     if asked.batch is None:
         return max(2048, asked.ubatch)

@@ -14,7 +14,7 @@ from planner.model.inventory import Inventory
 from planner.model.structure import Structure, structure_of
 from planner.passes.chosen import Chosen
 from planner.passes.margin import choice
-from planner.passes.stock_rules import Candidate, Settings, candidates, same_settings, settings
+from planner.passes.stock_rules import Candidate, Settings, all_settings, candidates, same_settings
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.plan import EngineFit
@@ -82,7 +82,7 @@ class Built:
         found = next((each for each in known if each.priced is priced), None)
         if found is None:
             alike = next((each for each in known if same_settings(priced, each.priced)), None)
-            placed = alike.placed if alike else settings(priced, fit)
+            placed = alike.placed if alike else all_settings(priced, fit)
             found = _Stock(priced, fit, placed, candidates(priced, fit, placed))
             self._rules = [*self._rules, found][-_MOST:]
         return found.found

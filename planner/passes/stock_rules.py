@@ -67,7 +67,7 @@ def request_ns(candidate: Candidate) -> int:
 Settings = tuple[tuple[str, tuple[tuple[Rule, Solution], ...]], ...]  # by rule, those that have a placement
 
 
-def settings(priced: Priced, fit: EngineFit | None = None) -> Settings:
+def all_settings(priced: Priced, fit: EngineFit | None = None) -> Settings:
     """Every setting of each stock rule with its placement, in order of simplicity.
 
     The engine's own `--fit` comes last: it takes no overrides beside its own.
@@ -100,11 +100,11 @@ def same_settings(priced: Priced, other: Priced) -> bool:
 def candidates(
     priced: Priced, fit: EngineFit | None = None, placed: Settings | None = None
 ) -> tuple[Candidate, ...]:
-    """The best feasible setting of each stock rule, in order of simplicity; `placed` are their `settings`.
+    """The best feasible setting of each stock rule, in order of simplicity; `placed` is of `all_settings`.
 
     A rule without a feasible setting appears once, infeasible.
     """
-    totals, placed = Totals(priced.problem), settings(priced, fit) if placed is None else placed
+    totals, placed = Totals(priced.problem), all_settings(priced, fit) if placed is None else placed
     found = tuple(_best(priced, totals, name, possible) for name, possible in placed)
     if fit is not None and fit.n_gpu_layers is None:
         return (*found[:-1], Candidate(FIT, "finds no placement", None, None))

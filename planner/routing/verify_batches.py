@@ -7,6 +7,7 @@ know what a wrong token would have chosen: the tokens that the text has there st
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +38,18 @@ def verified(trace: Trace, drafts: int, accept_ppm: int) -> Verified:
     order = np.argsort(key, kind="stable")
     steps = np.split(order, np.flatnonzero(np.diff(key[order])) + 1) if len(order) else []
     sources = [int(alone.source[rows[0]]) for rows in steps]
-    mean = sum(PPM * (accept_ppm / PPM) ** n for n in range(1, drafts + 1))
+    mean_ppm = round(PPM * sum(Fraction(accept_ppm, PPM) ** n for n in range(1, drafts + 1)))
     rows: list[NDArray[np.intp]] = []
     numbers: list[Ints] = []
     tokens: list[int] = []
-    at, credit = 0, 0.0
+    at = credit_ppm = 0
     while at < len(steps):
         end = at
         while end < len(steps) and end - at <= drafts and sources[end] == sources[at]:
             end += 1
-        credit += mean
-        right = min(round(credit) // PPM, end - at - 1)
-        credit = min(credit - right * PPM, float(drafts * PPM))
+        credit_ppm += mean_ppm
+        right = min(credit_ppm // PPM, end - at - 1)
+        credit_ppm = min(credit_ppm - right * PPM, drafts * PPM)
         batch = np.concatenate(steps[at:end])
         rows.append(batch)
         numbers.append(np.full(len(batch), len(tokens), dtype=np.int64))

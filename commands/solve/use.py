@@ -1,4 +1,4 @@
-"""What a model is to be used for, as `fit` is told it: context, cache types, batches, sequences."""
+"""What a model is to be used for, as commands are told it: context, cache types, batches, sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commands.shared.spellings import Tokens, kv_type, use_with_sequences
 
 _CTX, _CACHE, _UBATCH = "4096", "f16", 512
 
-# Those that `solve` and `sweep` have too.
+# `solve` and `sweep` have these among their own, `fit` all of them.
 CONTEXT = (
     click.option(
         "-c",
