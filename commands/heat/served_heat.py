@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from commands.shared.console import say, write_text
 from planner.constants import EXPERTS_KEY
 from planner.errors import AtsplanError
+from runtime.child.meanwhile import repeated
 
 if TYPE_CHECKING:
     from planner.model.gguf.reader import ModelFile
@@ -29,7 +29,6 @@ def heat_written(
     every_s: float = _EVERY_S,
 ) -> Iterator[None]:
     """Keep a heat file of what `blocks` count since the model was loaded, now and then and at the end."""
-    ended = threading.Event()
 
     def write() -> None:
         heat = heat_of_blocks(file, [block for _, block in blocks()])
@@ -42,17 +41,10 @@ def heat_written(
         except (AtsplanError, OSError) as problem:
             say(f"note: {path}: not written: {problem}")
 
-    def keep() -> None:
-        while not ended.wait(every_s):
-            write()
-
-    thread = threading.Thread(target=keep, daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated(lambda ended: write(), every_s):
+            yield
     finally:
-        ended.set()
-        thread.join(5)
         write()
 
 

@@ -12,7 +12,7 @@ from planner.learn.refine import GAIN_PPM
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 from planner.plan.known import Known
-from planner.plan.load_spec import load_spec
+from planner.plan.load_spec import load_spec, newcomers
 from planner.plan.plan import Plan
 
 
@@ -67,6 +67,4 @@ def reseated(
     here = plan.model_copy(update={"constraints": judged})
     before = reprice(here, inventory, profile, replace(routing, curves=served)).plan
     after = edited(here, inventory, profile, routing)  # optimal for other routing, if for any
-    pairs = zip(load_spec(plan).residents, load_spec(after).residents, strict=True)
-    new = [len(set(then) - set(now)) for (_, _, now), (_, _, then) in pairs]
-    return Reseated(before, after, sum(new), sum(map(bool, new)))
+    return Reseated(before, after, *newcomers(load_spec(plan).residents, load_spec(after).residents))

@@ -163,33 +163,50 @@ def _mixers(inventory: Inventory) -> Iterator[_Rule]:
 
 def _kinds(inventory: Inventory, layers: Layers) -> Iterator[str]:
     """Layers that are of another kind than the keys say that tell kinds apart."""
-    hparams, arch = inventory.hparams, inventory.architecture
     stems = stems_by_layer(inventory)
-    dense = hparams.get("leading_dense_block_count")
-    if isinstance(dense, int) and "leading_dense_block_count" in required_of(arch).get(KEYS, {}):
-        for n in range(layers.n_main):
-            routed, plain = ("ffn_down_exps" in stems.get(n, ()), "ffn_down" in stems.get(n, ()))
-            if n < dense and routed and not plain:
-                yield f"layer {n} holds experts, leading_dense_block_count says {dense} dense layers"
-            if n >= dense and plain and not routed and arch not in _INTERLEAVED:
-                yield f"layer {n} holds no experts, leading_dense_block_count says {dense} dense layers"
-    interval = hparams.get("full_attention_interval")
-    if (
-        arch in _GATED
-        and isinstance(interval, int)
-        and interval
-        and "attention.recurrent_layers" not in hparams
-    ):
-        for n, attends in enumerate(layers.attention):
-            if n in stems and attends != ((n + 1) % interval == 0):
-                kind = "attends" if attends else "does not attend"
-                yield f"layer {n} {kind}, full_attention_interval {interval} says otherwise"
+    yield from _dense(inventory, layers, stems)
+    yield from _full_attention(inventory, layers, stems)
     yield from _listed(inventory, layers)
     yield from _compressed(inventory, layers, stems)
+    yield from _groups(inventory)
+    yield from _rotated(inventory)
+
+
+def _dense(inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
+    """Which of the first layers hold no experts."""
+    arch, dense = inventory.architecture, inventory.hparams.get("leading_dense_block_count")
+    if not isinstance(dense, int) or "leading_dense_block_count" not in required_of(arch).get(KEYS, {}):
+        return
+    for n in range(layers.n_main):
+        routed, plain = ("ffn_down_exps" in stems.get(n, ()), "ffn_down" in stems.get(n, ()))
+        if n < dense and routed and not plain:
+            yield f"layer {n} holds experts, leading_dense_block_count says {dense} dense layers"
+        if n >= dense and plain and not routed and arch not in _INTERLEAVED:
+            yield f"layer {n} holds no experts, leading_dense_block_count says {dense} dense layers"
+
+
+def _full_attention(
+    inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[str]]
+) -> Iterator[str]:
+    """Which layers of a recurrent model attend; a list of recurrent layers goes before the interval."""
+    interval = inventory.hparams.get("full_attention_interval")
+    listed = "attention.recurrent_layers" in inventory.hparams
+    if inventory.architecture not in _GATED or listed or not isinstance(interval, int) or not interval:
+        return
+    for n, attends in enumerate(layers.attention):
+        if n in stems and attends != ((n + 1) % interval == 0):
+            kind = "attends" if attends else "does not attend"
+            yield f"layer {n} {kind}, full_attention_interval {interval} says otherwise"
+
+
+def _groups(inventory: Inventory) -> Iterator[str]:
     groups, used = inventory.number("expert_group_count"), inventory.number("expert_group_used_count")
     if groups > 1 and not 0 < used < groups:
-        yield f"{arch}.expert_group_used_count is {used}, of {groups} groups"
-    rotated = inventory.number("rope.dimension_count")
+        yield f"{inventory.architecture}.expert_group_used_count is {used}, of {groups} groups"
+
+
+def _rotated(inventory: Inventory) -> Iterator[str]:
+    arch, rotated = inventory.architecture, inventory.number("rope.dimension_count")
     key = inventory.number("attention.key_length", even_width(inventory))
     if arch in _ALL_ROTATED and rotated and key and rotated != key:
         yield f"rope.dimension_count is {rotated}, a head of {arch} is {key} wide"

@@ -112,6 +112,12 @@ def load_spec(plan: Plan) -> LoadSpec:
     )
 
 
+def newcomers(before: Residents, after: Residents) -> tuple[int, int]:
+    """Experts that have slots in `after` alone, and in how many layers; both have the same layers."""
+    new = [len(set(then) - set(now)) for (_, _, now), (_, _, then) in zip(before, after, strict=True)]
+    return sum(new), sum(map(bool, new))
+
+
 def _residents(plan: Plan) -> Residents:
     """The experts that the plan puts into slots: the first of each layer's order."""
     orders = {each.layer: each.order for each in plan.experts}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from pathlib import Path
 
 from planner.errors import AtsplanError
 from planner.plan.difference import check_while_running
-from planner.plan.load_spec import load_spec
+from planner.plan.load_spec import load_spec, newcomers
 from planner.plan.plan import Plan
+from runtime.child.meanwhile import repeated
 from runtime.hybrid.orders import Orders
 from runtime.session.hybrid import positions
 
@@ -41,9 +41,8 @@ class Served:
         if before != after:
             self.orders.send(positions(self.model, after), stopped)
         self.plan = plan
-        new = [len(set(e) - set(old)) for (_, _, old), (_, _, e) in zip(before, after, strict=True)]
-        layers = sum(map(bool, new))
-        return f"{self.path}: {sum(new)} other experts in the slots of {layers} layers" if layers else ""
+        new, layers = newcomers(before, after)
+        return f"{self.path}: {new} other experts in the slots of {layers} layers" if layers else ""
 
 
 @contextmanager
@@ -57,25 +56,19 @@ def following_file(
 
     `taken` hears of every plan that was taken over.
     """
-    ended = threading.Event()
+    done = before = None  # it may be another already: a server takes long to start
 
-    def look() -> None:
-        done = before = None  # it may be another already: a server takes long to start
-        while not ended.wait(every_s):
-            now = _stamp(served.path)
-            # Twice the same: nobody is in the middle of writing it.
-            if now is not None and now == before and now != done:
-                done = now
-                _take(served, say, taken, ended.is_set)
-            before = now
+    def look(ended: Callable[[], bool]) -> None:
+        nonlocal done, before
+        now = _stamp(served.path)
+        # Twice the same: nobody is in the middle of writing it.
+        if now is not None and now == before and now != done:
+            done = now
+            _take(served, say, taken, ended)
+        before = now
 
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
+    with repeated(look, every_s):
         yield
-    finally:
-        ended.set()
-        thread.join(5)
 
 
 def _take(
