@@ -41,7 +41,10 @@ def cases() -> list[tuple[Request, Known]]:
         (Request(budgets, WORK, hybrid=True), hot),
         (Request(less, WORK, host_memory=HostMemory.MAPPED), hot),
         (Request(budgets, WORK, pins=(Pin("blk.[0-3].experts", "cpu"),)), Known()),
-        (Request(budgets, WORK.model_copy(update={"n_ubatch": 1024})), hot),
+        (
+            Request(budgets, WORK.model_copy(update={"n_ubatch": 1024, "type_k": "q8_0", "type_v": "q8_0"})),
+            hot,
+        ),
     ]
 
 
