@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from engines import ROOT
@@ -66,12 +66,17 @@ def test_better_than_any_fixed_length_where_acceptance_changes(name: str, costs:
     assert following(right, base, step_ns).speed > best_fixed(right, step_ns)[1].speed
 
 
+def served() -> list[list[Step]]:
+    """The steps of each request in the log of a real server."""
+    lines = (ROOT / "tests" / "data" / "drafts-tiny-moe.txt").read_text().splitlines()
+    counts = [[pair.split("/") for pair in line.split()] for line in lines if not line.startswith("#")]
+    return [[Step(int(n), int(accepted)) for accepted, n in steps] for steps in counts]
+
+
 @pytest.mark.parametrize("costs", COSTS)
 def test_near_the_best_fixed_length_on_the_log_of_a_server(costs: str) -> None:
     """Twenty requests (tests/data/drafts-tiny-moe.txt): each by itself, and as one long text."""
-    lines = (ROOT / "tests" / "data" / "drafts-tiny-moe.txt").read_text().splitlines()
-    counts = [[pair.split("/") for pair in line.split()] for line in lines if not line.startswith("#")]
-    each = [right_of(Step(int(n), int(accepted)) for accepted, n in steps) for steps in counts]
+    each = [right_of(steps) for steps in served()]
     whole = tuple(right for text in each for right in text)
     step_ns = COSTS[costs]
     base = planned(whole, step_ns)
@@ -80,6 +85,47 @@ def test_near_the_best_fixed_length_on_the_log_of_a_server(costs: str) -> None:
     apart = sum(following(text, base, step_ns).time_ns for text in each)
     of_best = min(sum(fixed(text, n, step_ns).time_ns for text in each) for n in range(MOST + 1))
     assert of_best >= apart * 95 / 100
+
+
+def _percent(shares: Iterable[float]) -> str:
+    found = sorted(100 * each for each in shares)
+    return f"{found[0]:.1f} to {found[-1]:.1f} %"
+
+
+def test_the_figures_of_the_page_are_those_of_these_logs() -> None:
+    """Of every log and shape of cost: the worst beside what is gained."""
+    page = " ".join((ROOT / "docs" / "drafts.md").read_text(encoding="utf-8").split())
+    rows = [(name, right, step_ns) for name, right in LOGS.items() for step_ns in COSTS.values()]
+    of_best = {
+        (name, tuple(step_ns)): float(
+            following(right, base, step_ns).speed / best_fixed(right, step_ns)[1].speed
+        )
+        for name, right, step_ns in rows
+        if (base := planned(right, step_ns))
+    }
+    more = [100 * of_best[name, tuple(step_ns)] - 100 for name in CHANGING for step_ns in COSTS.values()]
+    top = max(
+        oracle(right, step_ns).speed / best_fixed(right, step_ns)[1].speed for _, right, step_ns in rows
+    )
+    assert f"on {len(LOGS)} generated logs" in page
+    assert f"at worst {100 * min(of_best.values()):.1f} % of the best fixed length" in page
+    assert f"{min(more):.0f} to {max(more):.0f} % faster than it where acceptance changes" in page
+    assert f"would bring up to {100 * float(top) - 100:.0f} % more" in page
+
+    requests = served()
+    assert requests[:10] == requests[10:]
+    steps = [step for request in requests for step in request]
+    accepted = sum(step.accepted for step in steps) / sum(step.drafted for step in steps)
+    each = [right_of(request) for request in requests]
+    whole = tuple(right for text in each for right in text)
+    joined, apart = [], []
+    for step_ns in COSTS.values():
+        base = planned(whole, step_ns)
+        joined.append(float(following(whole, base, step_ns).speed / best_fixed(whole, step_ns)[1].speed))
+        best = min(sum(fixed(text, n, step_ns).time_ns for text in each) for n in range(MOST + 1))
+        apart.append(float(best / sum(following(text, base, step_ns).time_ns for text in each)))
+    assert f"{len(steps)} of them, of whose tokens {100 * accepted:.0f} % were accepted" in page
+    assert f"{_percent(joined)} as one long text, {_percent(apart)} with each text by itself" in page
 
 
 def test_shares_alone_overshoot_where_a_longer_batch_is_dear() -> None:

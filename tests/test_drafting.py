@@ -36,6 +36,8 @@ from planner.workload import Workload
 from runtime.tools.llama_server import find_program, serving
 from runtime.tools.options import options, stock
 
+PLANS = Path(__file__).resolve().parent.parent / "plans"
+INPUTS = PLANS / "inputs"
 LARGE, SMALL = dense([16384] * 6), dense([256])
 
 
@@ -217,6 +219,25 @@ def test_solved_explained_and_exported(files: tuple[Path, Path], tmp_path: Path)
     assert "--model-draft small.gguf" in line and f"--spec-draft-n-max {tokens}" in line
     assert "--spec-type draft-simple" in line and "--spec-draft-device CUDA0" in line
     assert run("check", path, "--model", large).exit_code == 0
+
+
+def test_the_table_of_the_findings_is_what_plans_say() -> None:
+    """Two are solved again; that of the NextN block is in git."""
+    table = " ".join((PLANS.parent / "docs" / "findings-solver.md").read_text(encoding="utf-8").split())
+    draft = INPUTS / "Qwen3-4B-Instruct-2507-q4_K.inventory.yaml"
+    made = [from_text((PLANS / "GLM-4.5-q4_K+mtp--rtx4090-epyc.yaml").read_text(), "plan")]
+    for model, on in (("Llama-3.1-70B-Q4_K_M", "ddr5"), ("Qwen3-235B-A22B-UD-Q4_K_S", "epyc")):
+        words = ("--machine", f"rtx4090-{on}", "--budget", "21500", "-c", "8192", "--draft", draft)
+        found = run("solve", INPUTS / f"{model}.inventory.yaml", *words, "--draft-accept", "0.7", "--json")
+        made.append(Plan.model_validate_json(found.stdout))
+    nextn, dense_70b, moe_235b = (
+        (chosen(plan).tokens, lengths(plan), plan.predicted.tpot_ns / 1e6) for plan in made
+    )
+    assert f"RTX 4090, DDR5 | {dense_70b[0]} | {dense_70b[1][0]:.0f}, {dense_70b[2]:.0f} |" in table
+    n, ms, token = moe_235b
+    assert n == 0 and ms[1] < token <= 1.01 * ms[1]  # faster, by less than the error
+    assert f"RTX 4090, Epyc | 0 | {token:.1f}, {ms[1]:.1f} at n = 1 |" in table
+    assert f"RTX 4090, Epyc | {nextn[0]} | {nextn[1][0]:.1f}, {nextn[2]:.1f} |" in table
 
 
 @pytest.mark.parametrize(

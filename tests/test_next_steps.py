@@ -125,6 +125,9 @@ def test_no_command_is_left_out() -> None:
 
 def test_where_nothing_is_to_do_nothing_is_said(folder: Path) -> None:
     assert told("diff", "plan.yaml", "plan.yaml") == told("fmt", "plan.yaml") == ("", "")
+    for name in ("model.gguf", "card.yaml"):  # no plan, whatever else is given
+        findings, messages = told("check", name)
+        assert name in findings and "next: " not in messages
 
 
 def test_options_are_taken_out_with_their_values() -> None:

@@ -74,6 +74,12 @@ def test_slots_are_in_no_plan_that_is_slower_than_the_one_without(plans: dict[st
     assert len(slotted) >= 30
 
 
+def test_the_list_of_changes_says_how_many_plans_name_a_doubted_way(plans: dict[str, Plan]) -> None:
+    told = [name for name, plan in plans.items() if any("--no-op-offload): " in note for note in plan.notes)]
+    changes = (PLANS.parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"too doubtful to be chosen: {len(told)} plans of the library have that note." in changes
+
+
 def test_some_plans_stripe_hot_experts_in_the_order_of_their_heat(plans: dict[str, Plan]) -> None:
     striped = [p for p in plans.values() if any(u.site.kind is SiteKind.STRIPE for u in p.units)]
     assert striped

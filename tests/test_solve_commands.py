@@ -72,6 +72,7 @@ def test_json_is_the_plan(model: Path) -> None:
         (("--budget", "99999999"), 2, "24576 MiB in all"),
         (("--budget", "CUDA0=1000,CUDA0=2000"), 2, "given twice"),
         (("--budget", "CUDA3=1000"), 2, "no such device"),
+        (("--budget", "=5"), 2, "no device before `=`"),
         (("--budget", "2000", "--ctx", "0"), 2, "--ctx 0"),
         (("--budget", "2000", "--ctx", "many"), 2, "or max"),
         (("--budget", "2000", "--ctx", "4096", "--ctx-min", "8192"), 2, "above the context"),

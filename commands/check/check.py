@@ -100,12 +100,17 @@ def command(
 
 
 def _next_after_findings(found: list[Finding], code: int) -> None:
-    """For the first plan that does not hold: its inputs, or its values derived again."""
+    """For the first plan that does not hold: its inputs, or its values derived again.
+
+    Nothing for a file that is no plan: no command makes one of it.
+    """
     from planner.check.findings import exit_code
 
-    bad = next(each.path for each in found if exit_code([each]) == code)
+    bad = next(each for each in found if exit_code([each]) == code)
+    if bad.rule == "schema":
+        return
     more = ("--reprice",) if code == 1 else ("--model", "MODEL", "--profile", "PROFILE")
-    next_step("atsplan", "fmt" if code == 1 else "check", bad, *more)
+    next_step("atsplan", "fmt" if code == 1 else "check", bad.path, *more)
 
 
 def _list(path: Path, library: InputLibrary) -> None:

@@ -61,6 +61,8 @@ def ask_unit(option: str, text: str) -> None:
     for part in text.split(","):
         device, equals, size = part.rpartition("=")
         size = size.strip()
+        if equals and not device.strip():
+            continue  # wrong in another way
         if _BARE.fullmatch(size) and 0 < float(size) < few:
             meant = f"{device}{equals}{size}"
             why = f"a bare number counts MiB: write {meant}GiB, or {meant}MiB if that is meant"
