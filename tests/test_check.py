@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from processes import alive, until
 
 from atsplan import main
 from planner.check.check import CheckOptions, Inputs, check_plan, read_plan
@@ -326,9 +327,7 @@ def test_an_interrupt_ends_every_process_in_one_line(heard_by: str) -> None:
     finally:
         process.kill()
     assert (process.returncode, output, messages) == (130, "", "atsplan: interrupted\n")
-    for pid in workers:
-        while _lives(pid):
-            time.sleep(0.01)
+    assert len(workers) >= 2 and until(lambda: not alive(workers))
 
 
 def test_processes_at_work_end_with_the_first() -> None:
@@ -339,16 +338,7 @@ def test_processes_at_work_end_with_the_first() -> None:
         while process.poll() is None and len(workers := children(process.pid)) < 2:
             time.sleep(0.01)
         process.kill()
-    for pid in workers:
-        while _lives(pid):
-            time.sleep(0.01)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert len(workers) >= 2 and until(lambda: not alive(workers))
 
 
 @pytest.mark.parametrize(
