@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 from collections.abc import Iterator
@@ -128,6 +129,15 @@ def test_a_page_that_runs_or_asks_for_something_is_found() -> None:
         ("</script>", ";1</script>"),
     ):
         assert old in good and page_fault(good.replace(old, new, 1))
+
+
+def test_the_page_says_every_sentence_that_explain_prints(tmp_path: Path) -> None:
+    """Those too that need the model or the profile: checkpoints of conversations, what 1 GiB more buys."""
+    page = tmp_path / "plan.html"
+    told = run("explain", PLAN, "--html", page).stdout.splitlines()
+    assert any("checkpoints" in line for line in told) and any("1 GiB more" in line for line in told)
+    shown = html.unescape(page.read_text())
+    assert [line for line in told if line not in shown] == []
 
 
 def test_only_a_page_replaces_a_page(tmp_path: Path) -> None:

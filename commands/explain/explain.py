@@ -61,10 +61,8 @@ def command(
     if html is not None:
         from commands.page.page import plan_page, view_of, write_page
 
-        view = replace(
-            view_of(plan, library.of(plan, path).inventory, None, path), larger=larger, parts=parts
-        )
-        write_page(html, plan_page(view))
+        view = view_of(plan, inventory, None, path)
+        write_page(html, plan_page(replace(view, larger=larger, parts=parts)))
     if plot is not None:
         from commands.explain.plan_picture import draw_plan
 

@@ -17,6 +17,7 @@ from commands.shared.paste import pasted
 from commands.shared.verdicts import doubt, gain, rates, verdict
 
 if TYPE_CHECKING:
+    from planner.memory.server_memory import Kept
     from planner.model.inventory import Inventory
     from planner.passes.predict import Breakdown
     from planner.plan.plan import Plan
@@ -34,6 +35,7 @@ class View:
     hybrid: Plan | None = None
     larger: Plan | None = None  # with 1 GiB more on the device that limits it
     parts: Breakdown | None = None
+    server: Kept | None = None  # what llama-server keeps besides; None where no inventory is at hand
     facts: tuple[str, ...] = ()  # sentences of the command's own
     measured: tuple[tuple[str, tuple[Bar, ...]], ...] = field(default=())  # by prompt
     levers: tuple[Bar, ...] = ()  # what each change by itself would bring
@@ -52,11 +54,16 @@ def view_of(
     plan_path: Path | None = None,
     words: tuple[str, ...] = (),
 ) -> View:
-    """A plan with the command to paste; `inventory`, where it is at hand, tells the experts of a layer."""
+    """A plan with the command to paste; `inventory`, where it is at hand, tells the experts of a layer and
+    what a server keeps besides.
+    """
+    from planner.check.explain import kept_of
+
     text, notes = pasted(plan, inventory, model, words, plan_path)
     facts = tuple(f"Not expressible by a stock tool: {note}." for note in notes)
     n_experts = inventory.number("expert_count") if inventory else 0
-    return View(plan, n_experts, text.strip(), facts=facts)
+    server = kept_of(plan, inventory) if inventory else None
+    return View(plan, n_experts, text.strip(), facts=facts, server=server)
 
 
 def plan_page(view: View) -> str:
@@ -204,7 +211,7 @@ def _command(text: str, key: str) -> Node:
 def _why(view: View) -> Node:
     from planner.check.explain import sentences
 
-    told = [element("li", line) for line in sentences(view.plan, view.larger, view.parts)]
+    told = [element("li", line) for line in sentences(view.plan, view.larger, view.parts, view.server)]
     notes = [element("li", note) for note in view.plan.notes]
     return _card(
         "In sentences",
