@@ -13,6 +13,7 @@ from planner.constants import CPU, IDLE_THREADS, MIB, PPM
 from planner.cost.build_problem import Model, Priced
 from planner.cost.evidence import by_basis, of_prompt, of_token
 from planner.cost.expert_cache import cached
+from planner.cost.graph_splits import graph_splits
 from planner.errors import InputError
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
@@ -204,13 +205,14 @@ def prediction(chosen: Chosen) -> Prediction:
     prompt = of_prompt(chosen.priced, chosen.solution, found)
     bound = min(chosen.bound_ns, found.objective_ns)
     gap = (found.objective_ns - bound) * PPM // max(found.objective_ns, 1)
+    devices = chosen.layer_devices()
     return Prediction(
         tpot_ns=found.decode_ns,
         prefill_ns=found.prefill_ns,
         error_ppm=error_ppm(chosen.priced, found, token),
         prefill_error_ppm=prompt_error_ppm(chosen.priced, found, prompt),
         basis_ppm=by_basis(token),
-        splits=found.splits,
+        splits=graph_splits(chosen.priced.model, devices, sites_of(chosen, devices)),
         objective_ns=found.objective_ns,
         bound_ns=bound,
         gap_ppm=gap,

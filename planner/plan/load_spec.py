@@ -149,16 +149,26 @@ def works_from_host(plan: Plan) -> bool:
 
 def _listed(spec: LoadSpec, runs: Sequence[tuple[str, int]], others: Iterable[str]) -> LoadSpec:
     """A spec with its device list; `others` hold no layer but tensors, or compute prompts of host weights."""
-    skipped = runs[0][1] if runs[0][0] == CPU else 0
-    listed = list(runs[1:] if skipped else runs)
-    there = {CPU, *(device for device, _ in listed)}
-    listed += [(device, 0) for device in dict.fromkeys(others) if device not in there]
+    listed = _entries_of(runs, others)
     return replace(
         spec,
         devices=tuple(device for device, _ in listed),
         tensor_split=tuple(count for _, count in listed),
         n_gpu_layers=sum(count for _, count in listed),
     )
+
+
+def device_list(layers: Sequence[str], others: Iterable[str]) -> list[tuple[str, int]]:
+    """The engine's device list, and layers by entry, for the devices of all layers, the output head last."""
+    runs, _ = _at_most(MAX_ENGINE_DEVICES, _runs(layers))
+    return _entries_of(runs, others)
+
+
+def _entries_of(runs: Sequence[tuple[str, int]], others: Iterable[str]) -> list[tuple[str, int]]:
+    skipped = runs[0][1] if runs[0][0] == CPU else 0
+    listed = list(runs[1:] if skipped else runs)
+    there = {CPU, *(device for device, _ in listed)}
+    return listed + [(device, 0) for device in dict.fromkeys(others) if device not in there]
 
 
 def plan_layer_devices(plan: Plan) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ class Evaluation:
     prefill_ns: int
     objective_ns: int
     memory: tuple[int, ...]  # bytes per device, shares included
-    splits: int  # contiguous pieces of the graph
+    splits: int  # changes of device that are priced, and one
     runs: int  # runs of equal layer device
     compute_ns: int  # decode: operators, and changes of device inside a layer
     edges_ns: int  # decode: hand-overs between decisions
