@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from planner.check.plan_alone import faults
 from planner.plan.plan import from_text
 
 PLANS = sorted((ROOT / "plans").glob("*--*.yaml"))
+HYBRID = ROOT / "plans" / "gemma-4-26B-A4B-Q4_K_M+hybrid--rtx3060-12gb-ddr4.yaml"
 ONE = ROOT / "plans" / "Qwen3-30B-A3B-Q4_K_M--rtx4060-8gb-ddr5.yaml"
 
 
@@ -58,6 +62,20 @@ def test_a_changed_value_is_found_without_inputs(pattern: str, new: str, rule: s
     found = {line.rpartition("[")[2].rstrip("]") for line in said.splitlines() if line.endswith("]")}
     assert rule in found, said
     assert "none with findings" not in said
+
+
+def test_every_process_says_the_same(tmp_path: Path) -> None:
+    """Sets of texts have another order in every process: layers of one override are told in theirs."""
+    text, count = re.subn(r"(hybrid:CUDA0:)64(', tensors: 12)", r"\g<1>63\2", HYBRID.read_text())
+    assert count == 1
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    words = [sys.executable, "-m", "atsplan", "check", "--allow-missing", "--json", str(path)]
+    said = set()
+    for seed in range(4):
+        variables = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        said.add(subprocess.run(words, capture_output=True, text=True, env=variables).stdout)
+    assert len(said) == 1 and "an override puts tensors of layer" in said.pop()
 
 
 def test_a_misspelt_site_is_no_plan(tmp_path: Path) -> None:

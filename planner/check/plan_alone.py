@@ -168,9 +168,8 @@ def _overrides(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:
             what = f"{override.pattern}: names {len(names)} tensors, not {override.tensors}"
             yield Fault("overrides", what, ("overrides", i))
         buffer = Site.of_buffer(override.buffer).buffer
-        for name in names:
-            if (layer := block_of(name)) is not None:
-                reached.setdefault((layer, buffer), i)
+        for layer in sorted({layer for name in names if (layer := block_of(name)) is not None}):
+            reached.setdefault((layer, buffer), i)
     wanted = {
         (layer, p.site.buffer)
         for p in plan.units
