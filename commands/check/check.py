@@ -158,8 +158,10 @@ def _check_all(
         if len(files) < _FEW or workers < 2:
             done = (_check_group([path], library, options, allow_missing) for path in files)
         else:
+            from planner.model.units import import_late
             from runtime.child.pool import share_out
 
+            import_late()  # once, not in every process
             work = partial(_check_group, library=library, options=options, allow_missing=allow_missing)
             done = stack.enter_context(share_out(work, list(groups.values()), workers))
         # The bar has a thread: it comes after the processes, or they would have to begin anew.

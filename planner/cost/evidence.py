@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.constants import CPU, PPM
 from planner.cost.build_problem import Priced
@@ -91,7 +91,11 @@ def of_prompt(priced: Priced, solution: Solution, found: Evaluation) -> tuple[Pa
 
 def _multiplied(alike: Mapping[object, tuple[Part, ...]], times: Mapping[object, int]) -> list[Part]:
     """The parts of all units, of those that are alike together."""
-    return [replace(part, ns=part.ns * times[key]) for key, parts in alike.items() for part in parts]
+    return [
+        Part(part.figure, part.basis, part.ns * times[key], part.what, part.spread_ppm)
+        for key, parts in alike.items()
+        for part in parts
+    ]
 
 
 def _times(parts: Sequence[int]) -> Iterator[int]:

@@ -138,8 +138,14 @@ def expected_ns(lanes: Lanes, chosen: int, missing: float) -> int:
 
     Each choice misses independently with the same probability: binomial.
     """
-    found = sum(p * step_ns(lanes, m) for m, p in enumerate(binomial(chosen, missing / max(chosen, 1))))
-    return round(found)
+    steps = _steps(lanes, chosen)
+    return round(sum(p * steps[m] for m, p in enumerate(binomial(chosen, missing / max(chosen, 1)))))
+
+
+@lru_cache(maxsize=1 << 10)
+def _steps(lanes: Lanes, most: int) -> tuple[int, ...]:
+    """`step_ns` of 0 … `most` misses: all numbers of slots of a layer ask for the same."""
+    return tuple(step_ns(lanes, misses) for misses in range(most + 1))
 
 
 def on_demand_ns(lanes: Lanes, chosen: int, missing: float, least: int, admitted: float) -> int:

@@ -297,16 +297,17 @@ class Prices:
     ) -> list[Operator]:
         """The operators of one pass over a unit, before the calibration's scale of the device."""
         rows = batch if unit.kind is not Kind.OUTPUT else min(batch, outputs or self.workload.n_seq)
-        found = [self._tensor(unit, self.tensors[name], device, buffer, batch, rows) for name in unit.tensors]
+        small = self._small(device, batch, self._width(unit))
+        tensors = [self.tensors[name] for name in unit.tensors]
+        found = [self._tensor(unit, tensor, device, buffer, batch, rows) or small for tensor in tensors]
         found += [self._lookup(case, device, "") for case in self._weightless(unit, batch, depth)]
         if unit.kind is Kind.RECURRENT and found[-1].case == replace(self._state, batch=batch):
             # Read out of the cache's rows before the operator, and written back after it.
             found.append(replace(self._lookup(copied_state(self._state), device, ""), count=2))
         if unit.tied_bytes:
             table = self.tensors["token_embd.weight"]
-            found.append(self._tensor(unit, table, device, buffer, batch, rows))
-        small = self._small(device, batch, self._width(unit))
-        return [*found, replace(small, count=self._small_ops(unit))]
+            found.append(self._tensor(unit, table, device, buffer, batch, rows) or small)
+        return [*found, Operator(None, small.time, self._small_ops(unit))]
 
     def _small_ops(self, unit: Unit) -> int:
         delta = unit.kind is Kind.RECURRENT and self._state.op == "GATED_DELTA_NET"
@@ -363,12 +364,13 @@ class Prices:
 
     def _tensor(
         self, unit: Unit, tensor: Tensor, device: str, buffer: str, batch: int, rows: int
-    ) -> Operator:
+    ) -> Operator | None:
+        """The operator that a tensor belongs to; None of a small one, as norms and scales are."""
         part = self._parts[tensor.name]
         if unit.kind in (Kind.EMBEDDING, Kind.LOOKUP):
             return self._lookup(op_time.Case("GET_ROWS", tensor.type, tensor.shape, batch), device, buffer)
         if part.role in _SMALL_ROLES or not _is_matrix(tensor):
-            return self._small(device, batch, self._width(unit))
+            return None
         if part.role is Role.EXPERTS:
             shape = (*tensor.shape[:2], unit.experts)
             case = op_time.Case("MUL_MAT_ID", tensor.type, shape, batch, unit.used)

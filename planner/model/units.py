@@ -259,6 +259,11 @@ def _agreed(inventory: Inventory, layer: int, counts: Mapping[str, int]) -> int:
     return next(iter(counts.values()))
 
 
+def import_late() -> None:
+    """Import what else the first model to be analysed imports, for a process of which others are copies."""
+    import networkx  # noqa: F401
+
+
 def _edges(inventory: Inventory, layers: Layers, units: tuple[Unit, ...]) -> tuple[tuple[int, int], ...]:
     """The chain through all units that decode runs, then the long edges: residual streams and the like."""
     import networkx as nx

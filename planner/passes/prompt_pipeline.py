@@ -101,6 +101,8 @@ def restated(
     inventory: Inventory, units: Sequence[Unit], layer_devices: Sequence[str], overrides: Sequence[Override]
 ) -> Mapping[str, str]:
     """Tensors that overrides put where they would be anyway."""
-    homes = {name: home(unit, layer_devices) for unit in units for name in unit.tensors}
+    homes: dict[str, str] = {}
+    for unit in units:
+        homes.update(dict.fromkeys(unit.tensors, home(unit, layer_devices)))
     found = placed(inventory, [(o.pattern, o.buffer) for o in overrides])
     return {name: buffer for name, buffer in found.items() if homes.get(name) == buffer}
