@@ -428,13 +428,13 @@ def _seen(plan: Plan, results: list[Path]) -> list[tuple[str, Cleaned]]:
     few: list[Path] = []
     samples = {path: samples_in(console.read_text(path), str(path)) for path in results}
     for path in samples:
-        seen = cleaned(samples[path], plan.workload.n_seq)
+        seen = cleaned(samples[path], plan.workload.n_seq, plan.workload.n_ctx)
         if seen.token or seen.prompt:
             found.append((str(path), seen))
         else:
             few.append(path)
     if few:
-        seen = cleaned((s for path in few for s in samples[path]), plan.workload.n_seq)
+        seen = cleaned((s for path in few for s in samples[path]), plan.workload.n_seq, plan.workload.n_ctx)
         if not seen.token and not seen.prompt:
             why = ", ".join(f"{number} {dropped.value}" for dropped, number in seen.dropped.items())
             raise FileProblem(str(few[0]), f"holds too few clean measurements{f': {why}' if why else ''}")

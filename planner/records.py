@@ -74,11 +74,13 @@ Many = Annotated[tuple[T, ...], _FirstOnly()]
 # (64 bits) and the engine's counts (32 bits) hold.
 MAX_BYTES = 1 << 50  # a pebibyte
 MAX_NS = 1 << 53  # 104 days; the largest whole number that every JSON reader holds
+MAX_PPM = 10**9  # a thousandfold
+MAX_COUNT = 2**31 - 1  # what the engine counts in
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Nanoseconds = Annotated[int, Field(ge=0, le=MAX_NS)]
 Rate = Annotated[int, Field(ge=0, le=1 << 60)]  # bytes or operations a second
-Ppm = Annotated[int, Field(ge=0, le=10**9)]  # a share or a factor in millionths, up to a thousandfold
-Count = Annotated[int, Field(ge=0, le=2**31 - 1)]  # what the engine counts in
+Ppm = Annotated[int, Field(ge=0, le=MAX_PPM)]  # a share or a factor in millionths
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 _TAG = "tag:yaml.org,2002:"
 _WORDS = {"extra_forbidden": "unknown key", "missing": "is missing"}

@@ -42,6 +42,7 @@ llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 12
 llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 10
 llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="3"} 8
 """
+STEP = "slot x: id  0 | task 1 | accepted  {}/ {} draft tokens\n"
 # n-grams of b10068 that found something to say in 3 of 12 steps.
 SELDOM = (
     "spec common_specu: statistics     ngram-simple: #calls(b,g,a) =    1     12      3, "
@@ -84,6 +85,29 @@ def test_shares_never_rise_whatever_a_file_says() -> None:
     assert counted([5, 9, 2], 10).by_position == (500000, 500000, 200000)
     assert counted([99], 10).by_position == (PPM,)
     assert of_totals(0, 10, 5) == Acceptance(0) and of_totals(10, 10, 5).each_ppm == PPM
+
+
+D = "9" * 5000  # more digits than Python reads as a number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        REQUEST.replace("43 accepted", f"{D} accepted"),
+        REQUEST.replace("61 generated", f"{D} generated"),
+        REQUEST.replace("3.69", "."),
+        REQUEST.replace("3.69", D),
+        STATISTICS.replace("     16     16", f"     {D}     16"),
+        STATISTICS.replace("0.812, 0.750", "0.8.1, 0 9"),
+        STATISTICS.replace("0.812", D),
+        STEP.format(3, D) + STEP.format(D, 4),
+        STEP.replace("task 1", f"task {D}").format(3, 4),
+        METRICS.replace("} 13", "} e+e"),
+    ],
+)
+def test_numbers_that_none_can_be_are_shares_still(text: str) -> None:
+    found = acceptance_in(text, "log")
+    assert all(0 <= share <= PPM for share in (found.each_ppm, *found.by_position))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ ROOMS = (
         "records",
         "remember",
         "left_out",
+        "llama_server",
     ),
     *("workload", "site"),
     *(

@@ -125,6 +125,20 @@ def test_lines_of_no_sense_change_nothing(made: Plan) -> None:
     }
 
 
+def test_numbers_in_a_log_that_none_can_be_do_not_end_the_counting(made: Plan) -> None:
+    """A log holds what clients send: who hears it goes on whatever stands in a line."""
+    metrics, digits = metrics_of(made), "9" * 5000
+    hear = listening(metrics)
+    for line in LOG.splitlines():
+        for number in ("17", "60", "50.00", "600.00", "43", "61", "3.69"):
+            hear(line.replace(f" {number} ", f" {digits} ").replace(number, digits))
+            hear(line.replace(number, "1.2.3"))
+    for number in ("16", "61", "43", "0.812"):
+        hear(SUMS.replace(number, digits))
+    hear(SUMS)
+    assert samples(metrics.text())["atsplan_draft_accepted_at_total", "1"] == 13
+
+
 def block(layer: int, hits: int) -> Block:
     counts: dict[str, Any] = dict.fromkeys(Block.__dataclass_fields__, 0)
     texts = {"kind": "exps", "resident": (), "chosen": ()}

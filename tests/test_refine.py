@@ -253,6 +253,50 @@ def test_other_files(text: str, wanted: list[Sample]) -> None:
     assert list(samples_in(text, "f")) == wanted
 
 
+OFTEN = {"median": 10**8, "samples": 1 << 60}
+D = "9" * 5000  # more digits than Python reads as a number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SERVER_LOG.replace("20.00 ms", "1.2.3 ms").replace("90.00 ms", ". ms"),
+        SERVER_LOG.replace("20.00 ms", f"{D} ms").replace("90.00 ms", f"{D} ms"),
+        SERVER_LOG.replace("80 tokens", f"{D} tokens").replace("60 tokens", f"{D} tokens"),
+        SERVER_LOG.replace("task 34", f"task {D}"),
+        SERVER_LOG.replace("id  0", f"id  {D}"),
+        "llamacpp:tokens_predicted_total 60\nllamacpp:tokens_predicted_seconds_total 0.6\n"
+        "llamacpp:n_busy_slots_per_decode 1.2.3\n",
+        "llamacpp:tokens_predicted_total 1\nllamacpp:tokens_predicted_seconds_total 1e308\n",
+        json.dumps({"prompt_tokens": 1 << 70, "tokens": [1] * 10, "prefill_ns": 500, "tpot_ns": 1e300}),
+        json.dumps({"contenders": [{"name": "plan", "prefill_ns": {}, "decode_ns": {"512": OFTEN}}]}),
+    ],
+    ids=["dots", "times", "tokens", "task", "slot", "metrics", "seconds", "run", "bench"],
+)
+def test_numbers_of_a_file_that_none_can_be_reach_no_plan(made: Plan, text: str) -> None:
+    samples = list(samples_in(text, "f"))
+    assert all(0 <= s.ns <= 1 << 53 and 0 <= s.tokens <= 1 << 53 for s in samples)
+    found = refine(made, MODEL, machine(), Known(), samples)
+    if found.calibrated:
+        assert from_text(to_text(found.calibrated.profile), "p") == found.calibrated.profile
+
+
+def test_what_the_context_cannot_hold_was_not_measured_of_this_plan(made: Plan) -> None:
+    clean = measured(made, machine())
+    longer = [replace(s, depth=made.workload.n_ctx + 1) for s in clean if s.kind is Kind.TOKEN]
+    longer += [replace(s, tokens=1 << 40) for s in clean if s.kind is Kind.PROMPT]
+    found = refined(made, longer)
+    assert found.verdict is Verdict.UNKNOWN and found.seen.dropped == {Dropped.TOO_LONG: len(longer)}
+    assert refined(made, [*longer, *clean]).verdict is Verdict.AS_PREDICTED
+
+
+def test_a_log_of_requests_that_never_end_is_read_in_a_time() -> None:
+    """A slot has one request at a time: what is launched there is not counted as running for ever."""
+    lost = "".join(f"slot launch_slot_: id  {n} | task {n + 100} | x\n" for n in range(30_000))
+    again = lost + "".join(f"slot launch_slot_: id  0 | task {n + 200_000} | x\n" for n in range(30_000))
+    assert len(samples_in(again + SERVER_LOG, "log")) == 5
+
+
 @pytest.mark.parametrize(
     "text", ["", "no measurements", "{}", "[[]]", '{"contenders": []}', "[" * 5000, "{nan"]
 )

@@ -83,7 +83,7 @@ def of_totals(accepted: int, drafted: int, steps: int) -> Acceptance:
     """From sums alone: the one rate of every position that gives as many accepted tokens in as many steps."""
     if not accepted or not steps:
         return Acceptance(0)
-    length = max(-(-drafted // steps), 1)
+    length = min(max(-(-drafted // steps), 1), LONGEST)
     low, high = 0, PPM
     while low < high:
         middle = (low + high + 1) // 2

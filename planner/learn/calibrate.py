@@ -20,6 +20,7 @@ from planner.machine.profile import Calibration, Profile
 from planner.model.inventory import Inventory
 from planner.plan.known import Known
 from planner.plan.plan import Plan
+from planner.records import MAX_COUNT, MAX_NS, MAX_PPM
 
 _STEP = Fraction(1, 10)  # by which a factor is changed to see what hangs on it
 _TRUST = Fraction(3, 10)  # how wrong a factor is expected to be
@@ -136,15 +137,16 @@ def _with(
 ) -> Profile:
     """The profile with a model's calibration times some factors."""
     old = calibration_for(profile, digest)
-    scales = {name: round(old.scale_ppm.get(name, PPM) * factors[name]) for name in devices}
+    scales = {name: min(round(old.scale_ppm.get(name, PPM) * factors[name]), MAX_PPM) for name in devices}
+    # A profile at the bounds of its figures stays one: they can be as large as a file may say.
     made = Calibration(
         model=digest,
-        split_ns=round(old.split_ns * factors[_SPLIT]),
+        split_ns=min(round(old.split_ns * factors[_SPLIT]), MAX_NS),
         mixed_ns=old.mixed_ns,
-        token_ns=round(old.token_ns * factors[_TOKEN]),
+        token_ns=min(round(old.token_ns * factors[_TOKEN]), MAX_NS),
         scale_ppm={**old.scale_ppm, **scales},
         residual_ppm=old.residual_ppm,
-        runs=old.runs + runs,
+        runs=min(old.runs + runs, MAX_COUNT),
     )
     others = tuple(c for c in profile.calibrations if c.model != digest)
     return profile.model_copy(update={"calibrations": (*others, made)})

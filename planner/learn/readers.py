@@ -10,19 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from planner.constants import MAX_SEQUENCES
 from planner.errors import FileProblem
 from planner.learn.llama_bench import bench_test
 from planner.learn.samples import Kind, Sample
+from planner.llama_server import MOST, figures, nanoseconds, timing, whole
 
-_MS = 1_000_000
-_MOST_NS = 1 << 53
-_LAUNCH = re.compile(r"launch_slot_: id +(\d+) \| task (\d+) \|")
-_RELEASE = re.compile(r"release: id +(\d+) \| task (\d+) \|")
-_PROMPT = re.compile(
-    r"print_timing: id +(\d+) \| task (\d+) \| +prompt eval time = +([0-9.]+) ms / +(\d+) tokens"
-)
-_TOKENS = re.compile(r"print_timing: id +(\d+) \| task (\d+) \| +eval time = +([0-9.]+) ms / +(\d+) tokens")
-_METRIC = re.compile(r"^llamacpp:(\w+) ([0-9.e+]+)\s*$", re.M)
+_LAUNCH = re.compile(r"launch_slot_: id +(\d+) \| task (\d+) \|", re.ASCII)
+_RELEASE = re.compile(r"release: id +(\d+) \| task (\d+) \|", re.ASCII)
 _FEW = 32  # tokens of a prompt: below it a batch is computed as tokens are, not as prompts
 _KNOWN = "the JSON of atsplan run, bench or llama-bench, or the log or /metrics of llama-server"
 
@@ -54,11 +49,11 @@ def _of_json(data: Any) -> Iterator[Sample]:
 
 
 def _ns(value: Any) -> int:
-    return min(max(round(float(value)), 0), _MOST_NS)
+    return nanoseconds(float(value))
 
 
 def _count(value: Any) -> int:
-    return min(max(int(value), 0), _MOST_NS)
+    return min(max(int(value), 0), MOST)
 
 
 def _run(data: Mapping[str, Any]) -> Iterator[Sample]:
@@ -103,34 +98,56 @@ def _llama_bench(test: Mapping[str, Any]) -> Iterator[Sample]:
 
 def _of_log(text: str) -> Iterator[Sample]:
     """Each request of a server: the first is cold; how many ran at the same time is told by the slots."""
-    running: dict[tuple[str, str], int] = {}  # to the most that ran beside it, itself included
-    fewest: dict[tuple[str, str], int] = {}
+    slots = _Slots()
     asked: dict[tuple[str, str], int] = {}
-    waiting: list[tuple[tuple[str, str], Callable[[int, bool], Sample]]] = []
+    waiting: dict[tuple[str, str], list[Callable[[int, bool], Sample]]] = {}
     seen = 0
     for line in text.splitlines():
         if match := _LAUNCH.search(line):
-            running[match[1], match[2]] = 0
-        elif match := _PROMPT.search(line):
-            key, ns, tokens = (match[1], match[2]), _ns(float(match[3]) * _MS), _count(match[4])
+            slots.launch(match[1], match[2])
+        elif match := _RELEASE.search(line):
+            most, fewest = slots.release(match[1], match[2])
+            for make in waiting.pop((match[1], match[2]), []):
+                # Others that came or went while it ran: of no one number of sequences.
+                yield make(most, fewest != most)
+            seen += 1
+        elif said := timing(line):
+            key, tokens, cold = (said.slot, said.task), said.tokens, seen == 0
+            if not said.prompt:
+                depth = asked.get(key, 0) + tokens // 2
+                make = _later(Kind.TOKEN, said.ns // max(tokens, 1), tokens, depth, cold)
+                waiting.setdefault(key, []).append(make)
+                continue
             asked[key] = tokens
             if tokens >= _FEW:
-                waiting.append((key, _later(Kind.PROMPT, ns, tokens, 0, seen == 0)))
-        elif match := _TOKENS.search(line):
-            key, made = (match[1], match[2]), _count(match[4])
-            ns = _ns(float(match[3]) * _MS) // max(made, 1)
-            waiting.append((key, _later(Kind.TOKEN, ns, made, asked.get(key, 0) + made // 2, seen == 0)))
-        for key in running:
-            running[key] = max(running[key], len(running))
-            fewest[key] = min(fewest.get(key, len(running)), len(running))
-        if match := _RELEASE.search(line):
-            key = match[1], match[2]
-            most = running.pop(key, 1)
-            for other, make in [each for each in waiting if each[0] == key]:
-                waiting.remove((other, make))
-                # Others that came or went while it ran: of no one number of sequences.
-                yield make(most, fewest.get(key, most) != most)
-            seen += 1
+                waiting.setdefault(key, []).append(_later(Kind.PROMPT, said.ns, tokens, 0, cold))
+
+
+class _Slots:
+    """How many requests a server computes at once, as its slots take them and let them go."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, tuple[str, int, int]] = {}  # task, and most and fewest while it runs
+
+    def launch(self, slot: str, task: str) -> None:
+        """A slot has one request at a time: what it had before has ended, whatever the log lacks."""
+        if whole(slot) < MAX_SEQUENCES:
+            self._taken[whole(slot)] = task, 0, MAX_SEQUENCES
+            self._count()
+
+    def release(self, slot: str, task: str) -> tuple[int, int]:
+        """The most and the fewest that ran while this one did, itself included."""
+        there, most, fewest = self._taken.get(whole(slot), ("", 1, 1))
+        if there != task:
+            return 1, 1
+        del self._taken[whole(slot)]
+        self._count()
+        return most, fewest
+
+    def _count(self) -> None:
+        now = len(self._taken)
+        for slot, (task, most, fewest) in self._taken.items():
+            self._taken[slot] = task, max(most, now), min(fewest, now)
 
 
 def _later(kind: Kind, ns: int, tokens: int, depth: int, cold: bool) -> Callable[[int, bool], Sample]:
@@ -142,8 +159,8 @@ def _later(kind: Kind, ns: int, tokens: int, depth: int, cold: bool) -> Callable
 
 def _of_metrics(text: str) -> Iterator[Sample]:
     """The sums of a server since it started: a mean with its first pass in it, so that it counts once."""
-    sums = dict(_METRIC.findall(text))
-    made, seconds = (float(sums.get(f"tokens_predicted{tail}", 0)) for tail in ("_total", "_seconds_total"))
-    busy = float(sums.get("n_busy_slots_per_decode", 1)) > 1.2
+    said = {name: value for (name, position), value in figures(text).items() if not position}
+    made, seconds = (said.get(f"tokens_predicted{tail}", 0.0) for tail in ("_total", "_seconds_total"))
+    busy = said.get("n_busy_slots_per_decode", 1.0) > 1.2
     if made >= 1 and seconds > 0:
-        yield Sample(Kind.TOKEN, _ns(seconds * 1e9 / made), _count(made), contended=busy)
+        yield Sample(Kind.TOKEN, nanoseconds(seconds * 1e9 / made), _count(made), contended=busy)

@@ -59,7 +59,7 @@ def refine(
     let plans swing. Above it the calibration takes the measurement in and the request is solved again; a plan
     that is less than 3 % faster than the one there is, both priced anew, is not proposed.
     """
-    seen = cleaned(samples, plan.workload.n_seq)
+    seen = cleaned(samples, plan.workload.n_seq, plan.workload.n_ctx)
     if seen.token is None and seen.prompt is None:
         return Refined(Verdict.UNKNOWN, seen)
     away = deviation_ppm(predicted(plan, inventory, profile, known, seen), seen)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import median_low
 
+from planner.records import MAX_COUNT
+
 LEAST = 3  # samples of one kind: fewer have no middle that one bad sample cannot move
 _FLOOR_PERCENT = 2  # timers and loads differ by as much
 _FAR = 5  # median deviations from the median: 3.4 standard deviations of a normal spread
@@ -28,6 +30,7 @@ class Dropped(Enum):
     AFTER_CHANGE = "of the first pass after a change"
     CONTENDED = "while something else ran"
     OTHER_USE = "with another number of sequences at once"
+    TOO_LONG = "of more tokens than the plan's context holds"
     OUTLIER = "far from the others"
     EMPTY = "of no time or no tokens"
 
@@ -67,16 +70,16 @@ class Cleaned:
     noisy: tuple[Kind, ...] = ()
 
 
-def cleaned(samples: Iterable[Sample], lanes: int = 1) -> Cleaned:
+def cleaned(samples: Iterable[Sample], lanes: int = 1, cells: int = MAX_COUNT) -> Cleaned:
     """The middle of tokens and of prompts, without what is known or seen to be no measurement of the plan.
 
-    `lanes`: sequences at once that the plan is for. Prompts are compared with those of their own length:
-    the length that most have decides.
+    `lanes`: sequences at once that the plan is for; `cells`: of its cache.
+    Prompts are compared with those of their own length: the length that most have decides.
     """
     dropped: Counter[Dropped] = Counter()
     kept: dict[Kind, list[Sample]] = {kind: [] for kind in Kind}
     for sample in samples:
-        if why := _fault(sample, lanes):
+        if why := _fault(sample, lanes, cells):
             dropped[why] += sample.count
         else:
             kept[sample.kind].append(sample)
@@ -103,7 +106,7 @@ def cleaned(samples: Iterable[Sample], lanes: int = 1) -> Cleaned:
     )
 
 
-def _fault(sample: Sample, lanes: int) -> Dropped | None:
+def _fault(sample: Sample, lanes: int, cells: int) -> Dropped | None:
     if sample.ns <= 0 or sample.tokens <= 0 or sample.count <= 0:
         return Dropped.EMPTY
     if sample.warm_up:
@@ -112,6 +115,8 @@ def _fault(sample: Sample, lanes: int) -> Dropped | None:
         return Dropped.AFTER_CHANGE
     if sample.contended:
         return Dropped.CONTENDED
+    if max(sample.depth, sample.tokens) > cells:
+        return Dropped.TOO_LONG
     return Dropped.OTHER_USE if sample.lanes != lanes else None
 
 

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from planner import llama_server
+from planner.llama_server import Drafts
 from runtime.metrics.registry import Metrics, Request
-
-_MS = 1_000_000
-_SLOT = r"print_timing: id +(\d+) \| task (-?\d+) \| +"
-_PROMPT = re.compile(_SLOT + r"prompt eval time = +([0-9.]+) ms / +(\d+) tokens")
-_TOKENS = re.compile(_SLOT + r"eval time = +([0-9.]+) ms / +(\d+) (?:tokens|runs)")
-_DRAFTS = re.compile(
-    r"draft acceptance = [0-9.]+ \( *(\d+) accepted / *(\d+) generated\)(?:, mean len = *([0-9.]+))?"
-)
-_SUMS = re.compile(
-    r"statistics +(\S+): #calls\(b,g,a\) = .*?#gen drafts = +(\d+),.*?#gen tokens = +(\d+),"
-    r" #acc tokens = +(\d+)(?:.*?#acc rate/pos = \(([0-9., ]*)\))?"
-)
 
 
 def listening(metrics: Metrics) -> Callable[[str], None]:
@@ -27,43 +16,35 @@ def listening(metrics: Metrics) -> Callable[[str], None]:
     the log. Sums of drafts by position come with `--verbosity 4`; without it those of each request are added.
     """
     waiting: dict[tuple[str, str], tuple[int, int]] = {}
-    sums: dict[str, tuple[int, int, int, tuple[int, ...]]] = {}
-    totals = [0, 0, 0]
+    sums: dict[str, Drafts] = {}
+    requests: list[Drafts] = []  # summed up: one at most
 
     def heard(line: str) -> None:
-        if match := _PROMPT.search(line):
-            waiting[match[1], match[2]] = _ns(match[3]), int(match[4])
-        elif match := _TOKENS.search(line):
-            first_ns, prompt = waiting.pop((match[1], match[2]), (0, 0))
-            made = int(match[4])
-            metrics.request(Request(prompt, first_ns, made, _ns(match[3]) // max(made, 1)))
-        elif match := _SUMS.search(line):
-            rates = [float(p) for p in (match[5] or "").split(",") if _is_rate(p)]
-            drafts = int(match[2])
-            at = tuple(round(drafts * rate) for rate in rates)
-            sums[match[1]] = drafts, int(match[3]), int(match[4]), at
-            _tell(metrics, sums)
-        elif (match := _DRAFTS.search(line)) and not sums:
-            accepted, proposed = int(match[1]), int(match[2])
-            longer = float(match[3]) - 1 if match[3] and _is_rate(match[3]) else 0.0
-            totals[0] += round(accepted / longer) if longer > 0 else 0
-            totals[1] += proposed
-            totals[2] += accepted
-            metrics.drafted_in_all(totals[0], totals[1], totals[2], ())
+        if said := llama_server.timing(line):
+            key = said.slot, said.task
+            if said.prompt:
+                waiting[key] = said.ns, said.tokens
+            else:
+                first_ns, prompt = waiting.pop(key, (0, 0))
+                metrics.request(Request(prompt, first_ns, said.tokens, said.ns // max(said.tokens, 1)))
+        elif found := llama_server.sums(line):
+            sums.update(found)
+            _tell(metrics, tuple(sums.values()))
+        elif not sums and (drafts := llama_server.requests(line)):
+            requests[:] = [_summed([*requests, *drafts])]
+            _tell(metrics, requests)
 
     return heard
 
 
-def _tell(metrics: Metrics, sums: dict[str, tuple[int, int, int, tuple[int, ...]]]) -> None:
-    longest = max(len(each[3]) for each in sums.values())
-    at = [sum(each[3][n] for each in sums.values() if n < len(each[3])) for n in range(longest)]
-    drafts, proposed, accepted = (sum(n) for n in zip(*(each[:3] for each in sums.values()), strict=True))
-    metrics.drafted_in_all(drafts, proposed, accepted, at)
+def _tell(metrics: Metrics, drafts: Sequence[Drafts]) -> None:
+    all_of_it = _summed(drafts)
+    metrics.drafted_in_all(all_of_it.steps, all_of_it.drafted, all_of_it.accepted, all_of_it.at)
 
 
-def _is_rate(text: str) -> bool:
-    return re.fullmatch(r" *\d+(\.\d+)? *", text) is not None
-
-
-def _ns(text: str) -> int:
-    return round(float(text) * _MS) if _is_rate(text) else 0
+def _summed(drafts: Sequence[Drafts]) -> Drafts:
+    """Counts of all together."""
+    steps, drafted, accepted = (
+        sum(counts) for counts in zip(*((d.steps, d.drafted, d.accepted) for d in drafts), strict=True)
+    )
+    return Drafts(steps, drafted, accepted, at=tuple(llama_server.by_position(drafts)))
