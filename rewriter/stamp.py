@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from planner.constants import EXPERTS_KEY, OWN_PREFIX
 from planner.errors import FileProblem, InputError
+from planner.model.gguf.expert_orders import damaged, expert_orders, permutation
 from planner.model.gguf.header import MAX_ALIGNMENT
 from planner.model.gguf.reader import ModelFile
 from planner.plan.plan import Plan, to_text, to_text_of_schema_1
@@ -26,7 +27,6 @@ SOURCE_SIZE = PREFIX + "source.size"
 SOURCE_TRAILING = PREFIX + "source.trailing"
 SOURCE_LOST = PREFIX + "source.lost"
 EXPERTS = EXPERTS_KEY
-_MOST_DIGITS = 5  # of a layer's number
 _MOST_BYTES = 2**62
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -81,13 +81,6 @@ def read_stamp(model: ModelFile) -> Stamp | None:
     order = _permutation(model, SOURCE_ORDER)
     if len(order) != len(model.inventory.tensors):
         raise _damaged(model, f"{SOURCE_ORDER} has {len(order)} entries")
-    experts: dict[int, tuple[int, ...]] = {}
-    for kv in header.kvs:
-        if kv.key.startswith(EXPERTS):
-            layer = kv.key[len(EXPERTS) :]
-            if not (layer.isascii() and layer.isdecimal() and len(layer) <= _MOST_DIGITS):
-                raise _damaged(model, f"{kv.key} names no layer")
-            experts[int(layer)] = _permutation(model, kv.key)
     alignment = _number(model, SOURCE_ALIGNMENT) or 0
     if alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
         raise _damaged(model, f"{SOURCE_ALIGNMENT} {alignment} is not a power of two up to 2^30")
@@ -103,7 +96,7 @@ def read_stamp(model: ModelFile) -> Stamp | None:
         source_size=size,
         source_trailing=_number(model, SOURCE_TRAILING),
         source_lost=_number(model, SOURCE_LOST) or 0,
-        experts=experts,
+        experts=expert_orders(header, str(model.paths[0])),
     )
 
 
@@ -144,15 +137,8 @@ def _digest(model: ModelFile, key: str) -> str:
 
 
 def _permutation(model: ModelFile, key: str) -> tuple[int, ...]:
-    kv = model.get(key)
-    values = kv.value if kv else None
-    if not isinstance(values, tuple) or set(map(type, values)) - {int}:
-        raise _damaged(model, f"{key} is not a permutation")
-    numbers = tuple(int(value) for value in values)
-    if sorted(numbers) != list(range(len(numbers))):
-        raise _damaged(model, f"{key} is not a permutation")
-    return numbers
+    return permutation(model.get(key), key, str(model.paths[0]))
 
 
 def _damaged(model: ModelFile, what: str) -> FileProblem:
-    return FileProblem(str(model.paths[0]), f"damaged record of an earlier rewrite: {what}")
+    return damaged(str(model.paths[0]), what)

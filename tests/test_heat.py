@@ -29,7 +29,7 @@ some_heat = st.builds(
 
 def one(source: str, counts: dict[int, tuple[int, ...]], tokens: int = 10, model: str = "") -> Heat:
     return heats.make(
-        model, len(next(iter(counts.values()))), 2, [Part(source, Phase.DECODE, tokens, counts)]
+        model, len(next(iter(counts.values()))), 1, [Part(source, Phase.DECODE, tokens, counts)]
     )
 
 
@@ -82,6 +82,32 @@ def test_other_models_do_not_merge(a: Heat, b: Heat) -> None:
         heats.merge([a, b])
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part("a", Phase.DECODE, -5, {0: (1, 2)}),
+        Part("a", Phase.DECODE, 1 << 60, {0: (1, 2)}),
+        Part("a", Phase.DECODE, 5, {-1: (1, 2)}),
+        Part("a", Phase.DECODE, 5, {512: (1, 2)}),
+        Part("a", Phase.DECODE, 5, {0: (-1, 2)}),
+        Part("a", Phase.DECODE, 5, {0: (1, 1 << 60)}),
+        Part("a", Phase.DECODE, 5, {0: (1, 2)}, depth=-1),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_made(part: Part) -> None:
+    with pytest.raises(heats.NoCount):
+        heats.make("", 2, 1, [part])
+    with pytest.raises(heats.NoCount):
+        heats.make("", 2, 3, [])
+
+
+def test_sums_stay_what_a_file_can_say() -> None:
+    most = one("a", {0: (heats.MAX_COUNT, 1)})
+    for heat, weights in (([most, most], None), ([most], [2.0])):
+        with pytest.raises(heats.NoCount, match="a count that cannot be"):
+            heats.merge(heat, weights)
+
+
 def test_positions_become_original_ids() -> None:
     rng = random.Random(3)
     counts = tuple(rng.randrange(100) + 1 for _ in range(N))
@@ -116,6 +142,10 @@ HEAD = "# heat: 1\n# model:\n# experts: 4\n# used: 2\nlayer,expert,count\n"
         (HEAD + "# phase: later\n", 6, "phase"),
         (HEAD + "# colour: red\n", 6, "colour"),
         (HEAD + "# tokens: many\n", 6, "tokens"),
+        (HEAD + "layer,expert,count\n", 6, ""),
+        (HEAD.replace("used: 2", "used: 5"), 5, "used"),
+        (HEAD.replace("model:", "model: \x1b[31m"), 2, "model"),
+        (HEAD + f"# source: a\n0,0,{heats.MAX_COUNT}\n# source: a\n0,0,1\n", 0, ""),
     ],
 )
 def test_wrong_text_is_refused_with_its_line(text: str, line: int, field: str) -> None:

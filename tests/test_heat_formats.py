@@ -205,6 +205,25 @@ def test_heat_stored_in_a_permuted_model_is_mapped_back(tmp_path: Path) -> None:
     assert "mapped back" in found.notes[0]
 
 
+def route(**changed: Any) -> str:
+    """One row of a serving engine."""
+    row = {"type": "route", "req_id": "r", "token_idx": 0, "layer": 1, "topk_ids": [0, 1]}
+    return json.dumps({"type": "meta", "num_experts": E}) + "\n" + json.dumps({**row, **changed})
+
+
+def executed(layers: dict[str, list[list[int]]]) -> str:
+    """Rows of executed choices, by layer."""
+    prompts = [{"start_row": 0, "prefill_rows": 0, "end_row": 9}]
+    rows = {name: {"executed_topk": chosen} for name, chosen in layers.items()}
+    head = {"schema": "glm52-routing-trace-export/v2", "routing": {"n_expert_per_layer": E, "k": K}}
+    return json.dumps({**head, "conditional": {"prompts": prompts}, "layers": rows})
+
+
+def mbolt(**changed: Any) -> str:
+    """Counts of one layer."""
+    return json.dumps({"n_expert": E, "layers": [{"layer": 1, "heat": [5] * E}], **changed})
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
@@ -231,10 +250,25 @@ def test_heat_stored_in_a_permuted_model_is_mapped_back(tmp_path: Path) -> None:
         ("layer,expert,count\n1,2,x\n", "whole number"),
         ("layer,expert,count\n", "without a single"),
         ("1,2\n1,2,3,4\n", "neither"),
+        (route(layer=-3), "layer -3"),
+        (route(token_idx=-9), "step -9"),
+        (route(topk_ids=[3, 2, 3]), "layer 1 that chose one expert twice"),
+        (executed({"-3": [[0, 1]]}), "layer -3"),
+        (executed({"1": [[0, 0]]}), "chose one expert twice"),
+        (mbolt(n_tokens=-5), "a number of tokens"),
+        (mbolt(n_tokens=1e300), "a number of tokens"),
+        (mbolt(k=-3), "experts per token"),
+        (mbolt(k=9), "experts per token"),
+        (mbolt(n_expert=-8), "-8 experts|8 counts for -8"),
+        (b"MBLT" + words(1, E, 1, 200, 1, *range(200)), "200 experts for a token|expert id"),
+        ("turn,phase,step,layer,slot,expert\n0,1,0,1,0,3\n0,1,0,1,1,3\n", "chose one expert twice"),
     ],
 )
 def test_what_cannot_be_heat_is_refused_with_the_reason(data: bytes | str, why: str) -> None:
+    """With a model and without one, which tells what is in the file itself."""
     with pytest.raises(AtsplanError, match=why):
+        read(data, None, E)
+    with pytest.raises(AtsplanError):
         read(data)
 
 

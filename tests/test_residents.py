@@ -8,12 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 from engines import ROOT
 
 from atsplan import main
 from commands.heat.served_heat import heat_of_blocks, heat_written
 from planner.constants import EXPERTS_KEY
+from planner.errors import AtsplanError
 from planner.model.inventory import from_text as inventory_from
 from planner.plan.difference import check_while_running
 from planner.plan.load_spec import load_spec
@@ -97,7 +99,8 @@ def served(order: tuple[int, ...] | None = None) -> Any:
     """The model as a file, whose first layer a rewrite has put in another order."""
     kvs = [SimpleNamespace(key=f"{EXPERTS_KEY}0", value=order)] if order else []
     headers = [SimpleNamespace(header=SimpleNamespace(kvs=kvs))]
-    return SimpleNamespace(inventory=inventory_from(MODEL.read_text(), str(MODEL)), headers=headers)
+    inventory = inventory_from(MODEL.read_text(), str(MODEL))
+    return SimpleNamespace(inventory=inventory, headers=headers, paths=(MODEL,))
 
 
 def test_counts_of_positions_are_of_original_experts() -> None:
@@ -110,6 +113,21 @@ def test_counts_of_positions_are_of_original_experts() -> None:
     assert all(part.counts[0][order[position]] == position for position in range(128))
     assert part.counts[1] == chosen
     assert heat_of_blocks(served(), []).parts == ()
+
+
+@pytest.mark.parametrize("order", [(999,) * 128, tuple(range(64)), (0,) * 128, (-1, *range(127))])
+def test_a_damaged_record_of_an_order_is_one_line(order: tuple[int, ...], tmp_path: Path) -> None:
+    with pytest.raises(AtsplanError):
+        heat_of_blocks(served(order), [block(0, (1,) * 128)])
+    with heat_written(tmp_path / "heat", served(order), lambda: [("CUDA0", block(0, (1,) * 128))]):
+        pass
+    assert not (tmp_path / "heat").exists()
+
+
+def test_counts_that_none_can_be_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with heat_written(tmp_path / "heat", served(), lambda: [("CUDA0", block(0, (1 << 60,) * 128))]):
+        pass
+    assert "a count that cannot be" in capsys.readouterr().err and not (tmp_path / "heat").exists()
 
 
 def test_a_served_plan_keeps_its_heat(tmp_path: Path) -> None:

@@ -52,10 +52,12 @@ def command() -> None:
 )
 @click.option("--source", help="Name of the prompt or workload [default: what the file says, or its name].")
 @click.option("--phase", type=click.Choice(PHASES), help="Phase, where the file does not say.")
-@click.option("--tokens", type=click.IntRange(1), help="Tokens seen, where the file does not say.")
+@click.option("--tokens", type=click.IntRange(1, 1 << 53), help="Tokens seen, where the file does not say.")
 @click.option("--domain", help="What the text was about (code, prose …), where the file does not say.")
 @click.option(
-    "--depth", type=click.IntRange(1), help="Tokens of the longest context, where the file does not say."
+    "--depth",
+    type=click.IntRange(1, 1 << 53),
+    help="Tokens of the longest context, where the file does not say.",
 )
 @click.option(
     "--permutation", type=FILE, help="Ids are positions in a permuted file: its plan, GGUF or perms.json."

@@ -9,6 +9,7 @@ Zero counts are not written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -118,6 +119,17 @@ class TooManyCounts(InputError):
         )
 
 
+@dataclass(eq=False)
+class NoCount(InputError):
+    """A number in heat that no routing can have given."""
+
+    what: str
+    most: int
+
+    def message(self) -> str:
+        return f"routing with {self.what} that cannot be: expected 0 to {self.most}"
+
+
 def check_size(rows: int, n_expert: int) -> None:
     """TooManyCounts where so many layers, over all parts, cannot be held with a count for every expert."""
     if rows * n_expert > MAX_CELLS:
@@ -127,18 +139,34 @@ def check_size(rows: int, n_expert: int) -> None:
 def make(model: str, n_expert: int, n_used: int, parts: Iterable[Part]) -> Heat:
     """Heat in canonical form: parts of one source and phase are added up, layers without counts dropped.
 
-    ValueError when a part does not hold `n_expert` non-negative counts a layer.
+    ValueError when a part does not hold `n_expert` counts a layer; NoCount and TooManyCounts for
+    what `from_text` would refuse: what is made here can be written and read.
     """
+    _bounded("a number of experts per token", n_used, n_expert)
     found: dict[tuple[str, Phase, str], Part] = {}
     for part in parts:
         kept = {layer: tuple(row) for layer, row in sorted(part.counts.items()) if any(row)}
-        if any(len(row) != n_expert or min(row) < 0 for row in kept.values()):
-            raise ValueError(f"expected {n_expert} non-negative counts a layer")
+        if any(len(row) != n_expert for row in kept.values()):
+            raise ValueError(f"expected {n_expert} counts a layer")
+        for layer, row in kept.items():
+            _bounded("a layer", layer, MAX_LAYERS - 1)
+            _bounded("a count", min(row), MAX_COUNT)
         domain = heat_name(part.domain) if part.domain else ""
         part = replace(part, source=heat_name(part.source), counts=kept, domain=domain)
         key = (part.source, part.phase, domain)
         found[key] = _join(found[key], part) if key in found else part
-    return Heat(model, n_expert, n_used, tuple(found[key] for key in sorted(found) if found[key].counts))
+    kept_parts = tuple(found[key] for key in sorted(found) if found[key].counts)
+    check_size(sum(len(part.counts) for part in kept_parts), n_expert)
+    for part in kept_parts:
+        _bounded("a number of tokens", part.tokens, MAX_COUNT)
+        _bounded("a depth", part.depth, MAX_COUNT)
+        _bounded("a count", max(map(max, part.counts.values())), MAX_COUNT)
+    return Heat(model, n_expert, n_used, kept_parts)
+
+
+def _bounded(what: str, value: int, most: int) -> None:
+    if not 0 <= value <= most:
+        raise NoCount(what, most)
 
 
 def merge(heats: Sequence[Heat], weights: Sequence[float] | None = None) -> Heat:
@@ -251,7 +279,7 @@ class _Reader:
         self.n_expert = 0
 
     def take(self, number: int, line: str) -> None:
-        if line == COLUMNS:
+        if line == COLUMNS and not self.n_expert:
             self._finish_head(number)
         elif line.startswith("#"):
             self._key(number, line)
@@ -275,7 +303,10 @@ class _Reader:
             )
             for keys, rows in self.parts
         ]
-        return make(self.head.get("model", ""), self.n_expert, int(self.head.get("used", "0")), parts)
+        try:
+            return make(self.head.get("model", ""), self.n_expert, int(self.head.get("used", "0")), parts)
+        except NoCount as problem:  # of parts of one name, which are added up
+            raise FieldProblem(self.path, 0, "", str(problem)) from None
 
     def _finish_head(self, number: int) -> None:
         if self.head.get("heat") != "1":
@@ -285,13 +316,17 @@ class _Reader:
         self.n_expert = int(self.head.get("experts", "0"))
         if not 0 < self.n_expert <= MAX_EXPERTS:
             raise FieldProblem(self.path, number, "experts", "expected the number of experts of a layer")
+        if int(self.head.get("used", "0")) > self.n_expert:
+            raise FieldProblem(self.path, number, "used", f"a token uses {self.n_expert} experts at most")
 
     def _key(self, number: int, line: str) -> None:
         name, _, value = (s.strip() for s in line[1:].partition(":"))
         in_head = not self.n_expert
         if name not in (("heat", "model", "experts", "used") if in_head else _PART):
             raise FieldProblem(self.path, number, name, "unknown key")
-        if name in ("experts", "used", "tokens", "depth") and not _whole(value):
+        if name == "model" and not is_digest(value):
+            raise FieldProblem(self.path, number, name, "expected the digest of a tensor table, or nothing")
+        if name in ("experts", "used", "tokens", "depth") and not whole(value):
             raise FieldProblem(self.path, number, name, "expected a number")
         if name == "phase" and value not in set(Phase):
             raise FieldProblem(self.path, number, name, "expected prefill, decode or mixed")
@@ -302,7 +337,7 @@ class _Reader:
 
     def _row(self, number: int, line: str) -> None:
         fields = line.split(",")
-        if not self.n_expert or len(fields) != 3 or not all(map(_whole, fields)):
+        if not self.n_expert or len(fields) != 3 or not all(map(whole, fields)):
             raise FieldProblem(self.path, number, "", f"expected {COLUMNS} as whole numbers")
         layer, expert, count = map(int, fields)
         if layer >= MAX_LAYERS:
@@ -321,7 +356,13 @@ class _Reader:
         return {la: tuple(row.get(e, 0) for e in range(self.n_expert)) for la, row in rows.items()}
 
 
-def _whole(text: str) -> bool:
+def is_digest(text: str) -> bool:
+    """Whether a text can name a model's tensor table, or is empty: one short word."""
+    return re.fullmatch(r"[!-~]{0,100}", text) is not None
+
+
+def whole(text: str) -> bool:
+    """Whether a text is a whole number that a count may be."""
     return text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= MAX_COUNT
 
 

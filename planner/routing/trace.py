@@ -118,6 +118,21 @@ def repeated(trace: Trace) -> NDArray[np.bool_]:
     return found
 
 
+def fault(trace: Trace) -> str:
+    """What no router can have chosen, and `from_text` would refuse; "" for nothing."""
+    if trace.n_used > MAX_USED:
+        return f"{trace.n_used} experts for a token, at most {MAX_USED} can be"
+    for what, column in (("layer", trace.layer), ("step", trace.step)):
+        if len(column) and int(column.min()) < 0:
+            return f"{what} {int(column.min())}"
+    ids = np.sort(trace.ids, axis=1)
+    twice = ((np.diff(ids, axis=1) == 0) & (ids[:, 1:] != PAD)).any(axis=1)
+    if twice.any():
+        row = int(twice.argmax())
+        return f"a token of layer {int(trace.layer[row])} that chose one expert twice"
+    return ""
+
+
 def heat_of(trace: Trace, n_used: int | None = None) -> Heat:
     """Counts by source and phase; tokens are the rows of the layer that saw most."""
     group = trace.source.astype(np.int64) * 2 + trace.decode
@@ -172,12 +187,14 @@ def from_text(text: str, path: str) -> Trace:
     rows: list[Row] = []
     n_expert = 0
     for number, line in enumerate(text.splitlines(), start=1):
-        if line == COLUMNS:
+        if line == COLUMNS and not n_expert:
             n_expert = _experts(head, path, number)
         elif line.startswith("#"):
             name, _, value = (s.strip() for s in line[1:].partition(":"))
-            if name not in ("trace", "model", "experts", "source"):
+            if n_expert or name not in ("trace", "model", "experts", "source"):
                 raise FieldProblem(path, number, name, "unknown key")
+            if name == "model" and not heats.is_digest(value):
+                raise FieldProblem(path, number, name, "expected the digest of a tensor table, or nothing")
             if name == "source":
                 sources.append(value)
             head[name] = value
@@ -199,7 +216,10 @@ def _experts(head: dict[str, str], path: str, number: int) -> int:
 
 def _row(line: str, n_expert: int, n_sources: int, path: str, number: int) -> Row:
     fields = line.split(",")
+    numbers = [*fields[:1], *fields[2:4], *"".join(fields[4:]).split()]
     try:
+        if not all(map(heats.whole, numbers)):
+            raise ValueError
         source, step, layer = int(fields[0]), int(fields[2]), int(fields[3])
         ids = tuple(int(i) for i in fields[4].split())
     except (ValueError, IndexError):

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.constants import CPU, EXPERTS_KEY
+from planner.constants import CPU
 from planner.errors import EngineProblem, MachineError
+from planner.model.gguf.expert_orders import damaged, expert_orders
 from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import LoadSpec, Residents
 from planner.site import Site, SiteKind
@@ -118,13 +119,18 @@ def slotted(spec: LoadSpec) -> tuple[str, ...]:
 
 
 def positions(path: Path, residents: Residents) -> Residents:
-    """The same experts by their position in the file, which a rewrite may have put in another order."""
-    header = read_model(path).headers[0].header
+    """The same experts by their position in the file, which a rewrite may have put in another order.
+
+    FileProblem for a file whose record of that is damaged, or is of another number of experts.
+    """
+    orders = expert_orders(read_model(path).headers[0].header, str(path))
     found = []
     for layer, n, experts in residents:
-        order = next((kv.value for kv in header.kvs if kv.key == f"{EXPERTS_KEY}{layer}"), None)
-        at = {e: i for i, e in enumerate(order)} if isinstance(order, tuple) else {}
-        found.append((layer, n, tuple(at.get(e, e) for e in experts)))
+        order = orders.get(layer, range(n))
+        if len(order) != n:
+            raise damaged(str(path), f"the order of layer {layer} is of {len(order)} experts, not {n}")
+        at = {e: i for i, e in enumerate(order)}
+        found.append((layer, n, tuple(at[e] for e in experts)))
     return tuple(found)
 
 

@@ -212,10 +212,12 @@ def _imatrix(data: Bytes, header: Header, path: str) -> Found:
     if max(float(v.max()) for v in rows.values()) >= _EXACT_FLOAT:
         notes.append("counts above 2^24 are rounded in this format")
     total = max(int(v.sum()) for v in rows.values())
-    n_used = round(total / tokens) if tokens else 0
     counts = {la: {e: int(v) for e, v in enumerate(row) if v} for la, row in rows.items()}
     source = " ".join(_strings(data, header.get("imatrix.datasets"))) or "imatrix"
     n_expert = max(len(row) for row in rows.values())
+    n_used = round(total / tokens) if tokens else 0
+    if n_used > n_expert:  # what else is in the file was not counted over the same tokens
+        n_used = tokens = 0
     return Found(
         "imatrix", n_expert, n_used, [RawPart(source, Phase.PREFILL, tokens, counts)], notes=tuple(notes)
     )

@@ -14,9 +14,10 @@ import numpy as np
 from planner.errors import FileProblem
 from planner.model.gguf.header import Bytes
 from planner.model.routed_layers import MoeShape
+from planner.quoting import short
 from planner.routing import expert_counts as heats
 from planner.routing import trace as traces
-from planner.routing.expert_counts import Heat, Part, WrongModel, heat_of_model
+from planner.routing.expert_counts import Heat, NoCount, Part, WrongModel, heat_of_model
 from planner.routing.formats import binary, json
 from planner.routing.formats import text as texts
 from planner.routing.found import Found, StepCost
@@ -51,9 +52,14 @@ def read(data: Bytes, path: str, shape: MoeShape | None = None, n_expert: int = 
     found = _by_layer(found, path, shape)
     _check_ids(found, path, shape)
     trace = replace(found.trace, n_expert=experts) if found.trace else None
+    if trace and (why := traces.fault(trace)):
+        raise FileProblem(path, f"broken routing profile: {why}")
     trace, said = _without_dummies(trace)
     notes += said
-    heat = traces.heat_of(trace) if trace else _heat(found, path, experts)
+    try:
+        heat = traces.heat_of(trace) if trace else _heat(found, experts)
+    except NoCount as problem:
+        raise FileProblem(path, f"broken routing profile: {problem}") from None
     if found.orders:
         heat = heats.original(heat, found.orders)
         trace = original_ids(trace, found.orders) if trace else None
@@ -118,10 +124,10 @@ def _n_expert(found: Found, path: str, shape: MoeShape | None, asked: int) -> in
         raise WrongModel(path, f"{found.n_expert} experts a layer, the model has {said}")
     largest = _largest(found)
     experts = found.n_expert or said or largest + 1
-    if largest >= experts:
+    if largest >= experts > 0:
         raise WrongModel(path, f"expert id {largest}, the model has {experts} experts")
-    if experts > heats.MAX_EXPERTS:
-        raise FileProblem(path, f"broken routing profile: {experts} experts in a layer")
+    if not 0 < experts <= heats.MAX_EXPERTS:
+        raise FileProblem(path, f"broken routing profile: {short(str(experts), 20)} experts in a layer")
     return experts
 
 
@@ -153,8 +159,9 @@ def _check_ids(found: Found, path: str, shape: MoeShape | None) -> None:
         if found.trace
         else {la for p in found.parts for la, row in p.counts.items() if any(row.values())}
     )
-    if max(named, default=0) >= heats.MAX_LAYERS:
-        raise FileProblem(path, f"broken routing profile: layer {max(named)}")
+    for layer in (min(named, default=0), max(named, default=0)):
+        if not 0 <= layer < heats.MAX_LAYERS:
+            raise FileProblem(path, f"broken routing profile: layer {short(str(layer), 20)}")
     if shape is None or found.ordinal:
         return
     strangers = sorted(named - set(shape.layers))
@@ -164,11 +171,8 @@ def _check_ids(found: Found, path: str, shape: MoeShape | None) -> None:
         raise WrongModel(path, f"{found.trace.n_used} experts a token, the model uses {shape.n_used}")
 
 
-def _heat(found: Found, path: str, n_expert: int) -> Heat:
+def _heat(found: Found, n_expert: int) -> Heat:
     heats.check_size(sum(len(p.counts) for p in found.parts), n_expert)
-    counts = [count for p in found.parts for row in p.counts.values() for count in row.values()]
-    if counts and not 0 <= min(counts) <= max(counts) <= heats.MAX_COUNT:
-        raise FileProblem(path, "broken routing profile: a count that no trace holds")
     parts = [
         Part(
             p.source,

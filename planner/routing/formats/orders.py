@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from planner.constants import EXPERTS_KEY
 from planner.errors import FileProblem
+from planner.model.gguf.expert_orders import expert_orders
 from planner.model.gguf.header import Bytes, parse_header
 from planner.plan import plan as plans
-from planner.routing.formats.binary import mbolt_orders, numbers
+from planner.routing.formats.binary import mbolt_orders
 
 Orders = Mapping[int, Sequence[int]]  # layer -> original expert id at each position
 
@@ -37,15 +37,7 @@ def read_orders(data: Bytes, path: str, layout: str = "heat") -> Orders:
 def model_orders(data: Bytes, path: str) -> Orders:
     """The permutation that a rewritten model carries; empty when it carries none."""
     header = parse_header(data, path)
-    orders: dict[int, Sequence[int]] = {}
-    for kv in header.kvs:
-        if kv.key.startswith(EXPERTS_KEY):
-            order = numbers(data, kv)
-            layer = kv.key[len(EXPERTS_KEY) :]
-            if order is None or not (layer.isascii() and layer.isdecimal() and len(layer) < 6):
-                raise FileProblem(path, f"damaged record of an earlier rewrite: {kv.key}")
-            orders[int(layer)] = [int(e) for e in order]
-    return orders or mbolt_orders(data, header, path)
+    return expert_orders(header, path) or mbolt_orders(data, header, path)
 
 
 def _plan_orders(text: str, path: str) -> Orders:
