@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from hand_plans import hand_plan
+from hybrid_plans import slotted_plan
 from planning_models import machine
 from planning_models import plan as planned
 from small_plans import plan_for
@@ -15,7 +18,7 @@ from atsplan import main
 from planner.check.divided_sites import site_faults
 from planner.model.gguf.reader import read_model
 from planner.plan.known import Known
-from planner.plan.plan import CachePoint, Plan, from_text, to_text
+from planner.plan.plan import CachePoint, ExpertOrder, Plan, from_text, to_text
 from planner.plan.request import Pin
 from planner.site import Site
 from planner.workload import Workload
@@ -64,6 +67,48 @@ def test_every_command_gives_one_answer(
         assert done.exit_code == 2, (name, done.output)
         assert where in done.output and why in done.output, (name, done.output)
     assert not (tmp_path / "out.gguf").exists()
+
+
+ORDERS: dict[str, tuple[Callable[[ExpertOrder], tuple[ExpertOrder, ...]], str]] = {
+    "twice": (lambda e: (with_order(e, (*e.order[1:], e.order[1])),), "layer 0: the order is not one of 8"),
+    "beyond": (lambda e: (with_order(e, (*e.order[1:], 999)),), "layer 0: the order is not one of 8"),
+    "longer": (lambda e: (with_order(e, tuple(range(9))),), "an order of 9 experts, it has 8"),
+    "two": (lambda e: (e, e), "layer 0 has two orders"),
+    "elsewhere": (
+        lambda e: (e, e.model_copy(update={"layer": 77})),
+        "layer 77: an order of 8 experts, it has",
+    ),
+    "absent": (lambda e: (), "no order of its experts|no order that fills them"),
+}
+
+
+def with_order(entry: ExpertOrder, order: tuple[int, ...]) -> ExpertOrder:
+    return entry.model_copy(update={"order": order})
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_orders_of_experts_that_are_none_are_refused_everywhere(
+    kind: str, moe_model: Path, tmp_path: Path
+) -> None:
+    """Slots go by them: a device would refuse to start, or a command end in the middle."""
+    change, why = ORDERS[kind]
+    plan = slotted_plan(moe_model, tmp_path, 3)
+    path = tmp_path / "plan.yaml"
+    first, *others = plan.experts
+    assert first.layer == 0
+    path.write_text(to_text(plan.model_copy(update={"experts": (*change(first), *others)})))
+    commands = {
+        "explain": (path, "--model", moe_model),
+        "export": (path, "--inventory", moe_model),
+        "run": (moe_model, "--plan", path, *HERE, "-p", "x"),
+        "serve": (moe_model, "--plan", path, *HERE),
+        "bench": (moe_model, "--plan", path, *HERE),
+    }
+    for name, words in commands.items():
+        done = CliRunner().invoke(main, [name, *map(str, words)])
+        assert done.exit_code == 2 and re.search(why, done.output), (name, done.output)
+    alone = CliRunner().invoke(main, ["check", str(path), "--model", str(moe_model)])
+    assert alone.exit_code != 0 and "[sites]" in alone.output, alone.output
 
 
 @pytest.mark.parametrize("other", ["stripe:CUDA0:4", "cache:CUDA0:500000"])

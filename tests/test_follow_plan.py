@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,35 @@ def test_a_file_is_read_when_nobody_is_writing_it(plan: Plan, tmp_path: Path) ->
     assert orders.stat().st_mode & 0o777 == 0o600
 
 
+def test_after_a_device_that_did_not_follow_the_next_plan_is_sent_whatever_it_says(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another device may have followed: the old plan again does not say what is in the slots."""
+    orders, report = tmp_path / "orders", tmp_path / "report.json"
+    monkeypatch.setattr("secrets.randbelow", lambda most: 6)
+    report.write_text(json.dumps({"order": 7, "order_fault": "no"}))
+    files = Orders({"CUDA0": orders}, LaneFiles({"CUDA0": report}))
+    served = Served(MODEL, plan, tmp_path / "p", files, lambda: plan)
+    for each, first in ((turned(plan, 3), "3,4,5,6,7"), (plan, "0,1,2,3,4")):
+        served.read = partial(lambda found: found, each)
+        with pytest.raises(NotFollowed, match="no"):
+            served.take_over()
+        assert served.plan == plan and f"\nresident 0 16 {first}\n" in orders.read_text()
+
+
+def test_a_folder_that_is_gone_is_one_line_and_ends_nothing(plan: Plan, tmp_path: Path) -> None:
+    path, said = tmp_path / "plan.yaml", list[str]()
+    path.write_text("0")
+    gone = Orders({"CUDA0": tmp_path / "gone" / "orders"}, LaneFiles({"CUDA0": tmp_path / "gone" / "report"}))
+    served = Served(MODEL, plan, path, gone, lambda: turned(plan, int(path.read_text())))
+    with following_file(served, said.append, every_s=0.01):
+        for turns in (3, 5):
+            path.write_text(str(turns))
+            seen = len(said)
+            assert until(lambda: len(said) > seen, LIMIT_S)  # noqa: B023 - called at once
+    assert all("gone/orders: No such file" in line for line in said)
+
+
 def test_a_plan_out_of_a_pipe_is_not_read_again(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
@@ -247,7 +277,7 @@ def test_a_device_that_refuses_or_is_silent_is_said(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("secrets.randbelow", lambda most: 6)
     report.write_text(json.dumps({"order": 7, "order_fault": "block 0: 1 experts for 2 slots"}))
     with pytest.raises(
-        NotFollowed, match="CUDA0: the experts in slots stay as they are: block 0: 1 experts for 2"
+        NotFollowed, match="CUDA0: did not take other experts into its slots: block 0: 1 experts for 2"
     ):
         orders.send(((0, 4, (1,)),))
     for wrong in (

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.block_names import block_of
 from planner.check.divided_sites import check_sites
 from planner.check.plan_alone import faults as faults_alone
 from planner.cost.expert_cache import faults as cache_faults
@@ -65,6 +66,7 @@ def agreement_faults(plan: Plan, structure: Structure) -> list[str]:
         workload_faults(plan.workload, structure.inventory)
         or _layer_faults(plan, structure.layers)
         or _unit_faults(plan, structure.units)
+        or _order_faults(plan, structure.units)
         or _tensor_faults(plan, structure)
         or _cache_faults(plan, structure)
         or list(cache_faults(plan))
@@ -107,6 +109,15 @@ def _unit_faults(plan: Plan, units: Sequence[Unit]) -> list[str]:
         *(f"units: {name} is no unit of the model" for name in stated if name not in known),
         *(f"units: {name} appears twice" for name, times in sorted(Counter(stated).items()) if times > 1),
         *(f"units: {name} has no site" for name in sorted(known - optional - set(stated))),
+    ]
+
+
+def _order_faults(plan: Plan, units: Sequence[Unit]) -> list[str]:
+    experts = {block_of(unit.name): unit.experts for unit in units if unit.kind is Kind.EXPERTS}
+    return [
+        f"experts: layer {e.layer}: an order of {len(e.order)} experts, it has {experts.get(e.layer, 0)}"
+        for e in plan.experts
+        if len(e.order) != experts.get(e.layer, 0)
     ]
 
 

@@ -39,7 +39,7 @@ def faults(plan: Plan, schema: int = 0) -> list[Fault]:
 
     `schema`: that of the text it was read from; 0: today's.
     """
-    found = [*_digests(plan), *_names(plan), *_times(plan, schema or plan.schema_)]
+    found = [*_digests(plan), *_names(plan), *_orders(plan), *_times(plan, schema or plan.schema_)]
     try:
         layers = plan_layer_devices(plan)
     except LayerGap as problem:
@@ -84,6 +84,26 @@ def _names(plan: Plan) -> Iterator[Fault]:
             continue
         if not there:
             yield Fault("overrides", f"{override.buffer}: no such device in devices", ("overrides", i))
+
+
+def _orders(plan: Plan) -> Iterator[Fault]:
+    """Every layer has one order of its experts at most, in which each stands once."""
+    seen: set[int] = set()
+    for i, entry in enumerate(plan.experts):
+        if sorted(entry.order) != list(range(len(entry.order))):
+            what = (
+                f"experts: layer {entry.layer}: the order is not one of {len(entry.order)} experts, each once"
+            )
+            yield Fault("sites", what, ("experts", i, "order"))
+        if entry.layer in seen:
+            yield Fault("sites", f"experts: layer {entry.layer} has two orders", ("experts", i))
+        seen.add(entry.layer)
+    for i, placed in enumerate(plan.units):
+        layer = block_of(placed.unit)
+        if placed.site.kind is SiteKind.HYBRID and layer is not None and layer not in seen:
+            yield Fault(
+                "sites", f"{placed.unit}: {placed.site}: no order of its experts", ("units", i, "site")
+            )
 
 
 def _weights(plan: Plan, layers: tuple[str, ...]) -> Iterator[Fault]:

@@ -29,7 +29,7 @@ class NotFollowed(MachineError):
     why: str
 
     def message(self) -> str:
-        return f"{self.device}: the experts in slots stay as they are: {self.why}"
+        return f"{self.device}: did not take other experts into its slots: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,15 @@ class Orders:
     ) -> None:
         """Put these experts, by position in the file, into the slots of every device; wait until they say so.
 
-        Raises NotFollowed with a device's reason; returns early when `stopped` says so.
+        Raises NotFollowed with a device's reason, after which some devices may have followed and others not;
+        returns early when `stopped` says so.
         """
         number = 1 + secrets.randbelow(2**53)  # no answer to another order can have it
-        for path in self.files.values():
-            _replace(path, order_text(number, residents))
+        for device, path in self.files.items():
+            try:
+                _replace(path, order_text(number, residents))
+            except OSError as problem:
+                raise NotFollowed(device, f"{path}: {problem.strerror or problem}") from None
         deadline = time.monotonic() + limit_s
         for device in self.files:
             while not stopped():

@@ -28,18 +28,23 @@ class Served:
     path: Path  # of the plan
     orders: Orders
     read: Callable[[], Plan]  # what lies there now, a plan of this model; AtsplanError otherwise
+    unsure: bool = False  # whether some device may hold other experts than the plan's
 
     def take_over(self, stopped: Callable[[], bool] = lambda: False) -> str:
         """Give the slots to the experts of the plan that lies there now; "" for nothing new.
 
-        Raises NeedsRestart for a plan that differs in more, NotFollowed where a device refuses, and what
-        reading raises; then all stays as it is.
+        Raises NeedsRestart for a plan that differs in more, and what reading raises: then all stays as it is.
+        Raises NotFollowed where a device refuses or is silent: it may follow later, so that the next plan is
+        sent whatever it says.
         """
         plan = self.read()
         check_while_running(self.plan, plan, str(self.path))
         before, after = load_spec(self.plan).residents, load_spec(plan).residents
-        if before != after:
-            self.orders.send(positions(self.model, after), stopped)
+        if before != after or self.unsure:
+            residents = positions(self.model, after)
+            self.unsure = True
+            self.orders.send(residents, stopped)
+            self.unsure = False
         self.plan = plan
         new, layers = newcomers(before, after)
         return f"{self.path}: {new} other experts in the slots of {layers} layers" if layers else ""
