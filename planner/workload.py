@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from planner.constants import CELL_STEP, MAX_SEQUENCES
 from planner.records import Count, Many, Record
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -34,7 +35,7 @@ class Workload(Record):
     depth: Count = 0  # cells filled while the priced token is decoded
     prompt: int = Field(512, ge=0, le=_MOST)  # tokens of a typical prompt
     gen: int = Field(256, gt=0, le=_MOST)  # tokens of a typical answer
-    n_seq: int = Field(1, gt=0, le=_MOST)
+    n_seq: int = Field(1, gt=0, le=MAX_SEQUENCES)
     n_batch: int = Field(2048, gt=0, le=_MOST)
     n_ubatch: int = Field(512, gt=0, le=_MOST)
     # Of a fork; absent: the engine's own alone. Before the types that may be of it.
@@ -60,19 +61,35 @@ class Workload(Record):
         return {one.name: one for one in self.cache_types or () if one.name in used}
 
     @property
+    def cells_each(self) -> int:
+        """Cells of one sequence: the engine divides the cache evenly, in whole steps."""
+        return self.n_ctx if self.n_seq == 1 else cells_each(self.n_ctx, self.n_seq)
+
+    @property
     def needed_cells(self) -> int:
-        """Cells that the use fills: prompt and answer; a depth beyond them is where an answer begins."""
+        """Cells of a sequence that are filled: prompt and answer; deeper, an answer begins at the depth."""
         whole = self.prompt + self.gen if self.gen > 1 else max(self.prompt, 1)
         return whole if self.depth <= whole else self.depth + self.gen
+
+    @property
+    def least_ctx(self) -> int:
+        """The smallest context, of all sequences together, that the use fits into."""
+        return min(self.needed_cells * self.n_seq, self.n_ctx)
+
+
+def cells_each(n_ctx: int, n_seq: int) -> int:
+    """Cells of one of several sequences."""
+    return -(-max(n_ctx // n_seq, 1) // CELL_STEP) * CELL_STEP
 
 
 def usual(n_ctx: int, **stated: Any) -> Workload:
     """A workload with what nobody stated filled in.
 
-    A prompt of 512 tokens and an answer of 256, at most half of the context each; the token that is priced
-    stands in the middle of the answer.
+    A prompt of 512 tokens and an answer of 256, at most half of a sequence's cells each; the token that is
+    priced stands in the middle of the answer.
     """
-    half = max(n_ctx // 2, 1)
+    n_seq = stated.get("n_seq", 1)
+    half = max((n_ctx if n_seq <= 1 else cells_each(n_ctx, n_seq)) // 2, 1)
     fields = {"prompt": min(512, half), "gen": min(256, half), **stated}
     fields.setdefault("depth", fields["prompt"] + fields["gen"] // 2)
     return Workload(n_ctx=n_ctx, **fields)

@@ -80,6 +80,16 @@ def test_json_is_the_plan(model: Path) -> None:
         (("--budget", "2000", "--workload", "prompts=9"), 2, "expected prompt="),
         (("--budget", "2000", "--workload", "gen=0"), 2, "--workload gen=0: input should be greater than 0"),
         (("--budget", "2000", "--workload", "seqs=0"), 2, "--workload seqs=0: "),
+        (
+            ("--budget", "2000", "-np", "257"),
+            2,
+            "--workload seqs=257: ",
+        ),  # the engine: n_seq_max must be <= 256
+        (
+            ("--budget", "2000", "-np", "8", "--workload", "prompt=512,gen=256"),
+            2,
+            "--ctx 4096: the workload needs 768 cells for each of 8 sequences",
+        ),
         (("--budget", "2000", "--workload", ""), 2, "expected prompt="),
         (("--budget", ""), 2, "expected a size"),
         (("--budget", "2000", "--reserve", ""), 2, "expected a size"),

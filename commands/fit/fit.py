@@ -190,7 +190,7 @@ def _question(
 
         known = known_of_heat(heat, inventory, workload)
     # What a stock tool can be told stands in the first row; slots of experts have one of their own.
-    lowest = min(workload.needed_cells, workload.n_ctx) if use.ctx == "max" else 0
+    lowest = workload.least_ctx if use.ctx == "max" else 0
     asked = Request(budgets=budgets, workload=workload, lowest_ctx=lowest, stripes=False)
     return Question(inventory, profile, asked, known)
 
@@ -259,7 +259,7 @@ def _largest(question: Question) -> tuple[int, str]:
     asked = replace(
         question.request,
         workload=work.model_copy(update={"n_ctx": trained}),
-        lowest_ctx=min(work.needed_cells, work.n_ctx),
+        lowest_ctx=work.least_ctx,
     )
     found, keep = largest_context(_case(question, question.profile, asked), EngineSettings())
     return found, keep.value

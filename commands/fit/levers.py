@@ -91,7 +91,7 @@ def _changed(request: Request, inventory: Inventory) -> Iterator[tuple[str, str,
         less = use.model_copy(update={"type_k": "q8_0", "type_v": "q8_0"})
         yield "KV type", "--kv-type q8_0", "hardly quality", replace(request, workload=less), inventory
     half = use.n_ctx // 2
-    if half >= max(_SHORTEST, use.needed_cells, use.depth):
+    if half >= max(_SHORTEST, use.least_ctx, use.depth):
         shorter = replace(request, workload=use.model_copy(update={"n_ctx": half}))
         yield "context", f"-c {half}", "half the context", shorter, inventory
 

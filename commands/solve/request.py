@@ -95,7 +95,7 @@ def inputs_of(asked: SolveOptions) -> Inputs:
     workload = workload_of(asked, inventory, profile)
     if asked.mtp and (fault := nextn_fault(inventory)):
         raise OptionProblem("--mtp", "", f"the model {fault}")
-    lowest = asked.ctx_min or (min(workload.needed_cells, workload.n_ctx) if asked.ctx == "max" else 0)
+    lowest = asked.ctx_min or (workload.least_ctx if asked.ctx == "max" else 0)
     if lowest > workload.n_ctx:
         raise OptionProblem("--ctx-min", str(lowest), f"is above the context of {workload.n_ctx}")
     gpu = first_gpu(profile, budgets)
@@ -209,8 +209,9 @@ def workload_of(asked: Stated, inventory: Inventory, profile: Profile) -> Worklo
             raise OptionProblem("--kv-type", asked.kv_type, f"{value or 'nothing'}: {why}") from None
         spelt = {field: key for key, field in _USE.items()}.get(name, name)
         raise OptionProblem("--workload", f"{spelt}={value}", why) from None
-    if workload.needed_cells > workload.n_ctx:
-        why = f"the workload needs {workload.needed_cells} cells"
+    if workload.needed_cells > workload.cells_each:
+        each = f" for each of {workload.n_seq} sequences" if workload.n_seq > 1 else ""
+        why = f"the workload needs {workload.needed_cells} cells{each}"
         raise OptionProblem("--ctx", str(workload.n_ctx), why)
     if kv_problem(workload):
         raise OptionProblem("--kv-type", asked.kv_type, kv_problem(workload))

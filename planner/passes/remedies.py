@@ -71,8 +71,7 @@ class _Advice:
 
     @property
     def lowest(self) -> int:
-        work = self.asked.workload
-        return min(work.needed_cells, work.n_ctx)
+        return self.asked.workload.least_ctx
 
     def single(self) -> Iterator[str]:
         """Every change that is enough by itself, in the order in which a person would take it.
