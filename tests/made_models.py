@@ -265,13 +265,18 @@ _SPECIAL: Mapping[str, dict[str, Hparam]] = {
 }
 
 
-def make(folder: Path, architectures: Iterable[str]) -> Mapping[str, list[list[int]]]:
-    """Save each architecture's model as `folder`/ARCH.gguf; [model, context, compute] of each context."""
+def make(
+    folder: Path, architectures: Iterable[str], changed: Mapping[str, Hparam] | None = None
+) -> Mapping[str, list[list[int]]]:
+    """Save each architecture's model as `folder`/ARCH.gguf; [model, context, compute] of each context.
+
+    `changed`: metadata in place of the small model's own.
+    """
     from engines import python  # not in the child, which needs no pytest
 
     names = list(architectures)
     for arch in names:
-        (folder / f"{arch}.meta").write_bytes(_header(arch))
+        (folder / f"{arch}.meta").write_bytes(_header(arch, {**hparams(arch), **(changed or {})}))
     asked = python(__file__, folder, given=json.dumps(names), limit_s=300)
     assert asked.returncode == 0, asked.stdout[-200:] + asked.stderr[-2000:]
     answers: dict[str, list[list[int]]] = {}
@@ -280,14 +285,14 @@ def make(folder: Path, architectures: Iterable[str]) -> Mapping[str, list[list[i
     return answers
 
 
-def _header(arch: str) -> bytes:
+def _header(arch: str, keys: Mapping[str, Hparam]) -> bytes:
     """A GGUF file of metadata alone."""
     from sparse_model import string, value
 
     prefix = arch.partition("+")[0]
-    values = {f"{prefix}.{key}": one for key, one in hparams(arch).items()}
+    values = {f"{prefix}.{key}": one for key, one in keys.items()}
     pairs = [string(key) + _wide(key, one) for key, one in values.items()]
-    tokens = tuple(f"tok_{n}" for n in range(int(str(hparams(arch)["vocab_size"]))))
+    tokens = tuple(f"tok_{n}" for n in range(int(str(keys["vocab_size"]))))
     general: dict[str, Hparam] = {
         "general.architecture": prefix,
         "tokenizer.ggml.model": "test",

@@ -15,14 +15,19 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from planner.machine.host_memory import OFFLOAD_BATCH
+from planner.memory.indexer import Indexer, has_own_indexer, indexer_bytes
 from planner.memory.kv_cache import (
     INDEXED,
+    V4_COARSE,
+    V4_FINE,
     Cells,
     by_flash,
     cache_row_bytes,
     cells_of,
+    compressed,
     head_widths,
     state_widths,
+    v4_ratio,
 )
 from planner.model.heads import is_latent, kv_heads
 from planner.model.inventory import Inventory, Tensor
@@ -33,9 +38,7 @@ from planner.workload import Workload
 
 PIPELINE_COPIES = 4  # buffers of each split input when several GPUs work in a pipeline
 _LIVE = 5  # copies of the residual stream alive in the middle of a layer
-# Bytes for each cell and token of an indexer's scores, their order and the mask of its choice, as seen of
-# layers 1024 wide up to 65536 cells (deepseek4 scores one cell of four); 20 where they were not seen apart.
-_SCORED = {"deepseek4": 4, "dots3note": 16, "deepseek32": 18, "glm-dsa": 18}
+_PARALLEL = frozenset({"cohere2", "command-r", "plamo", "talkie"})
 _SYMMETRIC = frozenset({"modern-bert", "gemma-embedding"})  # encoders with a window to both sides
 _INPUT_BYTES = 64  # per token: ids, positions, cell indices, output rows
 
@@ -101,16 +104,18 @@ def compute_items(
     head = head and inventory.architecture not in ENCODERS
     chosen = range(shape.n_main) if layers is None else sorted(layers)
     stage_bytes, stage = _widest_stage(structure, workload, tuple(chosen), swa_full, converts)
-    width = inventory.number("embedding_length") * _streams(inventory)
+    width, streams = inventory.number("embedding_length"), _streams(inventory)
+    live = _live_streams(inventory, streams)
+    piped = _piped(inventory, shape, tokens, width * streams)
     return Compute(
         logits=_logits(structure, min(outputs or tokens, tokens)) if head else 0,
         masks=copies * sum(_masks(structure, workload, chosen, swa_full)),
-        residual=4 * tokens * width * _LIVE + _per_layer_inputs(inventory, shape, tokens),
+        residual=4 * tokens * width * live + _per_layer_inputs(inventory, shape, tokens),
         stage=stage,
         stage_bytes=stage_bytes,
         staging=staged_bytes,
-        inputs=copies * tokens * _INPUT_BYTES + (copies - 1) * _piped(inventory, shape, tokens, width),
-        head=4 * tokens * width * _head_copies(structure, workload) if head else 0,
+        inputs=copies * tokens * _INPUT_BYTES + (copies - 1) * piped,
+        head=4 * tokens * width * _head_copies(structure, workload, streams) if head else 0,
     )
 
 
@@ -132,8 +137,15 @@ def compute_bytes(structure: Structure, workload: Workload, **parts: Unpack[Part
     return compute_items(structure, workload, **parts).total
 
 
-def _head_copies(structure: Structure, workload: Workload) -> int:
+def _head_copies(structure: Structure, workload: Workload, streams: int) -> int:
     """Copies of the residual stream that may lie below the logits, as seen on CPU, Vulkan and CUDA."""
+    arch = structure.inventory.architecture
+    if arch == "gemma3n":
+        return streams * (_LIVE + 1 if by_flash(structure.inventory, workload) else _LIVE + 3)
+    if arch == "deepseek4":
+        return 2 * streams + _LIVE + 1
+    if arch in INDEXED:
+        return _LIVE + 3 if streams > 1 else _LIVE + 5
     if not by_flash(structure.inventory, workload):
         return _LIVE + 3
     weights = frozenset[str]().union(*structure.weights.values())
@@ -206,6 +218,17 @@ def _streams(inventory: Inventory) -> int:
     return max(1, inventory.number("hyper_connection.count", 1))
 
 
+def _live_streams(inventory: Inventory, streams: int) -> int:
+    """Copies of the residual stream alive in the middle of a layer.
+
+    Hyper-connections keep all their streams twice; the layer works on one. Where attention and feed-forward
+    part read one norm, what attention made waits too.
+    """
+    if inventory.architecture in _PARALLEL:
+        return _LIVE + 1
+    return streams * _LIVE if inventory.architecture == "gemma3n" or streams == 1 else 2 * streams + 2
+
+
 def _per_layer_inputs(inventory: Inventory, shape: Layers, tokens: int) -> int:
     width = inventory.number("embedding_length_per_layer_input")
     return 2 * 4 * tokens * width * shape.n_main
@@ -217,6 +240,9 @@ def _masks(
     inventory = structure.inventory
     cells = _seen(inventory, workload, swa_full)
     one = (2 if by_flash(inventory, workload) else 4) * batch_tokens(workload)
+    if inventory.architecture == "deepseek4":
+        yield from (one * seen for seen in _v4_masks(inventory, cells, layers))
+        return
     kinds = {structure.slides[n] for n in layers if _attends(structure.layers, n)}
     if inventory.architecture in _SYMMETRIC and inventory.number("attention.sliding_window"):
         kinds = {False, True}  # made whether a layer slides or not
@@ -224,6 +250,16 @@ def _masks(
         yield cells.full * one
     if True in kinds:
         yield cells.sliding * one
+
+
+def _v4_masks(inventory: Inventory, cells: Cells, layers: Collection[int]) -> Iterator[int]:
+    """Cells of DeepSeek-V4's masks: of the window, and of compressed keys, twice where they are scored."""
+    ratios = {v4_ratio(inventory, n) for n in layers}
+    yield cells.sliding
+    if V4_COARSE in ratios:
+        yield compressed(cells, V4_COARSE)
+    if V4_FINE in ratios:
+        yield 2 * compressed(cells, V4_FINE)
 
 
 def _seen(inventory: Inventory, workload: Workload, swa_full: bool = False) -> Cells:
@@ -251,8 +287,12 @@ def _stages(
     if _attends(shape, layer):
         values = _attention_values(structure, workload, layer, swa_full)
         cast = _cast_bytes(structure, workload, layer, swa_full, converts)
-        yield tokens * values + cast, "attention"
-        yield batch_tokens(workload) * _indexer_bytes(inventory, workload), "indexer"
+        attention = tokens * values + cast
+        yield attention, "attention"
+        if has_own_indexer(structure, layer):
+            cells, batch = _seen(inventory, workload, swa_full), batch_tokens(workload)
+            own = Indexer(structure, workload, cells, batch, attention)
+            yield indexer_bytes(own, layer), "indexer"
     if layer < shape.n_main and shape.recurrent[layer]:
         yield _recurrent_bytes(structure, workload, tensors), "recurrent"
 
@@ -285,6 +325,10 @@ def _attention_values(structure: Structure, workload: Workload, layer: int, swa_
     if is_latent(inventory):
         own, rope = inventory.number("attention.key_length_mla"), inventory.number("rope.dimension_count")
         values = heads * (own + rope + key + value)
+    elif inventory.architecture == "deepseek4":  # queries and what is read, in groups of heads projected back
+        number = inventory.number
+        groups = number("attention.output_group_count") * number("attention.output_lora_rank")
+        values = 2 * heads * key + groups + 3 * number("embedding_length")
     else:
         values = 4 * heads * max(key, value)
     if by_flash(inventory, workload):
@@ -325,18 +369,6 @@ def _cast_bytes(structure: Structure, workload: Workload, layer: int, swa_full: 
     return 2 * rows * heads * sum(width for kind, width in copied if kind != "f16")
 
 
-def _indexer_bytes(inventory: Inventory, workload: Workload) -> int:
-    """What an indexer takes for a token: queries, twice, and scores, masks and choices of cells."""
-    arch, number = inventory.architecture, inventory.number
-    if arch not in INDEXED and arch != "deepseek4":
-        return 0
-    heads, seen = number("attention.indexer.head_count"), _seen(inventory, workload)
-    cells = seen.full * (seen.streams if arch == "glm5-next" else 1)  # it pools over all sequences
-    # The others add the scores of all heads up; this one keeps each head's, before and after its choice.
-    cell = 8 * heads if arch == "minimax-m3" else _SCORED.get(arch, 20)
-    return 8 * heads * number("attention.indexer.key_length") + cell * cells + 8 * number("embedding_length")
-
-
 def _recurrent_bytes(structure: Structure, workload: Workload, tensors: Mapping[str, Tensor]) -> int:
     """Mixer with a convolution and a state; the state is copied per sequence, whatever the batch."""
     inventory, tokens, sequences = structure.inventory, batch_tokens(workload), workload.n_seq
@@ -345,9 +377,11 @@ def _recurrent_bytes(structure: Structure, workload: Workload, tensors: Mapping[
     inner = inventory.number("ssm.inner_size")
     if inventory.architecture == "minimax-01":  # products and decay of every token with every other
         heads = inventory.per_layer("attention.head_count", 1)[0]
-        return 4 * tokens * ((heads + 3) * tokens + 16 * inventory.number("embedding_length"))
+        return 4 * tokens * (2 * heads * tokens + 5 * inventory.number("embedding_length"))
     if "ssm_in" in tensors:
         values = _rows(tensors["ssm_in"]) + 2 * shift // kernel + inner
+        if "attn_output" in tensors:  # falcon-h1: both mixers read one norm, and attention is made first
+            values += inventory.number("embedding_length")
     elif "shortconv.in_proj" in tensors:
         values = 2 * _rows(tensors["shortconv.in_proj"])
     elif any(name.startswith("time_mix") for name in tensors):

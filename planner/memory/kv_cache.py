@@ -22,7 +22,7 @@ from planner.workload import Workload
 _TENSOR_STEP = 32  # and every cache tensor to the alignment of a CPU buffer
 
 # DeepSeek-V4: every 4th token is kept in a first compressed cache, every 128th in a second.
-_V4_FINE, _V4_COARSE = 4, 128
+V4_FINE, V4_COARSE = 4, 128
 # Architectures whose state the engine can take back by some tokens, which costs copies of it.
 _ROLLBACK = re.compile(
     r"kimi-k3|qwen35(moe)?|qwen4exp|deepseek4|glm5-next|nemotron_h(_moe)?|lfm2(moe)?|bailingmoe3"
@@ -267,7 +267,7 @@ def _layout(workload: Workload, name: str) -> tuple[int, int]:
 def _indexer(inventory: Inventory, workload: Workload, layer: int, n_main: int) -> int:
     """Bytes per cell that a sparse attention keeps beside keys and values."""
     width = inventory.number("attention.indexer.key_length")
-    if inventory.architecture not in INDEXED or not width or not _has_indexer(inventory, layer, n_main):
+    if inventory.architecture not in INDEXED or not width or not has_indexer(inventory, layer, n_main):
         return 0
     if inventory.architecture == "glm5-next" and inventory.number("attention.indexer.kpool"):
         width *= 3  # key, gate and pooled value
@@ -277,7 +277,7 @@ def _indexer(inventory: Inventory, workload: Workload, layer: int, n_main: int) 
     return row
 
 
-def _has_indexer(inventory: Inventory, layer: int, n_main: int) -> bool:
+def has_indexer(inventory: Inventory, layer: int, n_main: int) -> bool:
     """Whether a layer keeps keys of an indexer of its own; a speculative block counts from `n_main` on."""
     arch = inventory.architecture
     if layer >= n_main:
@@ -302,7 +302,13 @@ def _history_width(inventory: Inventory) -> int:
     return max(kernel - 1, 0) * ngram * lanes
 
 
-def _v4_ratio(inventory: Inventory, layer: int) -> int:
+def compressed(cells: Cells, ratio: int) -> int:
+    """DeepSeek-V4: cells of compressed keys, of a stream."""
+    return padded(max(1, -(-cells.full // ratio)), CELL_STEP)
+
+
+def v4_ratio(inventory: Inventory, layer: int) -> int:
+    """DeepSeek-V4: cells of the context that a layer's compressed keys stand for; 0 where it has none."""
     return inventory.per_layer("attention.compress_ratios", layer + 1)[layer]
 
 
@@ -310,23 +316,23 @@ def _v4_bytes(inventory: Inventory, workload: Workload, cells: Cells, layer: int
     """DeepSeek-V4: keys of the sliding window, and compressed keys of the whole context."""
     key, _ = head_widths(inventory, False)
     row = _row(workload, workload.type_k, key * kv_heads(inventory, layer + 1)[layer])
-    ratio = _v4_ratio(inventory, layer)
+    ratio = v4_ratio(inventory, layer)
     total = row * cells.sliding
-    if ratio in (_V4_FINE, _V4_COARSE):
-        kept = padded(max(1, -(-cells.full // ratio)), CELL_STEP)
+    if ratio in (V4_FINE, V4_COARSE):
+        kept = compressed(cells, ratio)
         total += row * kept
-        if ratio == _V4_FINE:
+        if ratio == V4_FINE:
             total += _row(workload, workload.type_k, inventory.number("attention.indexer.key_length")) * kept
     return total * workload.n_seq
 
 
 def _v4_state(inventory: Inventory, rows: int, layer: int) -> int:
     key, _ = head_widths(inventory, False)
-    ratio = _v4_ratio(inventory, layer)
-    if ratio == _V4_COARSE:
-        values = key * _V4_COARSE
-    elif ratio == _V4_FINE:
-        values = 2 * (key + inventory.number("attention.indexer.key_length")) * 2 * _V4_FINE
+    ratio = v4_ratio(inventory, layer)
+    if ratio == V4_COARSE:
+        values = key * V4_COARSE
+    elif ratio == V4_FINE:
+        values = 2 * (key + inventory.number("attention.indexer.key_length")) * 2 * V4_FINE
     else:
         values = 0
     return 2 * 4 * values * rows
