@@ -9,6 +9,7 @@ import click
 
 from commands.shared.console import (
     again,
+    loads,
     mib,
     next_step,
     out,
@@ -25,6 +26,7 @@ from commands.shared.plan_job import (
     draft_options,
     engine_options,
     find_engine,
+    load_bytes,
     open_draft,
     open_job,
     plan_options,
@@ -103,8 +105,15 @@ def command(
     terms = Terms(engine, llama_h, job.path, lengths, tokens, rounds)
     with progress() as bar:
         task = bar.add_task("bench", total=rounds * len(rivals), rate="")
+        load = loads(bar, load_bytes(job, draft))
         results = run(
-            terms, rivals, checks, say, lambda done, what: bar.update(task, completed=done, rate=what)
+            terms,
+            rivals,
+            checks,
+            say,
+            lambda done, what: bar.update(task, completed=done, rate=what),
+            load.taken,
+            load.over,
         )
     comparisons = [c for rival in results[1:] for c in compare(results[0], rival)]
     if prometheus:
@@ -133,7 +142,7 @@ def _rivals(
     from dataclasses import replace
 
     from planner.plan.engine_rules import tensor_devices
-    from runtime.bench.rivals import field_of, plan_rival, without_draft
+    from runtime.bench.rivals import dry_runs, field_of, plan_rival, without_draft
     from runtime.bench.rivals import rivals as rivals_of
     from runtime.worker import Checks
 
@@ -141,10 +150,15 @@ def _rivals(
     spec = replace(job.spec, rollback=draft.spec.rollback if draft else 0)
     mine = plan_rival(engine, job.path, spec, draft)
     names = [name.strip() for name in against.split(",") if name.strip()]
-    field = field_of(engine, job.path, job.file.inventory, mine)
+    rules = tuple(name for name in names if name in RULES)
     # A stock rule runs with the engine's own count of threads, whatever suits the plan.
     stock = replace(job.spec, threads=threads, op_offload=True, use_extra_bufts=True)
-    rivals, missing = rivals_of(field, stock, tuple(name for name in names if name in RULES))
+    with progress() as bar:
+        task = bar.add_task(
+            "dry runs", total=dry_runs(rules, structure_of(job.file.inventory).layers.n_all), rate=""
+        )
+        field = field_of(engine, job.path, job.file.inventory, mine, lambda: bar.advance(task))
+        rivals, missing = rivals_of(field, stock, rules)
     for why in missing:
         say(f"no rival {why}")
     if draft:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import next_step, read_text, say, write_text
+from commands.shared.console import next_step, progress, read_text, say, write_text
 from commands.shared.inputs import InputLibrary, input_options
 from planner.errors import FileProblem
 
@@ -32,17 +32,20 @@ def command(
     """Rewrite plan files (or all plans of a folder) in canonical form; comments are not kept."""
     from planner.plan.plan import from_text, to_text
 
-    changed = 0
-    for path in plan_files(paths):
-        text = read_text(path)
-        plan = from_text(text, str(path))
-        canonical = to_text(_repriced(plan, path, library) if reprice else plan)
-        if canonical == text:
-            continue
-        changed += 1
-        say(f"{path}: {'not canonical' if only_check else 'rewritten'}")
-        if not only_check:
-            write_text(path, canonical)
+    changed, files = 0, plan_files(paths)
+    with progress() as bar:
+        task = bar.add_task("plans", total=len(files), rate="")
+        for path in files:
+            text = read_text(path)
+            plan = from_text(text, str(path))
+            canonical = to_text(_repriced(plan, path, library) if reprice else plan)
+            bar.advance(task)
+            if canonical == text:
+                continue
+            changed += 1
+            say(f"{path}: {'not canonical' if only_check else 'rewritten'}")
+            if not only_check:
+                write_text(path, canonical)
     if changed and only_check:
         next_step("atsplan", "fmt", *paths)
         raise SystemExit(1)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import again, mib, next_step, out, out_json, progress, read_text, say, without
+from commands.shared.console import again, counted, mib, next_step, out, out_json, read_text, say, without
 from planner.errors import OptionProblem
 from planner.quoting import utf8
 
 if TYPE_CHECKING:
     from planner.model.gguf.reader import ModelFile
-    from rewriter.rewrite import Progress, Report, RewriteOptions, Work
+    from rewriter.rewrite import Report, RewriteOptions, Work
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -98,7 +96,7 @@ def command(
         return
     if in_place:
         say(f"{target} will be replaced once the new file is written and verified; --undo brings it back")
-    with bar() as told:
+    with counted() as told:
         report = carry_out(file, plan, work, target, options, told)
     _show_report(report, as_json)
     if undo:
@@ -147,31 +145,6 @@ def _refuse_with_undo(plan: Path | None, options: RewriteOptions) -> None:
     plain = replace(options, verify=True, force=False, in_place=False)
     if plan is not None or plain != type(plain)():
         raise click.UsageError("--undo restores one file in its old order: no plan, alignment or shards.")
-
-
-@contextmanager
-def bar() -> Iterator[Progress]:
-    """A bar on stderr that starts again for every phase; none when nobody watches."""
-    import sys
-    import time
-
-    if not sys.stderr.isatty():
-        yield lambda what, done, total: None
-        return
-    with progress() as shown:
-        task = shown.add_task("", total=None, rate="")
-        phase, started = "", 0.0
-
-        def told(what: str, done: int, total: int) -> None:
-            nonlocal phase, started
-            if what != phase:
-                phase, started = what, time.monotonic()
-                shown.reset(task, total=total, description=what, rate="")
-            seconds = time.monotonic() - started
-            rate = f"{done / 2**20 / seconds:,.0f} MiB/s" if seconds > 0.2 else ""
-            shown.update(task, completed=done, rate=rate)
-
-        yield told
 
 
 def _recover(model: Path) -> None:

@@ -12,7 +12,15 @@ from commands.check.smoke_test import smoke as prove
 from commands.shared.console import loading, ms, next_step, out, out_json, out_piece, say, write_text
 from commands.shared.heat_files import seeded
 from commands.shared.option_types import Number, Target
-from commands.shared.plan_job import Job, draft_options, engine_options, open_draft, open_job, plan_options
+from commands.shared.plan_job import (
+    Job,
+    draft_options,
+    engine_options,
+    load_bytes,
+    open_draft,
+    open_job,
+    plan_options,
+)
 from commands.shared.spellings import RUN, answers
 from planner.errors import OptionProblem
 
@@ -93,7 +101,7 @@ def command(
     heard: list[str] = []
     sampling = Sampling(temperature=temp, seed=seed)
     ask = Ask(_prompt(prompt), tokens, sampling, stop, chat=not raw, ignore_end=ignore_eos)
-    with loading(job.file.inventory.size_bytes) as loaded:
+    with loading(load_bytes(job, draft)) as load:
         outcome = work(
             engine,
             llama_h,
@@ -103,7 +111,8 @@ def command(
             None if no_check else job.checks(),
             on_text=heard.append if as_json else out_piece,
             on_note=say,
-            on_loaded=loaded,
+            on_loading=load.taken,
+            on_loaded=load.over,
             draft=guesser,
         )
     if prometheus is not None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import next_step, out, say
+from commands.shared.console import loading, next_step, out, say
 from commands.shared.extra_models import draft_fields, missing_files, projector_fields, uncounted_draft
 from commands.shared.option_types import Target
-from commands.shared.plan_job import Job, engine_options, open_job, plan_options, review
+from commands.shared.plan_job import Job, engine_options, load_bytes, open_job, plan_options, review
 from planner.errors import EngineProblem, FileProblem, OptionProblem
 
 if TYPE_CHECKING:
@@ -90,7 +90,11 @@ def command(
             hear, more = _heard(metrics, [*words, *extra], hear)
             words = [*words, *more]
         variables = slots.variables if slots else {}
-        server = stack.enter_context(serving(program, [*words, *extra], host, port, hear, more=variables))
+        with loading(load_bytes(job, mmproj, draft)) as load:
+            running = serving(
+                program, [*words, *extra], host, port, hear, more=variables, on_loading=load.taken
+            )
+            server = stack.enter_context(running)
         if slots:
             _follow(job, stack, slots, metrics)
             if heat_out is not None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.rewrite import bar
-from commands.shared.console import mib, next_step, out, out_json, read_text, say
+from commands.shared.console import counted, mib, next_step, out, out_json, read_text, say
 
 if TYPE_CHECKING:
     from rewriter.verify import Verification
@@ -93,7 +92,7 @@ def _with_manifest(path: Path) -> Verification:
 @contextmanager
 def _counter(total: int) -> Iterator[Callable[[int], None]]:
     done = 0
-    with bar() as told:
+    with counted() as told:
 
         def advance(count: int) -> None:
             nonlocal done

@@ -20,6 +20,7 @@ from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Plan, from_text, to_text
 from runtime.child.ask import ask
 from runtime.child.serve import Emit, serve_events
+from runtime.child.taken_in import taking_in
 from runtime.engine import locate
 from runtime.engine.libllama import Engine
 from runtime.engine.logs import Tail
@@ -105,6 +106,7 @@ def work(
     on_text: Callable[[str], None] = lambda text: None,
     on_note: Callable[[str], None] = lambda note: None,
     on_loaded: Callable[[], None] = lambda: None,
+    on_loading: Callable[[int], None] = lambda taken: None,
     timeout_s: float = _DAY_S,
     dry: bool = False,
     draft: Draft | None = None,
@@ -112,7 +114,8 @@ def work(
     """Load a model in a child process and run generations one after the other.
 
     `dry` stops after the checks that come before loading. With a `draft`, which is loaded beside the
-    model, the generations are greedy.
+    model, the generations are greedy. `on_loading` hears, from another thread, how many bytes of the files
+    have been taken in, where the system tells.
 
     Raises MachineError or InputError with the child's or the engine's own line.
     """
@@ -127,15 +130,21 @@ def work(
         "checks": _checks_to_json(checks) if checks else None,
     }
 
-    def hear(event: Mapping[str, Any]) -> None:
-        if "text" in event:
-            on_text(event["text"])
-        if "note" in event:
-            on_note(event["note"])
-        if "loaded" in event:
-            on_loaded()
+    child: list[int] = []
+    with ExitStack() as watched:
 
-    answer = ask("runtime.worker", request, locate.find(engine).label, timeout_s, hear)
+        def hear(event: Mapping[str, Any]) -> None:
+            if "text" in event:
+                on_text(event["text"])
+            if "note" in event:
+                on_note(event["note"])
+            if "loading" in event:
+                watched.enter_context(taking_in(child[0], on_loading))
+            if "loaded" in event:
+                watched.close()
+                on_loaded()
+
+        answer = ask("runtime.worker", request, locate.find(engine).label, timeout_s, hear, child.append)
     loaded = answer["loaded"]
     memory = {name: Breakdown(**sizes) for name, sizes in loaded["memory"].items()}
     timings = tuple(
@@ -171,6 +180,7 @@ def _work_here(request: Mapping[str, Any], emit: Emit) -> dict[str, Any]:
     if dry and request["dry"]:
         return {"loaded": asdict(Loaded(job.engine.build.text, 0, dry.devices, notes)), "timings": []}
     asks = [_ask_from_json(each) for each in request["asks"]]
+    emit({"loading": True})
     start = time.perf_counter_ns()
     with ExitStack() as stack:
         session = stack.enter_context(session_for(job.engine, job.path, job.spec))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from terminals import on_a_terminal
 
 from atsplan import main
 from commands.demo import write_moe
@@ -127,6 +128,14 @@ def drip(handler: Handler, data: bytes, first: int, last: int) -> None:
         time.sleep(0.05)
 
 
+def slowly(handler: Handler, data: bytes, first: int, last: int) -> None:
+    handler.head(206, last + 1 - first, Content_Range=f"bytes {first}-{last}/{len(data)}")
+    for at in range(first, last + 1, 1 << 18):
+        handler.wfile.write(data[at : min(at + (1 << 18), last + 1)])
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
 def slow_head(handler: Handler, data: bytes, first: int, last: int) -> None:
     handler.wfile.write(b"HTTP/1.1 206 Partial\r\n")
     while True:
@@ -181,6 +190,7 @@ ANSWERS: dict[str, Answer] = {
     "endless": endless,
     "drip": drip,
     "slowhead": slow_head,
+    "slowly": slowly,
     "page": page,
     "bomb": header_bomb,
     "secret": secret,
@@ -283,6 +293,33 @@ def test_other_answers_are_one_line(
     assert (found.exit_code, found.stdout) == (code, ""), found.output
     assert said in found.stderr and len(found.stderr.splitlines()) == 1
     assert f"{server.url}/{kind}/model.gguf: " in found.stderr
+
+
+def test_a_header_that_comes_slowly_is_watched(server: Server) -> None:
+    """Bytes come of those that are wanted, with the rate and the time that is left."""
+    seen = on_a_terminal("fit", f"{server.url}/slowly/model.gguf", *MACHINE, "--json")
+    assert seen.status == 0 and json.loads(seen.out), seen.screen
+    told = re.findall(r"reading the header .*?(\d) of (\d) MiB(?:, \d+ MiB/s)? +(\S+)", seen.screen)
+    assert told and len({left for _, _, left in told}) > 1, seen.screen
+    assert "reading" not in seen.screen.splitlines()[-1]
+
+
+def test_shards_that_are_to_come_are_wanted(model: Path, split_model: Path, server: Server) -> None:
+    """What is wanted never falls behind what has come, and in the end is what came."""
+    told: list[tuple[int, int]] = []
+    folder = {path.name: path.read_bytes() for path in split_model.parent.glob("*.gguf")}
+
+    def by_name(handler: Handler, data: bytes, first: int, last: int) -> None:
+        mine = folder[handler.path.rpartition("/")[2]]
+        ranges(handler, mine, first, min(last, len(mine) - 1))
+
+    server.data = b"x" * max(map(len, folder.values()))
+    ANSWERS["named"] = by_name
+    found = reference(f"{server.url}/named/{split_model.name}")
+    assert found is not None
+    read_remote(found, lambda come, wanted: told.append((come, wanted)))
+    assert all(come <= wanted for come, wanted in told) and told[-1][0] == told[-1][1]
+    assert [come for come, _ in told] == sorted(come for come, _ in told)
 
 
 @pytest.mark.parametrize("kind", ["drip", "slowhead"])

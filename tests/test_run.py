@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import re
 import resource
 import signal
@@ -18,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from engines import ROOT
 from small_plans import HERE, plan_for
+from terminals import on_a_terminal
 
 from atsplan import main
 from planner.plan.override_match import placed
@@ -67,21 +65,10 @@ def test_text_on_stdout_and_speed_beside_the_prediction_on_stderr(
 def test_a_load_is_seen_where_somebody_watches_and_goes_before_the_text(
     moe_model: Path, plan_path: Path
 ) -> None:
-    """On a terminal of its own; a bar that comes at once, as after a second of work."""
-    shown = "from commands.shared import console; console._SHOWN_AFTER_S = 0.0"
-    at_once = f"{shown}; import atsplan; atsplan.main()"
-    words = ["run", str(moe_model), "--plan", str(plan_path), *HERE, "-p", "a", "-n", "4", "--raw"]
-    watcher, theirs = pty.openpty()
-    child = [sys.executable, "-c", at_once, *words]
-    with subprocess.Popen(child, stdout=subprocess.PIPE, stderr=theirs, cwd=ROOT) as done:
-        os.close(theirs)
-        told = b""
-        with contextlib.suppress(OSError):  # nobody writes to it any more
-            while piece := os.read(watcher, 4096):
-                told += piece
-    os.close(watcher)
-    assert done.returncode == 0 and re.search(rb"loading .*\d MiB", told), told
-    assert b"loading" not in told[told.index(b"prompt: ") :]
+    """On a terminal of its own; a bar that comes at once, as after two seconds of work."""
+    seen = on_a_terminal("run", moe_model, "--plan", plan_path, *HERE, "-p", "a", "-n", 4, "--raw")
+    assert seen.status == 0 and re.search(r"loading .*\d+ of \d+ MiB", seen.screen), seen.screen
+    assert "loading" not in seen.screen[seen.screen.index("prompt: ") :] and "loading" not in seen.out
 
 
 def test_json(run: Run, moe_model: Path, plan_path: Path) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from planning_models import moe
+from terminals import on_a_terminal
 
 from atsplan import main
 from commands.solve.request import Inputs, Watch
@@ -297,29 +294,12 @@ def test_explain_names_memory_only_where_it_is_the_limit(model: Path, tmp_path: 
     assert "-ot (the pins)" in told  # what rules are compared under
 
 
-_AT_ONCE = "from commands.shared import console; console._SHOWN_AFTER_S = 0.0; import atsplan; atsplan.main()"
-
-
-def _read(terminal: int) -> str:
-    """What comes next; nothing where nobody writes to it any more."""
-    try:
-        return os.read(terminal, 4096).decode(errors="replace")
-    except OSError:
-        return ""
-
-
 @pytest.mark.parametrize("limit", [(), ("--time-limit", "60")])
 def test_a_search_says_how_far_it_is_where_somebody_watches(model: Path, limit: tuple[str, ...]) -> None:
-    """On a terminal of its own; a bar that comes at once, as after a second of work."""
-    watcher, theirs = pty.openpty()
-    command = ["solve", str(model), "--machine", "rtx4090-ddr5", "--budget", "2000", *limit]
-    child = [sys.executable, "-c", _AT_ONCE, *command]
-    with subprocess.Popen(child, stdout=subprocess.PIPE, stderr=theirs, cwd=ROOT) as done:
-        os.close(theirs)
-        told = "".join(iter(lambda: _read(watcher), ""))
-        plan = done.stdout.read() if done.stdout else b""
-    os.close(watcher)
-    assert done.returncode == 0 and b"this plan" in plan and b"planning" not in plan
+    """On a terminal of its own; a bar that comes at once, as after two seconds of work."""
+    seen = on_a_terminal("solve", model, "--machine", "rtx4090-ddr5", "--budget", "2000", *limit)
+    told = seen.screen
+    assert seen.status == 0 and "this plan" in seen.out and "planning" not in seen.out
     assert re.search(r"planning .* of some \d+ problems", told) and re.search(r"\d:\d\d|-:--:--", told), told
     assert ("at most 5" in told or "at most 60 s" in told) == bool(limit), told
     assert told.rstrip().endswith(" -o plan.yaml"), "the bar goes when the work is done"

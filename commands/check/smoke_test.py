@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.shared.console import loading, out, say
+from commands.shared.plan_job import load_bytes
 from planner.errors import MachineError
 from planner.machine.host_memory import OFFLOAD_BATCH
 
@@ -45,8 +46,19 @@ def smoke(
     asks = [Ask(text(n), _MADE, ignore_end=True, silent=True, cut=n) for n in lengths]
     try:
         spec = replace(job.spec, rollback=guesses)
-        with loading(job.file.inventory.size_bytes):
-            outcome = work(engine, llama_h, job.path, spec, asks, job.checks(), on_note=say, draft=draft)
+        with loading(load_bytes(job, draft.path if draft else None)) as load:
+            outcome = work(
+                engine,
+                llama_h,
+                job.path,
+                spec,
+                asks,
+                job.checks(),
+                on_note=say,
+                on_loading=load.taken,
+                on_loaded=load.over,
+                draft=draft,
+            )
     except MachineError as problem:
         raise SmokeFailed(str(plan_path), str(problem)) from None
     for timings in outcome.timings:

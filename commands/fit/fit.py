@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.fit.levers import Lever, lever_bars, levers, most
-from commands.shared.console import mib, out, out_json, out_table, out_text, progress, say, table
+from commands.shared.console import counted, mib, out, out_json, out_table, out_text, progress, say, table
 from commands.shared.machine_options import (
     BUDGET,
     MACHINE,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path)
 Watch = Callable[[int, int], None]
 Words = tuple[str, ...]  # by which llama-server finds a model that is not here
+_HEADER = "reading the header"
 _SAME = 0.01  # a gain that no measurement shows
 _STEPS_GIB = (0, 1, 2, 4, 8, 16)  # beyond the shortage, for units that do not divide
 
@@ -161,7 +162,9 @@ def _opened(model: Path | Reference) -> tuple[Inventory, Path]:
     from commands.fit.remote import read_remote
     from planner.model.validity import check_loadable
 
-    file = read_remote(model)
+    with counted() as told:
+        told(_HEADER, 0, 0)
+        file = read_remote(model, lambda come, wanted: told(_HEADER, come, wanted))
     for note in file.notes:
         say(f"note: {note}")
     check_loadable(file.inventory, model.name, file.refused)

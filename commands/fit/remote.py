@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,27 +72,33 @@ def reference(text: str) -> Reference | None:
     return None
 
 
-def read_remote(found: Reference) -> ModelFile:
-    """The headers of a model, all shards: FileProblem for what is no model, MachineError for the network."""
+def read_remote(found: Reference, tell: Callable[[int, int], None] = lambda come, wanted: None) -> ModelFile:
+    """The headers of a model, all shards: FileProblem for what is no model, MachineError for the network.
+
+    `tell` hears how many bytes have come, and how many are wanted as far as that is known.
+    """
     from planner.model.gguf.reader import model_of, shard_of
     from planner.model.gguf.shards import ShardProblems, check_set, shard_paths
 
     ends = time.monotonic() + SECONDS
     with _told(found):
         own = _own(urlsplit(found.url).hostname or "")  # once: names may lead elsewhere the next time
-        first = RemoteBytes(found.url, ends, own)
+        fetched = Fetched(tell)
+        first = RemoteBytes(found.url, ends, own, fetched)
         start = shard_of(Path(found.name), first, len(first))
         paths = shard_paths(Path(found.name), start.header)
         if len(paths) > MOST_SHARDS:
             raise FileProblem(
                 found.text, f"{len(paths)} shards: at most {MOST_SHARDS} are read from elsewhere"
             )
+        fetched.wanted += (len(paths) - 1) * _FIRST
         shards = []
         for path in paths:
             if path == start.path:
                 shards.append(start)
                 continue
-            data = RemoteBytes(urljoin(found.url, uri(path.name)), ends, own)
+            fetched.wanted -= _FIRST  # asked for now
+            data = RemoteBytes(urljoin(found.url, uri(path.name)), ends, own, fetched)
             shards.append(shard_of(path, data, len(data)))
         problems = check_set(paths, tuple(s.header for s in shards)) if len(paths) > 1 else ()
         if problems:
@@ -123,12 +129,27 @@ class Absent(Refused):
 
 
 @dataclass
+class Fetched:
+    """Bytes of the headers of one model."""
+
+    tell: Callable[[int, int], None] = lambda come, wanted: None
+    come: int = 0
+    wanted: int = 0  # asked for, and those of shards that will be at least
+
+    def got(self, size: int) -> None:
+        """Some of what is wanted has come."""
+        self.come += size
+        self.tell(self.come, self.wanted)
+
+
+@dataclass
 class RemoteBytes:
     """Bytes of a remote file as a parser reads them: what is asked for is fetched, its beginning once."""
 
     url: str
     ends: float  # on the monotonic clock
     own: bool  # what was typed is an address of this machine or its network
+    fetched: Fetched = field(default_factory=Fetched)
     head: bytearray = field(default_factory=bytearray)
     size: int = -1
 
@@ -165,6 +186,7 @@ class RemoteBytes:
                 "User-Agent": "atsplan",
             },
         )
+        self.fetched.wanted += last - first + 1
         with _opened(request, self.ends, self.own) as (answer, url):
             start, end, whole = _answered(answer, first)
             if self.size >= 0 and whole != self.size:
@@ -172,7 +194,8 @@ class RemoteBytes:
             if not first <= end <= last or start != first or end != min(last, whole - 1):
                 raise Refused(f"asked for bytes {first} to {last}, the server sent {start} to {end}")
             self.size, self.url = whole, url
-            return _read(answer, end - first + 1, self.ends)
+            self.fetched.wanted -= last - end  # a file may be shorter than the first request
+            return _read(answer, end - first + 1, self.ends, self.fetched)
 
 
 def _answered(answer: Any, first: int) -> tuple[int, int, int]:
@@ -188,7 +211,7 @@ def _answered(answer: Any, first: int) -> tuple[int, int, int]:
     return start, end, whole
 
 
-def _read(answer: IO[bytes], size: int, ends: float) -> bytes:
+def _read(answer: IO[bytes], size: int, ends: float, fetched: Fetched) -> bytes:
     """Exactly so many bytes; what comes beyond is not read."""
     found = bytearray()
     while len(found) < size:
@@ -197,6 +220,7 @@ def _read(answer: IO[bytes], size: int, ends: float) -> bytes:
         if not piece:
             raise Refused(f"broke off after {len(found)} of {size} bytes")
         found += piece
+        fetched.got(len(piece))
     return bytes(found)
 
 

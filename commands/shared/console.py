@@ -27,7 +27,10 @@ TEXT_BYTES = 256 << 20  # no plan, profile or text of prompts is larger
 _HEAD_BYTES = 4096
 _CELL_LETTERS = 400
 _PIPE_LETTERS = 80
-_SHOWN_AFTER_S = 1.0
+_BAR_LETTERS = 20  # beside it a terminal of 80 has room for what is done, the rate and the time
+_SHOWN_AFTER_S = 2.0
+_RATED_S = 0.2  # a rate of less says nothing
+_LOADING, _READY = "loading", "getting ready"
 
 
 @dataclass(slots=True)
@@ -131,11 +134,12 @@ def out_table(made: Table) -> None:
 
 
 def progress() -> Progress:
-    """A progress bar on stderr, where somebody watches for a second; `rate` is a field of each task."""
+    """A progress bar on stderr, where somebody watches for two seconds; `rate` is a field of each task."""
     import threading
 
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+    from rich.table import Column
     from rich.text import Text
 
     class Late(Progress):
@@ -156,7 +160,7 @@ def progress() -> Progress:
         """A text of the task: data, whatever it holds."""
 
         def __init__(self, of: Callable[[Task], str]) -> None:
-            super().__init__()
+            super().__init__(Column(no_wrap=True))
             self.of = of
 
         def render(self, task: Task) -> Text:
@@ -165,7 +169,7 @@ def progress() -> Progress:
     console = Console(stderr=True)
     return Late(
         Words(lambda task: task.description),
-        BarColumn(),
+        BarColumn(_BAR_LETTERS),
         Words(lambda task: str(task.fields["rate"])),
         TimeRemainingColumn(),
         console=console,
@@ -205,17 +209,84 @@ def planning(
         yield watch
 
 
+Told = Callable[[str, int, int], None]  # what is done, bytes of it so far, bytes in all; 0: not known
+
+
+def told_bytes(bar: Progress) -> Told:
+    """A line of a bar for work on bytes, one phase after the other, with the rate since the phase began.
+
+    It leaves when a phase without a name is told.
+    """
+    import time
+
+    line, phase, began, before = [bar.add_task("", visible=False, rate="")], "", 0.0, 0
+
+    def told(what: str, done: int, total: int) -> None:
+        nonlocal phase, began, before
+        anew = what != phase
+        if anew:
+            phase, began, before = what, time.monotonic(), done
+            bar.remove_task(line.pop())
+            line.append(bar.add_task(what, total=total or None, rate="", visible=bool(what)))
+        seconds = time.monotonic() - began
+        rate = f", {mib(round((done - before) / seconds))}/s" if seconds > _RATED_S else ""
+        there = f"{_thin(done / 2**20)} of {mib(total)}" if total else mib(done)
+        bar.update(line[0], completed=done, total=total or None, rate=there + rate if done or total else "")
+        if anew:
+            bar.refresh()  # a short phase is seen too
+
+    return told
+
+
 @contextlib.contextmanager
-def loading(size_bytes: int) -> Iterator[Callable[[], None]]:
-    """A bar while a model of that size loads; what is yielded takes it away, before a text is written."""
+def counted() -> Iterator[Told]:
+    """A bar of work on bytes; none where nobody watches, or where the work is a part of what has a bar."""
+    import sys
+
+    from runtime.child.pool import at_work
+
+    if not sys.stderr.isatty() or at_work():
+        yield lambda what, done, total: None
+        return
+    with progress() as bar:
+        yield told_bytes(bar)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A bar of a load: how many bytes have been taken in, and that it is over, before a text is written."""
+
+    taken: Callable[[int], None]
+    over: Callable[[], None]
+
+
+@contextlib.contextmanager
+def loading(size_bytes: int) -> Iterator[Load]:
+    """A bar while files of that size are loaded."""
     with contextlib.ExitStack() as shown:
-        shown.enter_context(progress()).add_task("loading", total=None, rate=mib(size_bytes))
-        yield shown.close
+        told = shown.enter_context(counted())
+        told(_LOADING, 0, 0)  # of how much is said when the first bytes are
+        yield Load(lambda taken: told(*_loaded(taken, size_bytes)), shown.close)
+
+
+def loads(bar: Progress, size_bytes: int) -> Load:
+    """One line more of a bar, while files of that size are loaded, again and again."""
+    told = told_bytes(bar)
+    return Load(lambda taken: told(*_loaded(taken, size_bytes)), lambda: told("", 0, 0))
+
+
+def _loaded(taken: int, size_bytes: int) -> tuple[str, int, int]:
+    """What is told of a load; how long the engine takes when it has all bytes, nothing tells."""
+    return (_LOADING, taken, size_bytes) if taken < size_bytes else (_READY, 0, 0)
 
 
 def mib(size_bytes: int) -> str:
     """Bytes as MiB with thin grouping: `12 606 MiB`."""
-    return f"{size_bytes / 2**20:,.0f} MiB".replace(",", " ")
+    return f"{_thin(size_bytes / 2**20)} MiB"
+
+
+def _thin(number: float) -> str:
+    return f"{number:,.0f}".replace(",", " ")
 
 
 def ms(time_ns: int) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.shared.console import mib, next_step, out_text, read_text, say, write_text
+from commands.shared.console import counted, mib, next_step, out_text, read_text, say, write_text
 from commands.shared.models import load_inventory
 from planner.errors import FileProblem, InputError, OptionProblem
 from planner.files import regular
@@ -54,8 +54,18 @@ def read_profile(path: Path, model: Path | None = None, n_expert: int = 0) -> Im
     """A routing profile of any known format; its notes go to the terminal."""
     from planner.routing.formats.detect import read
 
-    with mapped(path) as data:
-        found = read(data, str(path), shape_of(model), n_expert)
+    shape = shape_of(model)
+    with mapped(path) as data, counted() as told:
+        size = len(data)
+
+        def heard(share: float) -> None:
+            if share < 1:
+                told(f"reading {path.name}", round(share * size), size)
+            else:
+                told("counting", 0, 0)
+
+        heard(0.0)
+        found = read(data, str(path), shape, n_expert, heard)
     for note in found.notes:
         say(f"{path}: {note}")
     return found

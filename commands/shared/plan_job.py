@@ -204,6 +204,11 @@ def _check_of_model(plan: Plan, file: ModelFile, path: Path) -> None:
     check_agreement(plan, file.inventory, str(path))
 
 
+def load_bytes(job: Job, *beside: Path | None) -> int:
+    """Bytes of the files that a load reads or maps: the model's, and those of what is loaded with it."""
+    return job.file.inventory.size_bytes + sum(path.stat().st_size for path in beside if path is not None)
+
+
 def open_draft(path: Path | None, job: Job, most: int | None, device: str | None) -> Draft | None:
     """The draft for a plan's model: whole on one device, with the model's context and KV types.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from commands.shared.console import ms, say
+from commands.shared.console import ms, planning, say
 from planner.errors import AnswerIsNo
 from planner.site import SiteKind
 
@@ -136,7 +136,8 @@ def _solved(plan: Plan, inputs: Inputs, spell: Spell, mine: Stock) -> tuple[Plan
 
     if inputs.inventory is None or inputs.profile is None or inputs.heat_missing(plan):
         return None
-    made = solved_for_stock(plan, inputs.inventory, inputs.profile, inputs.known)
+    with planning("for stock tools") as watch:
+        made = solved_for_stock(plan, inputs.inventory, inputs.profile, inputs.known, watch)
     if made is None or over_budget(made):
         return None
     again = spell(made)

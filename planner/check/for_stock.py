@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from planner.check.reprice import known_of, request_of, settings_of
@@ -21,10 +22,17 @@ from planner.solver.clock import Clock
 _WORK_S = 5.0  # of counted work: an export is not to take as long as solving
 
 
-def solved_for_stock(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> Plan | None:
+def solved_for_stock(
+    plan: Plan,
+    inventory: Inventory,
+    profile: Profile,
+    known: Known,
+    watch: Callable[[int, int], None] = lambda done, total: None,
+) -> Plan | None:
     """The fastest placement that a stock tool can be told under the plan's request; None where none fits.
 
-    As few layers on the CPU as memory allows; weights of the others may be kept there by overrides.
+    As few layers on the CPU as memory allows; weights of the others may be kept there by overrides. `watch`
+    is told of the problems solved and expected.
     """
     settings = replace(settings_of(plan), slots=False)
     asked = replace(request_of(plan), stripes=False, hybrid=False)
@@ -34,7 +42,9 @@ def solved_for_stock(plan: Plan, inventory: Inventory, profile: Profile, known: 
     if count is None:
         return None
     try:
-        return make_plan(inventory, profile, _counted(asked, count), known, settings, Clock(_WORK_S))
+        return make_plan(
+            inventory, profile, _counted(asked, count), known, settings, Clock(_WORK_S, watch=watch)
+        )
     except AnswerIsNo:
         return None
 

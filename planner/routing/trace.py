@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,6 +51,25 @@ class Trace:
     def n_used(self) -> int:
         """Experts of a token, 0 for an empty trace."""
         return int(self.ids.shape[1]) if len(self.ids) else 0
+
+
+Heard = Callable[[float], None]  # is told what share of a file lies behind, now and then
+_LINES = 4096  # between two times that it is told
+
+
+def unheard(share: float) -> None:
+    """For whom nobody waits."""
+
+
+def lines_of(text: str, heard: Heard) -> Iterator[str]:
+    """The lines of a text, one after the other."""
+    behind, whole = 0, max(len(text), 1)
+    for number, line in enumerate(text.splitlines()):
+        if number % _LINES == 0:
+            heard(behind / whole)
+        behind += len(line) + 1
+        yield line
+    heard(1.0)
 
 
 Row = tuple[int, bool, int, int, tuple[int, ...]]  # source, decode, step, layer, ids
@@ -178,7 +197,7 @@ def to_text(trace: Trace) -> str:
     return "\n".join([*head, COLUMNS, *lines]) + "\n"
 
 
-def from_text(text: str, path: str) -> Trace:
+def from_text(text: str, path: str, heard: Heard = unheard) -> Trace:
     """Trace from `trace.csv` text; FieldProblem names the line of what is wrong."""
     if why := mistaken(text, "routing trace"):
         raise FieldProblem(path, 1, "", why)
@@ -186,7 +205,7 @@ def from_text(text: str, path: str) -> Trace:
     sources: list[str] = []
     rows: list[Row] = []
     n_expert = 0
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines_of(text, heard), start=1):
         if line == COLUMNS and not n_expert:
             n_expert = _experts(head, path, number)
         elif line.startswith("#"):

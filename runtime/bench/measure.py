@@ -87,17 +87,20 @@ def run(
     checks: Mapping[str, Checks],
     on_note: Callable[[str], None] = lambda text: None,
     on_step: Callable[[int, str], None] = lambda done, what: None,
+    on_loading: Callable[[int], None] = lambda taken: None,
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> list[Result]:
     """Measure every contender in every round; one that dies is recorded and the others go on.
 
-    `on_step` hears before each run how many are done, and what comes; `on_note` what spoils a run.
+    `on_step` hears before each run how many are done, and what comes; `on_note` what spoils a run;
+    `on_loading` how many bytes of the files a load has taken in, `on_loaded` that it is over, either way.
     """
     results = {rival.name: Result(rival) for rival in rivals}
     devices = [name for rival in rivals for name in rival.device_bytes]
     settling = Settling(reader(terms.engine, terms.llama_h, devices))
     for done, (number, rival) in enumerate(schedule(rivals, terms.rounds)):
         on_step(done, f"round {number + 1} of {terms.rounds}: {rival.name}")
-        _measure(terms, results[rival.name], checks.get(rival.name))
+        _measure(terms, results[rival.name], checks.get(rival.name), on_loading, on_loaded)
         if held := settling.wait():
             on_note(held)
             results[rival.name].unsettled.append(held)
@@ -134,7 +137,13 @@ def summary(samples: Sequence[float], seed: int = 1) -> Interval | None:
     return interval(samples, seed) if samples else None
 
 
-def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
+def _measure(
+    terms: Terms,
+    result: Result,
+    checks: Checks | None,
+    on_loading: Callable[[int], None],
+    on_loaded: Callable[[], None],
+) -> None:
     asks = [Ask(text(64, terms.seed), _WARM_UP, ignore_end=True, silent=True, cut=32)]
     asks += [
         Ask(text(n, terms.seed + n), terms.tokens, ignore_end=True, silent=True, cut=n) for n in terms.prompts
@@ -144,6 +153,7 @@ def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
     def begin() -> None:
         nonlocal loaded
         loaded = True
+        on_loaded()
         watch.begin()
 
     with Watch(result.rival.device_bytes) as watch:
@@ -156,6 +166,7 @@ def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
                 asks,
                 checks,
                 on_loaded=begin,
+                on_loading=on_loading,
                 timeout_s=terms.timeout_s,
                 draft=result.rival.draft,
             )
@@ -163,6 +174,7 @@ def _measure(terms: Terms, result: Result, checks: Checks | None) -> None:
             lines = problem.lines if isinstance(problem, Died) else ()
             at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             result.failures.append(Failure(at, str(problem), lines, loaded))
+            on_loaded()
             return
     _keep(result, outcome, outcome.timings[1:])
     if watch.percent is not None:

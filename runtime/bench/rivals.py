@@ -5,7 +5,7 @@ Every question to the engine goes to a child process: none of a device's memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -49,11 +49,13 @@ class Field:
     devices: tuple[str, ...]  # those of the plan, each once
     budgets: Mapping[str, int]  # bytes per device that the plan itself takes
     asked: dict[LoadSpec, dict[str, int]] = field(default_factory=dict)  # dry runs, none of them twice
+    heard: Callable[[], None] = lambda: None  # is told of each dry run
 
     def device_bytes(self, spec: LoadSpec) -> dict[str, int]:
         """What a spec takes of each device, by a dry run."""
         if spec not in self.asked:
             self.asked[spec] = _device_bytes(dry_run.memory(self.engine, self.model, spec))
+            self.heard()
         return self.asked[spec]
 
 
@@ -72,10 +74,18 @@ def without_draft(rival: Rival) -> Rival:
     return replace(rival, name="no-draft", setting="the plan without its draft")
 
 
-def field_of(engine: Place, model: Path, inventory: Inventory, plan: Rival) -> Field:
+def field_of(
+    engine: Place, model: Path, inventory: Inventory, plan: Rival, heard: Callable[[], None] = lambda: None
+) -> Field:
     """The conditions for the plan's rivals: its devices and the memory it takes on each."""
     devices = tuple(dict.fromkeys(d for d in plan.spec.devices if d != CPU))
-    return Field(engine, model, inventory, devices, {d: plan.device_bytes.get(d, 0) for d in devices})
+    budgets = {d: plan.device_bytes.get(d, 0) for d in devices}
+    return Field(engine, model, inventory, devices, budgets, heard=heard)
+
+
+def dry_runs(names: Iterable[str], n_layers: int) -> int:
+    """About how many dry runs it takes to find the rivals of these names: bisections over the layers."""
+    return sum(n_layers.bit_length() + 1 if name in (NGL, N_CPU_MOE) else name == FIT for name in names)
 
 
 def rivals(field: Field, base: LoadSpec, names: tuple[str, ...]) -> tuple[list[Rival], list[str]]:

@@ -62,12 +62,13 @@ def ask(
     engine: str,
     timeout_s: float = 600,
     on_event: Callable[[Answer], None] = lambda event: None,
+    on_start: Callable[[int], None] = lambda pid: None,
 ) -> Answer:
     """Give a request to `module` in a child process, its events to `on_event`, and return its answer.
 
-    Errors of `stream`.
+    `on_start` hears the child's number. Errors of `stream`.
     """
-    with closing(stream(module, request, engine, Limits(timeout_s))) as events:
+    with closing(stream(module, request, engine, Limits(timeout_s), on_start)) as events:
         while True:
             try:
                 event = next(events)
@@ -77,7 +78,13 @@ def ask(
             on_event(event)
 
 
-def stream(module: str, request: Mapping[str, Any], engine: str, limits: Limits | None = None) -> Events:
+def stream(
+    module: str,
+    request: Mapping[str, Any],
+    engine: str,
+    limits: Limits | None = None,
+    on_start: Callable[[int], None] = lambda pid: None,
+) -> Events:
     """The events of `module`, run in a child process on a request; the generator returns the answer.
 
     To be closed (`contextlib.closing`) by whom may not read to the end: no child outlives it.
@@ -93,6 +100,7 @@ def stream(module: str, request: Mapping[str, Any], engine: str, limits: Limits 
     try:
         reader.start()
         watch.start()
+        on_start(child.pid)
         for event in _messages(child, request, watch):
             if "answer" in event:
                 answer = event["answer"]

@@ -61,6 +61,11 @@ def _alone() -> bool:
     return sys.platform == "linux" and threading.active_count() == 1 and not sys.modules.keys() & _THREADED
 
 
+def at_work() -> bool:
+    """Whether this process is one that work was shared out to."""
+    return multiprocessing.parent_process() is not None
+
+
 def _at_work(parent: int) -> None:
     """Of a process that works: it ends when it is told to, and with its parent."""
     for number in _ENDS:

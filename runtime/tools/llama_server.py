@@ -23,6 +23,7 @@ from planner.errors import EngineProblem, MachineError
 from runtime.child import process
 from runtime.child.environment import environment, python_program
 from runtime.child.process import Process
+from runtime.child.taken_in import taking_in
 
 LOOPBACK = "127.0.0.1"
 _KEYS = ("--api-key", "--api-key-file")
@@ -114,10 +115,12 @@ def serving(
     on_line: Callable[[str], None] = lambda line: None,
     timeout_s: float = 600,
     more: Mapping[str, str] | None = None,
+    on_loading: Callable[[int], None] = lambda taken: None,
 ) -> Iterator[Server]:
     """Start llama-server and wait until /health says ok; end its process group afterwards.
 
-    `port` 0 takes a free one, `more` are variables for the program. Raises NoPort when another program
+    `port` 0 takes a free one, `more` are variables for the program. `on_loading` hears, from another thread,
+    how many bytes of files it has taken in, where the system tells. Raises NoPort when another program
     listens there, EngineProblem with the server's last message when it ends first or does not answer in time.
     """
     chosen = free_port(host, port)
@@ -131,7 +134,8 @@ def serving(
     server.reader = reader = threading.Thread(target=_read, args=(server, on_line), daemon=True)
     reader.start()
     try:
-        _until_healthy(server, reader, timeout_s)
+        with taking_in(child.pid, on_loading):
+            _until_healthy(server, reader, timeout_s)
         yield server
     finally:
         process.end(child)

@@ -21,7 +21,7 @@ from planner.routing.expert_counts import Heat, NoCount, Part, WrongModel, heat_
 from planner.routing.formats import binary, json
 from planner.routing.formats import text as texts
 from planner.routing.found import Found, StepCost
-from planner.routing.trace import Trace
+from planner.routing.trace import Heard, Trace, unheard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,14 +35,17 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def read(data: Bytes, path: str, shape: MoeShape | None = None, n_expert: int = 0) -> Imported:
+def read(
+    data: Bytes, path: str, shape: MoeShape | None = None, n_expert: int = 0, heard: Heard = unheard
+) -> Imported:
     """Heat, and the trace when there is one, of any supported file.
 
-    `n_expert` helps where neither the file nor a shape says it. Raises FileProblem or FieldProblem for
-    what cannot be read and WrongModel for ids, layers or counts that do not fit the model.
+    `n_expert` helps where neither the file nor a shape says it; `heard` is told how far it is.
+    Raises FileProblem or FieldProblem for what cannot be read and WrongModel for ids, layers or counts that
+    do not fit the model.
     """
     try:
-        found = _parse(data, path, shape)
+        found = _parse(data, path, shape, heard)
     except (OverflowError, ValueError):
         raise FileProblem(path, "broken routing profile: a number that no trace holds") from None
     experts = _n_expert(found, path, shape, n_expert)
@@ -101,7 +104,7 @@ def original_ids(trace: Trace, orders: Mapping[int, Sequence[int]]) -> Trace:
     return replace(trace, ids=ids)
 
 
-def _parse(data: Bytes, path: str, shape: MoeShape | None) -> Found:
+def _parse(data: Bytes, path: str, shape: MoeShape | None, heard: Heard) -> Found:
     head = bytes(data[0:4096])
     if not head.strip():
         raise FileProblem(path, "empty file")
@@ -114,8 +117,8 @@ def _parse(data: Bytes, path: str, shape: MoeShape | None) -> Found:
             path, "no routing profile that this program knows: neither text nor a known binary"
         ) from None
     if text.lstrip().startswith(("{", "[")):
-        return json.parse(text, path)
-    return texts.parse(text, path, shape)
+        return json.parse(text, path, heard)
+    return texts.parse(text, path, shape, heard)
 
 
 def _n_expert(found: Found, path: str, shape: MoeShape | None, asked: int) -> int:

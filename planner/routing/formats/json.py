@@ -13,27 +13,29 @@ from planner.quoting import short
 from planner.routing import trace as traces
 from planner.routing.expert_counts import MAX_EXPERTS, Phase
 from planner.routing.found import Found, RawPart
-from planner.routing.trace import Row
+from planner.routing.trace import Heard, Row, lines_of
 
 PERF_SCHEMAS = ("llama.cpp.moe_layer_perf.v1", "llama.cpp.moe_layer_opt_perf.v1")
 TOPK_SCHEMA = "glm52-routing-trace-export/v2"
 
 
-def parse(text: str, path: str) -> Found:
+def parse(text: str, path: str, heard: Heard) -> Found:
     """Any JSON profile; FileProblem names the part that is wrong."""
     try:
         root = json.loads(text)
     except json.JSONDecodeError as problem:
         if problem.msg == "Extra data":
-            return _route_lines(text, path)
+            return _route_lines(text, path, heard)
         raise FileProblem(path, f"line {problem.lineno}: not JSON: {problem.msg}") from None
     except RecursionError:
         raise FileProblem(path, "not a profile: nested too deeply") from None
     if not isinstance(root, dict):
         raise FileProblem(path, "JSON, but no routing profile: an object is needed")
     if root.get("type") in ("meta", "route"):
-        return _route_lines(text, path)
+        return _route_lines(text, path, heard)
     try:
+        if root.get("schema") == TOPK_SCHEMA:
+            return _executed_topk(root, heard)
         return _reader(root, path)(root, path)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as problem:
         raise FileProblem(path, f"broken routing profile: {type(problem).__name__} {problem}") from None
@@ -42,8 +44,6 @@ def parse(text: str, path: str) -> Found:
 def _reader(root: Mapping[str, Any], path: str) -> Callable[[Any, str], Found]:
     if root.get("schema") in PERF_SCHEMAS:
         return _perf
-    if root.get("schema") == TOPK_SCHEMA:
-        return _executed_topk
     if "logical_count" in root:
         return _logical_count
     layers = root.get("layers")
@@ -127,16 +127,17 @@ def _logical_count(root: Any, path: str) -> Found:
     return Found("EPLB logical_count", counts.shape[1], parts=[part])
 
 
-def _executed_topk(root: Any, path: str) -> Found:
+def _executed_topk(root: Any, heard: Heard) -> Found:
     """Rows of executed top-k by absolute layer, prompts by row ranges: prefill rows, then decode steps."""
     n_rows = max(len(layer["executed_topk"]) for layer in root["layers"].values())
     sources, where = _prompt_rows(root, n_rows)
     rows: list[Row] = []
-    for name, layer in root["layers"].items():
+    for number, (name, layer) in enumerate(root["layers"].items(), start=1):
         for index, ids in enumerate(layer["executed_topk"]):
             if index in where:
                 source, decode, step = where[index]
                 rows.append((source, decode, step, int(name), tuple(_unsigned(i) for i in ids)))
+        heard(number / len(root["layers"]))
     rows.sort(key=lambda row: (row[0], row[1], row[2], row[3]))
     n_expert, k = int(root["routing"]["n_expert_per_layer"]), int(root["routing"]["k"])
     trace = traces.make("", 0, sources, rows)
@@ -158,7 +159,7 @@ def _prompt_rows(root: Any, n_rows: int) -> tuple[list[str], dict[int, tuple[int
     return sources, where
 
 
-def _route_lines(text: str, path: str) -> Found:
+def _route_lines(text: str, path: str, heard: Heard) -> Found:
     """JSON lines of a serving engine: {type: route, req_id, token_idx, layer, topk_ids}.
 
     Rows whose weights are all alike come from the engine's own warm-up and are left out.
@@ -166,7 +167,7 @@ def _route_lines(text: str, path: str) -> Found:
     n_expert, left_out = 0, 0
     requests: dict[str, int] = {}
     rows: list[Row] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines_of(text, heard), start=1):
         try:
             entry = json.loads(line) if line.strip() else {}
             if entry.get("type") == "meta":

@@ -13,32 +13,32 @@ from planner.routing import expert_counts as heats
 from planner.routing import trace as traces
 from planner.routing.expert_counts import Phase
 from planner.routing.found import Found, RawPart, StepCost
-from planner.routing.trace import Row
+from planner.routing.trace import Heard, Row, lines_of
 
 _DEMAND = re.compile(r"step=(\d+) layer=(\d+) ids=(\d+(?:,\d+)*)[ \t]*")
 _LEDGER = re.compile(r"(?<![\w.])(step|misses|ms|latency_ms)=(\d+(?:\.\d+)?)")
 _INTEGERS = re.compile(r"-?\d+(,-?\d+)+")
 
 
-def parse(text: str, path: str, shape: MoeShape | None) -> Found:
+def parse(text: str, path: str, shape: MoeShape | None, heard: Heard) -> Found:
     """Any text profile; FileProblem says what was seen when it is none."""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if first == heats.MAGIC or first.startswith("# heat:"):
         return _own_heat(text, path)
     if first == traces.MAGIC or first.startswith("# trace:"):
-        trace = traces.from_text(text, path)
+        trace = traces.from_text(text, path, heard)
         return Found("trace.csv", trace.n_expert, trace.n_used, trace=trace)
     if any(_DEMAND.fullmatch(line) for line in text.splitlines()):
-        return _demand(text, path)
+        return _demand(text, path, heard)
     header = next((line.strip() for line in text.splitlines() if line.strip() and line[0] != "#"), "")
     names = [name.strip().lower() for name in header.split(",")]
     if {"layer", "expert", "count"} <= set(names):
-        return _plain_counts(text, path, names)
+        return _plain_counts(text, path, names, heard)
     if {"turn", "phase", "step", "layer", "slot", "expert"} <= set(names):
-        return _route_trace(text, path, names)
+        return _route_trace(text, path, names, heard)
     if {"rank", "layer", "expert"} <= set(names):
         raise FileProblem(path, "an order of experts without counts: coverage cannot be judged from it")
-    return _bare_integers(text, path, shape)
+    return _bare_integers(text, path, shape, heard)
 
 
 def _own_heat(text: str, path: str) -> Found:
@@ -51,10 +51,10 @@ def _own_heat(text: str, path: str) -> Found:
     return Found("heat.csv", heat.n_expert, heat.n_used, parts, model=heat.model)
 
 
-def _fields(text: str, path: str, names: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+def _fields(text: str, path: str, names: Sequence[str], heard: Heard) -> Iterator[tuple[int, dict[str, str]]]:
     """Rows of a table with a header, by column name; comment lines are left out."""
     seen_header = False
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines_of(text, heard), start=1):
         if not line.strip() or line.startswith("#"):
             continue
         if not seen_header:
@@ -73,19 +73,19 @@ def _whole(row: dict[str, str], name: str, path: str, number: int) -> int:
     return int(value)
 
 
-def _plain_counts(text: str, path: str, names: Sequence[str]) -> Found:
+def _plain_counts(text: str, path: str, names: Sequence[str], heard: Heard) -> Found:
     counts: dict[int, Counter[int]] = {}
-    for number, row in _fields(text, path, names):
+    for number, row in _fields(text, path, names, heard):
         layer, expert, count = (_whole(row, n, path, number) for n in ("layer", "expert", "count"))
         counts.setdefault(layer, Counter())[expert] += count
     return Found("layer,expert,count", parts=[RawPart("import", Phase.MIXED, 0, counts)])
 
 
-def _demand(text: str, path: str) -> Found:
+def _demand(text: str, path: str, heard: Heard) -> Found:
     """`step= layer= ids=` lines, every step and routing layer present, the last of repeats wins."""
     rows: dict[tuple[int, int], tuple[int, ...]] = {}
     ledger: list[StepCost] = []
-    for line in text.splitlines():
+    for line in lines_of(text, heard):
         if found := _DEMAND.fullmatch(line):
             rows[int(found[1]), int(found[2])] = tuple(dict.fromkeys(int(i) for i in found[3].split(",")))
         elif "misses=" in line:
@@ -105,11 +105,11 @@ def _ledger_line(fields: dict[str, str], index: int) -> StepCost:
     return StepCost(step, int(float(fields.get("misses", "0"))), round(ms * 1e6))
 
 
-def _route_trace(text: str, path: str, names: Sequence[str]) -> Found:
+def _route_trace(text: str, path: str, names: Sequence[str], heard: Heard) -> Found:
     """`route_trace v1`: one row a chosen expert, columns by name, facts of the model in `#` lines."""
     said = dict(re.findall(r"\b(n_expert|n_expert_used)\s*[=:]\s*(\d+)", text[: text.find("\n", 4096)]))
     chosen: dict[tuple[int, int, int, int], dict[int, int]] = {}
-    for number, row in _fields(text, path, names):
+    for number, row in _fields(text, path, names, heard):
         turn, phase, step, layer, slot, expert = (
             _whole(row, n, path, number) for n in ("turn", "phase", "step", "layer", "slot", "expert")
         )
@@ -126,11 +126,11 @@ def _route_trace(text: str, path: str, names: Sequence[str]) -> Found:
     return Found("route_trace v1", n_expert, n_used, trace=trace)
 
 
-def _bare_integers(text: str, path: str, shape: MoeShape | None) -> Found:
+def _bare_integers(text: str, path: str, shape: MoeShape | None, heard: Heard) -> Found:
     """Integers without a header: two columns are choices, more are positions with their experts."""
     rows = [
         tuple(map(int, line.split(",")))
-        for line in (raw.replace(" ", "").strip() for raw in text.splitlines())
+        for line in (raw.replace(" ", "").strip() for raw in lines_of(text, heard))
         if _INTEGERS.fullmatch(line)
     ]
     if not rows:
@@ -145,7 +145,7 @@ def _bare_integers(text: str, path: str, shape: MoeShape | None) -> Found:
     if widths == {3} and (shape is None or shape.n_used != 1):
         if shape is None:
             raise FileProblem(path, "three columns without a header: start it with a line layer,expert,count")
-        return _plain_counts("layer,expert,count\n" + text, path, ["layer", "expert", "count"])
+        return _plain_counts("layer,expert,count\n" + text, path, ["layer", "expert", "count"], heard)
     return _positions(rows)
 
 
