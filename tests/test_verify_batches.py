@@ -15,9 +15,10 @@ from atsplan import main
 from planner.constants import PPM
 from planner.cost.hybrid_slots import Lanes, flat, widths
 from planner.cost.layer_options import serves
+from planner.model.inventory import to_text as inventory_text
 from planner.model.structure import structure_of
 from planner.model.units import Kind
-from planner.plan.plan import CachePoint
+from planner.plan.plan import CachePoint, FollowedLayer
 from planner.routing import cache_simulation as sim
 from planner.routing import trace as traces
 from planner.routing.verify_batches import verified
@@ -90,6 +91,45 @@ def test_a_plan_keeps_no_cache_that_a_batch_would_overrun() -> None:
         wanted = min(unit.used * (1 + drafted), unit.experts)
         held = [n for n in range(1, unit.experts + 1) if serves(_point(n, unit.experts), unit, 1 + drafted)]
         assert held == list(range(wanted, unit.experts + 1))
+
+
+@pytest.mark.parametrize("drafts", [None, 1, 5, 40])
+def test_the_advice_on_a_cache_holds_a_batch(drafts: int | None, tmp_path: Path) -> None:
+    model = moe(2)
+    path, table = tmp_path / "trace.csv", tmp_path / "moe.inventory.yaml"
+    table.write_text(inventory_text(model))
+    path.write_text(traces.to_text(local_trace(60, 2, 128, 8, 0.7)))
+    words = [
+        "simulate",
+        str(path),
+        "--model",
+        str(table),
+        "--budget",
+        "2000",
+        "--policy",
+        "lru",
+        "--slots",
+        "9",
+    ]
+    words += ["--json", *(("--drafts", str(drafts)) if drafts else ())]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    curve = json.loads(done.stdout)["cache"]["curve"]
+    least = min(point["slots"] for point in curve)
+    assert least >= min(8 * (1 + (drafts or 0)), 128) and (drafts or least < 8 * (1 + 5))
+
+
+def test_what_follows_the_text_is_known_of_steps_of_one_token_only() -> None:
+    lanes = Lanes(gpu_ns=10, pair_ns=1000, upload_ns=1000, guests=2)
+    served = tuple(range(1, 32))
+    hits = tuple(round(PPM * (n / 32) ** 0.5) for n in served)
+    good = FollowedLayer(layer=0, slots=served, hit_ppm=hits, admitted_ppm=(0,) * 31)
+    for tokens, same in ((1, False), (2, True), (4, True)):
+        alone, followed = (
+            [s.step_ns for s in widths(32, 2, tokens, 64, flat(32), lanes, 8, known)]
+            for known in (None, good)
+        )
+        assert (alone == followed) is same
 
 
 def _point(slots: int, experts: int) -> CachePoint:
