@@ -281,6 +281,14 @@ def test_numbers_of_a_file_that_none_can_be_reach_no_plan(made: Plan, text: str)
         assert from_text(to_text(found.calibrated.profile), "p") == found.calibrated.profile
 
 
+@pytest.mark.parametrize("factor", [0.01, 30, 10**6])
+def test_times_of_another_model_reach_no_calibration(made: Plan, factor: float) -> None:
+    wrong = [replace(s, ns=max(round(s.ns * factor), 1)) for s in measured(made, machine())]
+    found = refined(made, wrong)
+    assert found.verdict is Verdict.UNEXPLAINED
+    assert found.calibrated is None and found.proposed is None and found.deviation_ppm > 500_000
+
+
 def test_what_the_context_cannot_hold_was_not_measured_of_this_plan(made: Plan) -> None:
     clean = measured(made, machine())
     longer = [replace(s, depth=made.workload.n_ctx + 1) for s in clean if s.kind is Kind.TOKEN]

@@ -20,6 +20,7 @@ from planner.plan.plan import Plan
 from planner.solver.clock import Clock
 
 GAIN_PPM = 30_000  # of the request's time: what another plan must bring
+_UNEXPLAINED_PPM = 500_000  # what the best calibration is off by: then it is no matter of calibration
 
 
 class Verdict(Enum):
@@ -27,6 +28,7 @@ class Verdict(Enum):
 
     UNKNOWN = "too few clean measurements to say anything"
     AS_PREDICTED = "as predicted: nothing to solve"
+    UNEXPLAINED = "no calibration explains it: measured of another model, machine or use?"
     KEPT = "another machine than predicted, and still the plan for it"
     BETTER = "another plan is faster"
 
@@ -57,7 +59,8 @@ def refine(
 
     Below a deviation of 15 % nothing is touched: a calibration that follows every breath of a machine would
     let plans swing. Above it the calibration takes the measurement in and the request is solved again; a plan
-    that is less than 3 % faster than the one there is, both priced anew, is not proposed.
+    that is less than 3 % faster than the one there is, both priced anew, is not proposed. Nothing is learnt
+    of times that are far from the prediction even so: a file of another model would move every plan.
     """
     seen = cleaned(samples, plan.workload.n_seq, plan.workload.n_ctx)
     if seen.token is None and seen.prompt is None:
@@ -66,6 +69,8 @@ def refine(
     if away < DEVIATION_PPM:
         return Refined(Verdict.AS_PREDICTED, seen, deviation_ppm=away)
     found = calibrated(plan, inventory, profile, known, seen)
+    if deviation_ppm(found.after, seen) >= _UNEXPLAINED_PPM:
+        return Refined(Verdict.UNEXPLAINED, seen, deviation_ppm=away)
     same = reprice(plan, inventory, found.profile, known).plan
     asked = request_of(plan), known_of(plan, known), settings_of(plan)
     best = make_plan(inventory, found.profile, *asked, clock or Clock())
