@@ -66,9 +66,9 @@ def _digest(payload: Payload, advance: Callable[[int], None], stop: threading.Ev
                     raise PayloadCut(str(payload.path), end)
                 state.update(buffer[:got])
                 start += got
+                advance(got)
     finally:
         os.close(handle)
-    advance(payload.length)
     return state.hexdigest()
 
 

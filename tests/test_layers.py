@@ -309,6 +309,40 @@ def test_help_loads_no_library_but_click() -> None:
     assert not loaded & {*HEAVY, "pydantic", "yaml", *MAY_IMPORT}
 
 
+_TABLE, _PLAN = "plans/inputs/Qwen3.5-0.8B-q8_0.inventory.yaml", "plans/Qwen3.6-27B-q4_K--rtx4090-ddr5.yaml"
+_FILES = {"pydantic", "yaml"}  # to read a file of ours
+_PRICED = {*_FILES, "networkx", "numpy"}
+# What takes long to load, by the commands that may: a library of the solver or of an engine, the network's.
+LOADED = {
+    ("--help",): set[str](),
+    ("--version",): set[str](),
+    ("solve", "--help"): _FILES,
+    ("machines", "rtx4060-8gb-ddr5"): {*_FILES, "rich"},
+    ("diff", _PLAN, _PLAN): _FILES,
+    ("fmt", "--check", _PLAN): {*_FILES, "rich"},
+    ("heat", "report", "tests/data/heat/qwen3-30b-a3b.csv"): {*_FILES, "numpy", "rich"},
+    ("inventory", "tests/data/tiny-moe.gguf"): {*_FILES, "networkx", "rich"},
+    ("export", _PLAN): {*_PRICED, "re2"},
+    ("check", "--no-resolve", _PLAN): {*_PRICED, "rich"},
+    ("explain", _PLAN): {*_PRICED, "rich"},
+    ("fit", _TABLE, "--machine", "rtx4060-8gb-ddr5", "--no-levers"): {*_PRICED, "ortools", "rich"},
+}
+_LONG = {*HEAVY, *_PRICED, "re2", "prometheus_client", "urllib.request", "http.client", "ssl"}
+
+
+@pytest.mark.parametrize("words", LOADED, ids=lambda words: " ".join(words[:2]))
+def test_a_command_loads_no_more_than_it_uses(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from atsplan import main\n"
+        f"done = CliRunner().invoke(main, {list(words)!r})\n"
+        "assert done.exit_code == 0, done.output\nprint(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert set(done.stdout.splitlines()[-1].split()) & _LONG <= LOADED[words]
+
+
 def test_a_command_loads_what_it_needs_when_it_runs() -> None:
     code = (
         "import atsplan, importlib\nfor name, _ in atsplan.COMMANDS.values(): importlib.import_module(name)"

@@ -243,13 +243,14 @@ def counted() -> Iterator[Told]:
     """A bar of work on bytes; none where nobody watches, or where the work is a part of what has a bar."""
     import sys
 
-    from runtime.child.pool import at_work
+    if sys.stderr.isatty():
+        from runtime.child.pool import at_work
 
-    if not sys.stderr.isatty() or at_work():
-        yield lambda what, done, total: None
-        return
-    with progress() as bar:
-        yield told_bytes(bar)
+        if not at_work():
+            with progress() as bar:
+                yield told_bytes(bar)
+                return
+    yield lambda what, done, total: None
 
 
 @dataclass(frozen=True, slots=True)

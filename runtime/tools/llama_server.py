@@ -8,8 +8,6 @@ import re
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,7 +70,9 @@ class Server:
 
     def get(self, path: str) -> Mapping[str, Any]:
         """A JSON document of the server; OSError while it does not answer."""
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+        from urllib.request import urlopen
+
+        with urlopen(self.url + path, timeout=10) as answer:
             found: Mapping[str, Any] = json.load(answer)
             return found
 
