@@ -204,7 +204,9 @@ def test_strict_refuses_what_is_not_known(tmp_path: Path, tensor: T, why: str) -
 
 def test_strict_refuses_what_the_engine_refuses(tmp_path: Path) -> None:
     part = [T("blk.0.attn_q.weight", (8, 8), 0, bytes(256))]
-    path = _file(tmp_path / "m.gguf", gguf([arch(), kv("llama.block_count", U32, 1)], part))
+    keys = [arch(), kv("llama.block_count", U32, 1)]
+    keys += [kv("llama.vocab_size", U32, 8), kv("tokenizer.ggml.model", STR, "none")]
+    path = _file(tmp_path / "m.gguf", gguf(keys, part))
     result = call(path, "--strict")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "stock llama.cpp would not load it: llama.context_length is missing" in result.stderr

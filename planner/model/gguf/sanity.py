@@ -128,18 +128,19 @@ def _of_model(kv: KeyValue, name: str) -> int:
 
 
 def vocabulary_faults(header: Header) -> tuple[str, ...]:
-    """What the engine's tokenizer would miss in a file that holds a vocabulary, or a part of one.
+    """What the engine's tokenizer would miss in the header of a file with layers.
 
-    Files without any such key are of tools and tests: that they lack one is not said of them.
+    A vocabulary may be none, but the file must say so. Tables of tensors say nothing of vocabularies.
     """
     own = {kv.key.removeprefix(_VOCABULARY): kv for kv in header.kvs if kv.key.startswith(_VOCABULARY)}
-    if not own:
+    if not own and not any(block_digits(info.name) for info in header.infos):
         return ()
     if "model" not in own:
         return (f"{_VOCABULARY}model is missing",)
     kind = str(own["model"].value)
     if kind in _NO_VOCABULARY:
-        return ()
+        size = f"{header.text('general.architecture')}.vocab_size"
+        return () if header.get(size) else (f"{size} is missing, and tokenizer.ggml.model is {kind}",)
     if "tokens" not in own:
         return (f"{_VOCABULARY}tokens is missing",)
     found: list[str] = []
