@@ -85,3 +85,29 @@ def test_one_value_where_the_engine_reads_a_list(tmp_path: Path) -> None:
     gemma = changed(real("gemma-4-26B-A4B-Q4_K_M"), attention__sliding_window_pattern=6)
     (said,) = attempt([Load(write_sparse(tmp_path / "gemma.gguf", gemma), WORK)])
     assert "array key not found" in str(said) and "reads a list" in load_faults(gemma)[0]
+
+
+ZEROS = ("Mixtral-8x7B-Q4_K_M", "GLM-4.7-Flash-q4_K", "Qwen3.6-35B-A3B-q4_K", "gpt-oss-20b-MXFP4")
+ASKED = {
+    *("feed_forward_length", "expert_feed_forward_length", "attention.head_count_kv", "ssm.conv_kernel"),
+    *("attention.kv_lora_rank", "attention.q_lora_rank", "ssm.inner_size", "ssm.state_size"),
+    *("full_attention_interval", "expert_shared_feed_forward_length"),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_widths_of_nothing_and_parts_that_do_not_go_together(name: str, tmp_path: Path) -> None:
+    """The engine's own answer to a width of 0, heads rotated in part or too far, groups and sections."""
+    model = real(name)
+    head = model.number("attention.key_length") or model.number("embedding_length") // model.number(
+        "attention.head_count"
+    )
+    cases: list[tuple[str, Hparam]] = [(key, 0) for key in sorted(ASKED & set(model.hparams))]
+    cases += [("rope.dimension_count", n) for n in (0, head // 2, 2 * head)]
+    cases += [("expert_group_count", n) for n in (3, model.number("expert_count"))]
+    cases += [("rope.dimension_sections", (1, 1, 1)), ("rope.dimension_sections", (1, 1, 1, 0))]
+    more = {"expert_group_count": {"expert_group_used_count": 1}}
+    tables = [changed(model, **{key: new, **more.get(key, {})}) for key, new in cases]
+    loads = [Load(write_sparse(tmp_path / f"{n}.gguf", each), WORK) for n, each in enumerate(tables)]
+    for case, table, said in zip(cases, tables, attempt(loads), strict=True):
+        assert bool(load_faults(table)) == (not isinstance(said, Bytes)), (case, said, load_faults(table))

@@ -18,8 +18,40 @@ from planner.model.sliding_window import sliding_layers
 
 _GATED = frozenset({"qwen3next", "qwen35", "qwen35moe", "qwen4exp"})  # a gate beside each query
 _OTHER_INNER = frozenset({"arctic", "qwen"})  # dense parts as wide as the model; half of what is stated
-_ALL_ROTATED = frozenset({"llama", "deci", "falcon", "gpt-oss"})  # refused where a part of a head is not
+# Refused where a part of a head is not rotated.
+_ROTATED = """
+arctic baichuan bailingmoe chameleon codeshell cohere2moe dbrx deci deepseek dots1 ernie4_5 ernie4_5-moe
+falcon gpt-oss grok grovemoe hunyuan-dense hunyuan-moe hunyuan_vl hy_v3 internlm2 jais2 llama llama4
+maincoder mellum olmo olmo2 olmoe orion paddleocr plamo qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl
+qwen3vlmoe seed_oss smallthinker smollm3 starcoder2 talkie xverse
+"""
+_ALL_ROTATED = frozenset(_ROTATED.split())
+# The tensor whose width a key says: where it is there, 0 is no width.
+_WIDTH_OF: Mapping[str, str] = {
+    "feed_forward_length": "ffn_down",
+    "attention.kv_lora_rank": "attn_kv_a_mqa",
+    "attention.q_lora_rank": "attn_q_a",
+    "ssm.conv_kernel": "ssm_conv1d",
+    "ssm.inner_size": "ssm_out",
+    "ssm.state_size": "ssm_conv1d",
+    "shortconv.l_cache": "shortconv.conv",
+    "wkv.head_size": "time_mix_output",
+}
+# Experts as wide as this key says, never as wide as dense layers.
+_EXPERT_WIDTH = """
+afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 deepseek32 deepseek4 dots1 dots3note ernie4_5-moe
+exaone-moe gemma4 glm-dsa glm5-next gpt-oss hy_v3 hy_v4 kimi-k3 laguna mistral4
+"""
+_OWN_EXPERT_WIDTH = frozenset(_EXPERT_WIDTH.split())
 _MAMBA_2 = frozenset({"mamba2", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1"})
+_SECTIONS = 4  # of a head that is rotated by several positions
+_BY_SECTIONS = frozenset(
+    {
+        *("bailingmoe3", "deepseek32", "ernie4_5", "ernie4_5-moe", "glm-dsa", "glm4", "glm4moe"),
+        *("hunyuan-dense", "hunyuan_vl", "paddleocr", "qwen2vl", "qwen35", "qwen35moe", "qwen3vl"),
+        "qwen3vlmoe",
+    }
+)
 _INTERLEAVED = frozenset({"ernie4_5-moe", "llama4"})  # dense layers among the routed ones
 _LISTS_ONLY: Mapping[str, frozenset[str]] = {
     "attention.sliding_window_pattern": frozenset(
@@ -52,7 +84,9 @@ def shape_faults(inventory: Inventory) -> Iterator[str]:
     yield from _kinds(inventory, layers)
     for n in range(layers.n_main):
         own = weights.get(n, {})
-        for rule in _rules(inventory, own, n, slides[n], layers.attention[n] and not layers.recurrent[n]):
+        attends = layers.attention[n] and not layers.recurrent[n]
+        yield from _nothing(inventory, own, n, attends)
+        for rule in _rules(inventory, own, n, slides[n], attends):
             tensor = own.get(rule.stem)
             if tensor is not None and rule.axis < len(tensor.shape):
                 yield from _fault(tensor, rule)
@@ -63,6 +97,25 @@ def _fault(tensor: Tensor, rule: _Rule) -> Iterator[str]:
     if wanted and there not in wanted:
         shape, say = "x".join(map(str, tensor.shape)), "say" if "," in rule.keys else "says"
         yield f"tensor {tensor.name} is {shape}, {rule.keys} {say} {wanted[0]} in place of {there}"
+
+
+def _nothing(inventory: Inventory, own: Mapping[str, Tensor], n: int, attends: bool) -> Iterator[str]:
+    """Widths that are stated as 0, of tensors that are there."""
+    widths = dict(_WIDTH_OF)
+    if attends:
+        widths["attention.head_count_kv"] = "attn_k"
+    if inventory.architecture in _OWN_EXPERT_WIDTH:
+        widths["expert_feed_forward_length"] = "ffn_down_exps"
+    for key, stem in widths.items():
+        if key in inventory.hparams and stem in own and not inventory.per_layer(key, n + 1)[n]:
+            yield f"tensor {own[stem].name} is there, {inventory.architecture}.{key} is 0"
+    # Where one of two keys is read, the other one stands in for it.
+    for first, stem in (("", "ffn_down_exps"), ("_shared", "ffn_down_shexp")):
+        pair = (f"expert{first}_feed_forward_length", "feed_forward_length")
+        keys = [key for key in pair if key in inventory.hparams]
+        asked = not first or inventory.architecture in _GATED
+        if stem in own and keys and asked and not any(inventory.per_layer(key, n + 1)[n] for key in keys):
+            yield f"tensor {own[stem].name} is there, {inventory.architecture}.{keys[0]} is 0"
 
 
 def _rules(
@@ -140,7 +193,8 @@ def _experts(inventory: Inventory, n: int) -> Iterator[_Rule]:
     # Architectures read one of two keys, and know the width of one shared expert without either.
     several = tuple(size * number("expert_shared_count", 1) for size in inner)
     width = number("expert_shared_feed_forward_length")
-    shared = (width,) if width and inventory.architecture in _GATED else (*several, width or dense)
+    gated = inventory.architecture in _GATED
+    shared = (width or dense,) if gated else (*several, width or dense)
     key = "expert_shared_feed_forward_length" if width else "expert_shared_count"
     yield _Rule("ffn_down_shexp", 0, shared, key)
     yield _Rule("ffn_up_shexp", 1, shared, key)
@@ -191,7 +245,10 @@ def _full_attention(
     """Which layers of a recurrent model attend; a list of recurrent layers goes before the interval."""
     interval = inventory.hparams.get("full_attention_interval")
     listed = "attention.recurrent_layers" in inventory.hparams
-    if inventory.architecture not in _GATED or listed or not isinstance(interval, int) or not interval:
+    if inventory.architecture not in _GATED or listed or not isinstance(interval, int):
+        return
+    if not interval:
+        yield f"{inventory.architecture}.full_attention_interval is 0"
         return
     for n, attends in enumerate(layers.attention):
         if n in stems and attends != ((n + 1) % interval == 0):
@@ -203,13 +260,19 @@ def _groups(inventory: Inventory) -> Iterator[str]:
     groups, used = inventory.number("expert_group_count"), inventory.number("expert_group_used_count")
     if groups > 1 and not 0 < used < groups:
         yield f"{inventory.architecture}.expert_group_used_count is {used}, of {groups} groups"
+    experts = inventory.number("expert_count")
+    if groups > 1 and experts and (experts % groups or groups >= experts):
+        yield f"{inventory.architecture}.expert_group_count is {groups}, of {experts} experts"
 
 
 def _rotated(inventory: Inventory) -> Iterator[str]:
-    arch, rotated = inventory.architecture, inventory.number("rope.dimension_count")
+    arch, rotated = inventory.architecture, inventory.hparams.get("rope.dimension_count")
     key = inventory.number("attention.key_length", even_width(inventory))
-    if arch in _ALL_ROTATED and rotated and key and rotated != key:
+    if arch in _ALL_ROTATED and rotated is not None and key and rotated != key:
         yield f"rope.dimension_count is {rotated}, a head of {arch} is {key} wide"
+    sections = inventory.hparams.get("rope.dimension_sections")
+    if isinstance(sections, tuple) and len(sections) != _SECTIONS and arch in _BY_SECTIONS:
+        yield f"{arch}.rope.dimension_sections has {len(sections)} values, {arch} reads {_SECTIONS}"
 
 
 def _listed(inventory: Inventory, layers: Layers) -> Iterator[str]:
