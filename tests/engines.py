@@ -70,6 +70,15 @@ def computes(engine: str) -> bool:
         return "error" not in decode_all([{"engine": engine, "model": str(model)}])[0]
 
 
+def server_help(engine: Path) -> str:
+    """What the llama-server of an engine's folder says of its options."""
+    from runtime.tools.llama_server import find_program
+
+    command = [str(find_program(str(engine))), "--help"]
+    own = {**ENVIRONMENT, "LD_LIBRARY_PATH": str(engine)}
+    return subprocess.run(command, capture_output=True, text=True, env=own, timeout=60, check=False).stdout
+
+
 def _with_vulkan(folder: Path) -> Path:
     if not folder.is_dir():
         missing(f"no engine in {folder}")

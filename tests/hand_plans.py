@@ -14,10 +14,11 @@ from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.model.structure import structure_of
 from planner.model.units import Kind, Unit, units_of
+from planner.passes.record import model_ref
 from planner.plan.engine_rules import tensor_devices
 from planner.plan.load_spec import load_spec, plan_layer_devices
 from planner.plan.overrides import UnplaceableUnit, overrides_of
-from planner.plan.plan import DeviceUse, ExpertOrder, LayerRange, ModelRef, Placement, Plan
+from planner.plan.plan import DeviceUse, ExpertOrder, LayerRange, Placement, Plan
 from planner.site import Site
 
 
@@ -36,14 +37,7 @@ def hand_plan(
     Layers follow their attention or mixer. It agrees with itself where the engine could place its units so.
     """
     sample, inventory = sample_plan(), model.inventory
-    reference = ModelRef(
-        name=inventory.name,
-        architecture=inventory.architecture,
-        table_digest=inventory.table_digest(),
-        header_digest=inventory.header_digest,
-        tensors=len(inventory.tensors),
-        size_bytes=inventory.size_bytes,
-    )
+    reference = model_ref(inventory)
     device = sample.devices[0]
     names = ("CUDA0", "CUDA1", "CPU")
     units = [u for u in units_of(inventory).units if u.kind not in (Kind.NEXTN, Kind.FOREIGN)]

@@ -40,6 +40,16 @@ def moe(layers: int = 8, *, dense_first: int = 0, arch: str = "qwen3moe", **more
     return inventory_of("moe", arch, {**_hparams(layers), **more}, rows)
 
 
+def with_nextn(layers: int = 8) -> Inventory:
+    """The mixture of experts with a NextN block behind its layers."""
+    model = moe(layers)
+    block = [t for t in model.tensors if t.name.startswith(f"blk.{layers - 1}.")]
+    head = [t.model_copy(update={"name": t.name.replace(f".{layers - 1}.", f".{layers}.")}) for t in block]
+    mark = head[0].model_copy(update={"name": f"blk.{layers}.nextn.eh_proj.weight"})
+    hparams = {**model.hparams, "block_count": layers + 1, "nextn_predict_layers": 1}
+    return model.model_copy(update={"hparams": hparams, "tensors": (*model.tensors, *head, mark)})
+
+
 def dense(inner: list[int], *, arch: str = "qwen3") -> Inventory:
     """A dense model with a feed-forward of its own width in each layer."""
     rows = _ends()

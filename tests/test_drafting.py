@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import dense, machine, moe, plan, real, timed
+from planning_models import dense, machine, moe, plan, real, timed, with_nextn
 
 from atsplan import main
 from planner.check.check import CheckOptions, Inputs, check_plan
@@ -39,16 +39,6 @@ from runtime.tools.options import options, stock
 PLANS = Path(__file__).resolve().parent.parent / "plans"
 INPUTS = PLANS / "inputs"
 LARGE, SMALL = dense([16384] * 6), dense([256])
-
-
-def with_nextn(layers: int = 8) -> Inventory:
-    """The mixture of experts with a NextN block behind its layers."""
-    model = moe(layers)
-    block = [t for t in model.tensors if t.name.startswith(f"blk.{layers - 1}.")]
-    head = [t.model_copy(update={"name": t.name.replace(f".{layers - 1}.", f".{layers}.")}) for t in block]
-    mark = head[0].model_copy(update={"name": f"blk.{layers}.nextn.eh_proj.weight"})
-    hparams = {**model.hparams, "block_count": layers + 1, "nextn_predict_layers": 1}
-    return model.model_copy(update={"hparams": hparams, "tensors": (*model.tensors, *head, mark)})
 
 
 def drafted(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from engines import ENVIRONMENT, ROOT
+from engines import ROOT, server_help
 
 from atsplan import main
 from planner.check.recorded_rules import rule_plan
@@ -171,12 +170,5 @@ def test_the_real_server_moves_what_the_plan_moves(
 
 
 def test_the_tools_know_the_options(server_engine: Path) -> None:
-    text = subprocess.run(
-        [str(find_program(str(server_engine))), "--help"],
-        capture_output=True,
-        text=True,
-        env={**ENVIRONMENT, "LD_LIBRARY_PATH": str(server_engine)},
-        timeout=60,
-        check=False,
-    ).stdout
+    text = server_help(server_engine)
     assert "--cpu-moe" in text and "--n-cpu-moe N" in text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import machine, moe, plan, real
+from planning_models import machine, moe, plan, real, with_nextn
 
 from atsplan import main
 from planner.machine.budgets import budgets_for, parse_budget
@@ -25,16 +25,6 @@ from planner.workload import Workload
 INPUTS = Path(__file__).parent.parent / "plans" / "inputs"
 MIB = 2**20
 STEP = 256
-
-
-def with_nextn(layers: int = 8) -> Inventory:
-    """The mixture of experts with a NextN block behind its layers."""
-    model = moe(layers)
-    block = [t for t in model.tensors if t.name.startswith(f"blk.{layers - 1}.")]
-    head = [t.model_copy(update={"name": t.name.replace(f".{layers - 1}.", f".{layers}.")}) for t in block]
-    mark = head[0].model_copy(update={"name": f"blk.{layers}.nextn.eh_proj.weight"})
-    hparams = {**model.hparams, "block_count": layers + 1, "nextn_predict_layers": 1}
-    return model.model_copy(update={"hparams": hparams, "tensors": (*model.tensors, *head, mark)})
 
 
 def asked(model: Inventory, budget: str, beside: ExtraModels | None, work: Workload, lowest: int = 0) -> Plan:

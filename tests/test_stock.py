@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
-from engines import ENVIRONMENT, ROOT, python
+from engines import ENVIRONMENT, ROOT, python, server_help
 from hand_plans import experts_on_cpu, hand_plan, with_uses
 from small_plans import SMALL, plan_for, server_plan, with_experts
 
@@ -83,14 +83,7 @@ def test_projector_draft_and_speculative_head() -> None:
 
 
 def test_every_option_is_one_the_server_knows(server_engine: Path) -> None:
-    help_text = subprocess.run(
-        [str(find_program(str(server_engine))), "--help"],
-        capture_output=True,
-        text=True,
-        env={**ENVIRONMENT, "LD_LIBRARY_PATH": str(server_engine)},
-        timeout=60,
-        check=False,
-    ).stdout
+    help_text = server_help(server_engine)
     known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", help_text))
     assert set(VARIABLES) - known == {"--moe-cache-mib"}  # that server is older
     assert "--cache-ram" in known  # the server's alone

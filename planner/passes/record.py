@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pydantic import ValidationError
 
 from planner.constants import CPU, IDLE_THREADS, MIB, PPM
-from planner.cost.build_problem import Model, Priced
+from planner.cost.build_problem import Model
 from planner.cost.evidence import by_basis, of_prompt, of_token
 from planner.cost.expert_cache import cached
 from planner.cost.graph_splits import graph_splits
@@ -19,6 +19,7 @@ from planner.machine.engine_builds import EngineRange, computing_devices, range_
 from planner.machine.fingerprint import facts_of
 from planner.machine.profile import Profile, profile_digest
 from planner.memory.memory import NOTHING, Memory
+from planner.model.inventory import Inventory
 from planner.model.units import Unit
 from planner.passes.chosen import Chosen
 from planner.passes.margin import error_ppm, prompt_error_ppm
@@ -97,7 +98,7 @@ def _recorded(
     return Plan(
         command=request.command,
         version=version("atsplan"),
-        model=_model_ref(priced),
+        model=model_ref(priced.model.inventory),
         machine=machine_ref(profile, _cpu_computes(devices, placements), _used(chosen)),
         engines=_engines(priced.model, placed),
         workload=priced.model.workload,
@@ -220,8 +221,8 @@ def prediction(chosen: Chosen) -> Prediction:
     )
 
 
-def _model_ref(priced: Priced) -> ModelRef:
-    inventory = priced.model.inventory
+def model_ref(inventory: Inventory) -> ModelRef:
+    """Which model a plan is of."""
     return ModelRef(
         name=inventory.name,
         architecture=inventory.architecture,
