@@ -58,6 +58,20 @@ def _end_politely() -> None:
             signal.signal(number, _interrupt)
 
 
+def _open_streams() -> None:
+    """Where a standard stream is closed (`>&-`), one that leads nowhere: else a file that is opened would get
+    its number, and what an engine prints.
+    """
+    for name in (
+        "stdin",
+        "stdout",
+        "stderr",
+    ):  # in the order of their numbers: the lowest that is free is taken
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(handle, "r" if name == "stdin" else "w"))
+
+
 def _leave_the_current_folder() -> None:
     """Begin again without search paths that lead to code in the current folder, if there are any.
 
@@ -84,6 +98,7 @@ class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, and whose errors become exit codes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _open_streams()
         _leave_the_current_folder()
         return super().__call__(*args, **kwargs)
 

@@ -84,7 +84,7 @@ def _show(summary: Summary, extras: list[Mapping[str, object]]) -> None:
     from planner.quoting import short
 
     files = f"{summary.files} file{'s' if summary.files != 1 else ''}"
-    size = f"{summary.size_bytes / 2**30:.2f} GiB"
+    size = f"{summary.size_bytes / 2**30:.2f} GiB" if summary.size_bytes >= 2**30 else mib(summary.size_bytes)
     what = f"{short(summary.name)}: {short(summary.architecture)}"
     out(f"{what}, {size} in {summary.tensors} tensor{'s' if summary.tensors != 1 else ''}, {files}")
     out("layers: " + ", ".join(f"{count} {kind}" for kind, count in summary.layers.items()))

@@ -260,16 +260,17 @@ def _links(profile: Profile) -> None:
 
 
 def _cases(measured: Measured) -> None:
-    from profiler.summarise import compulsory_bytes
+    from profiler.operators.cases import NOT_SUPPORTED
+    from profiler.summarise import compulsory_bytes, label, where, without_kernels
 
     if not measured.verdicts:
         return
     table = console.table("operator", "batch", "depth", "where", "time", "spread", "GB/s", "of stream")
     for verdict in measured.verdicts:
         case, place, timing = verdict.job.case, verdict.job.place, verdict.timing
-        where = place.device if place.buffer == place.device else f"{place.device} from {place.buffer}"
-        label = f"{case.op} {case.type} {'x'.join(map(str, case.shape))}"
-        head = (label, str(case.batch), str(case.depth or ""), where)
+        head = (label(case), str(case.batch), str(case.depth or ""), where(place))
+        if timing is None and verdict.dropped == NOT_SUPPORTED:
+            continue
         if timing is None:
             table.add_row(*head, verdict.dropped, "", "", "")
             continue
@@ -280,6 +281,8 @@ def _cases(measured: Measured) -> None:
             *head, f"{timing.time_ns / 1e3:.1f} us", f"{timing.spread_ns / timing.time_ns:.0%}", *share
         )
     console.out_table(table)
+    for place_name, products in without_kernels(measured.verdicts).items():
+        console.out(f"{place_name}: no kernels for {', '.join(products)}")
 
 
 def _calibrations(profile: Profile) -> None:

@@ -103,7 +103,7 @@ def command(
         _show_undone(file, report.files[0], as_json)
         next_step("atsplan", "verify", model, report.files[0])
     elif plan_path is not None:
-        next_step("atsplan", "run", report.files[0], "--plan", plan_path)
+        next_step("atsplan", "run", report.files[0], "--plan", plan_path, "-p", "Once upon a time")
 
 
 def parse_size(option: str, text: str) -> int:

@@ -58,7 +58,7 @@ def _next(source: Path, output: Path | None, plan: Path | None) -> None:
     if plan is None:
         next_step("atsplan", "fit", output or source)
     else:
-        next_step("atsplan", "run", output or source, "--plan", plan)
+        next_step("atsplan", "run", output or source, "--plan", plan, "-p", "Once upon a time")
 
 
 def _with_source(source: Path, output: Path, plan_path: Path | None) -> Verification:

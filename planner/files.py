@@ -49,6 +49,15 @@ def regular(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
+def why_not(problem: OSError) -> str:
+    """Why a file cannot be opened or read, in the words of all messages."""
+    if isinstance(problem, FileNotFoundError):
+        return "no such file"
+    if isinstance(problem, IsADirectoryError):
+        return "is a folder, a file is needed"
+    return problem.strerror or str(problem)
+
+
 def sync_folder(folder: Path) -> None:
     """The names in a folder to the disk, where its file system can."""
     handle = os.open(folder, os.O_RDONLY)

@@ -124,6 +124,30 @@ def _verdict(job: Job, line: Line, streams: Mapping[str, int]) -> Verdict:
     return Verdict(job, timing)
 
 
+def where(place: Place) -> str:
+    """A place of weights as people read it."""
+    return place.device if place.buffer == place.device else f"{place.device} from {place.buffer}"
+
+
+def label(case: Case) -> str:
+    """An operator as people read it."""
+    return f"{case.op} {case.type} {'x'.join(map(str, case.shape))}"
+
+
+def without_kernels(verdicts: Iterable[Verdict]) -> dict[str, dict[str, None]]:
+    """By place, what it has no kernels for: a type of a product, or a shape where it computes others."""
+    judged = [
+        (where(v.job.place), v.job.case, v.timing is None and v.dropped == NOT_SUPPORTED) for v in verdicts
+    ]
+    able = {(there, case.op, case.type) for there, case, refused in judged if not refused}
+    found: dict[str, dict[str, None]] = {}
+    for there, case, refused in judged:
+        if refused:
+            some = (there, case.op, case.type) in able
+            found.setdefault(there, {})[label(case) if some else f"{case.op} {case.type}"] = None
+    return found
+
+
 def unsupported(judged: Iterable[Verdict]) -> tuple[Unsupported, ...]:
     """Products that a device said it cannot compute with weights of its own memory, at any shape or batch."""
     own = [v for v in judged if v.job.place.kind == "own" and v.job.case.op in ("MUL_MAT", "MUL_MAT_ID")]

@@ -291,8 +291,10 @@ def test_a_static_set_is_judged_on_steps_it_was_not_chosen_on(tmp_path: Path) ->
         (("simulate", "{d}", "--miss-ms", "0.5"), "give both"),
         (("simulate", "/nowhere"), "/nowhere"),
         (("heat", "report", "{d}", "--map", "x.gif"), ".svg"),
-        (("heat", "report", "/nowhere"), "/nowhere"),
-        (("heat", "report", "{folder}"), "folder"),
+        (("heat", "report", "/nowhere"), "/nowhere: no such file"),
+        (("heat", "report", "{folder}"), "folder: is a folder, a file is needed"),
+        (("heat", "report", "{plan}"), "is a plan, a routing profile is needed"),
+        (("simulate", "{plan}"), "is a plan, a routing profile is needed"),
         (("heat", "import", "{empty}"), "empty file"),
         (("heat", "merge", "{d}", "-w", "1", "-w", "2"), "one for each"),
         (("heat", "trace", str(MODEL)), "at least one prompt"),
@@ -306,6 +308,7 @@ def test_refusals_are_one_line(args: tuple[str, ...], why: str, tmp_path: Path) 
     (tmp_path / "empty").write_text("")
     (tmp_path / "folder").mkdir()
     names = {"d": tmp_path / "d.txt", "empty": tmp_path / "empty", "folder": tmp_path / "folder"}
+    names["plan"] = ROOT / "plans" / "Qwen3.6-27B-q4_K--rtx4090-ddr5.yaml"
     refused(*(arg.format(**names) for arg in args), why=why)
 
 

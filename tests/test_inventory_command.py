@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -36,6 +37,10 @@ def test_a_real_model_at_a_glance() -> None:
         "recurrent state: 62.8 MiB per sequence",
     ):
         assert words in answer.stdout
+
+
+def test_a_small_model_has_a_size(dense_model: Path) -> None:
+    assert re.search(r"llama, [1-9] MiB in \d+ tensors", call(dense_model).stdout)
 
 
 def test_json_counts_everything(moe_model: Path) -> None:

@@ -243,3 +243,41 @@ def test_a_file_given_by_hand_is_read(tmp_path: Path, arguments: list[str | Path
     result = CliRunner().invoke(main, [*map(str, arguments), str(tmp_path / "empty")])
     assert (result.exit_code, result.stdout) == (2, "")
     assert str(tmp_path / "empty") in result.stderr and result.stderr.count("\n") == 1
+
+
+# Commands that print tables and those that print texts.
+TALKATIVE = (
+    ("machines",),
+    ("inventory", str(TABLE)),
+    ("heat", "report", str(HEAT)),
+    ("fit", str(TABLE), "--machine", "rtx4060-8gb-ddr5", "--no-levers"),
+    ("solve", str(TABLE), "--machine", "rtx4060-8gb-ddr5"),
+    ("diff", str(PLAN), str(PLAN), "--json"),
+    ("heat", "import", str(HEAT)),
+)
+
+
+@pytest.mark.parametrize("words", TALKATIVE, ids=lambda words: words[0])
+def test_a_reader_that_goes_away_is_no_failure(words: tuple[str, ...]) -> None:
+    """As `| head -1` with pipefail: status 1 would say that the answer is no."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(
+        [sys.executable, "-m", "atsplan", *words], stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_lead_nowhere(closed: str, tmp_path: Path) -> None:
+    """What is printed must not end in a file that got the number of a stream."""
+    made = tmp_path / "plan.yaml"
+    command = f'exec "$@" {closed}'
+    words = [sys.executable, "-m", "atsplan", "solve", TABLE, "--machine", "rtx4060-8gb-ddr5", "-o", made]
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", *map(str, words)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert kind_of(made.read_text()) == "plan" and "placement" not in made.read_text()

@@ -114,6 +114,35 @@ def test_a_plan_without_flags_has_nothing_to_tell_apart() -> None:
     assert whole.untuned is None and gains(whole) is None and gains_text(whole) == ""
 
 
+def test_a_plan_that_gains_nothing_by_flags_or_placement_does_not_say_so_in_figures() -> None:
+    """As a tenth of a thousandth: who reads "1.000 times" asks what that is to tell."""
+    found = plan(moe(16), "2500")
+    assert found.untuned is not None and "times as fast" in gains_text(found)
+    same = found.untuned.model_copy(
+        update={"tpot_ns": found.predicted.tpot_ns + 9, "prefill_ns": found.predicted.prefill_ns}
+    )
+    rules = tuple(
+        rule.model_copy(update={"tpot_ns": same.tpot_ns, "prefill_ns": same.prefill_ns})
+        for rule in found.baselines
+    )
+    alike = found.model_copy(update={"untuned": same, "baselines": rules})
+    told = gains(alike)
+    assert told is not None and told.flags and gains_text(alike) == ""
+
+
+def test_more_memory_that_changes_nothing_is_said_so() -> None:
+    found = plan(moe(16), "2500")
+    told = [line for line in sentences(found, found) if line.startswith("1 GiB more")]
+    assert told == ["1 GiB more on CUDA0 would change neither a token nor the prompt."]
+    slower = found.predicted.model_copy(update={"prefill_ns": found.predicted.prefill_ns + 2_000_000})
+    told = [
+        line
+        for line in sentences(found, found.model_copy(update={"predicted": slower}))
+        if line.startswith("1 GiB more")
+    ]
+    assert told == ["1 GiB more on CUDA0 would add 2.00 ms to the prompt."]
+
+
 def test_a_sweep_never_gains_less_than_nothing() -> None:
     words = [str(INPUTS / "Qwen3.6-35B-A3B-q4_K.inventory.yaml"), "--machine", CARD]
     done = CliRunner().invoke(main, ["sweep", *words, "--budgets", "2000:2000:1", "--json"])

@@ -10,7 +10,7 @@ from planner.machine.profile import OpTiming, Unsupported
 from planner.plan.plan import to_text
 from planner.site import Site
 from profiler.operators.cases import NOT_SUPPORTED, Job, Place
-from profiler.summarise import Verdict, unsupported
+from profiler.summarise import Verdict, unsupported, without_kernels
 
 GPU = Place("CUDA0", "CUDA0", "own")
 
@@ -41,6 +41,22 @@ def test_other_types_and_operators_are_not_touched() -> None:
         profile = machine().model_copy(update={"unsupported": (one,)})
         made = plan(moe(), "20000", on=profile)
         assert made.units == usual.units and made.notes == usual.notes
+
+
+def test_a_profile_shows_once_what_a_place_has_no_kernels_for() -> None:
+    def verdict(kind: str, rows: int, refused: bool) -> Verdict:
+        case, place = Case("MUL_MAT", kind, (256, rows), 1), Place("CPU", "CPU_REPACK", "repack")
+        timing = OpTiming(
+            op=case.op, type=kind, shape=case.shape, batch=1, device="CPU", buffer="CPU_REPACK",
+            time_ns=1, spread_ns=0, samples=1,
+        )  # fmt: skip
+        return Verdict(Job(case, place), None if refused else timing, NOT_SUPPORTED if refused else "")
+
+    judged = [verdict("q5_0", 8, True), verdict("q5_0", 16, True), verdict("q4_K", 8, True)]
+    found = without_kernels([*judged, verdict("q4_K", 16, False), verdict("q8_0", 8, False)])
+    assert {place: list(products) for place, products in found.items()} == {
+        "CPU from CPU_REPACK": ["MUL_MAT q5_0", "MUL_MAT q4_K 256x8"]
+    }
 
 
 def test_only_products_refused_at_every_shape_are_recorded() -> None:

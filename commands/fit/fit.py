@@ -343,7 +343,8 @@ def _show_levers(answer: Answer) -> None:
     out(most(answer.levers))
     if set_by_plan := flags_of(answer.plan):
         out(f"flags whose gain is in the plan's time: {' '.join(set_by_plan)}")
-        out(gains_text(answer.plan))
+        if text := gains_text(answer.plan):
+            out(text)
 
 
 def _data(answer: Answer, inventory: Inventory, model: Path, words: Words) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import click
 from planner import quoting
 from planner.errors import FileProblem
 from planner.file_kinds import kind_of, named
-from planner.files import lock, place_new, regular, sync_folder, try_lock
+from planner.files import lock, place_new, regular, sync_folder, try_lock, why_not
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -119,6 +119,12 @@ def out_table(made: Table) -> None:
 
     from commands.shared.table_layout import fitted
 
+    class Pipe(Console):
+        """Like every other output where the reader goes away: rich would end this program with status 1."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
     asked = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     width = shutil.get_terminal_size().columns if asked else _PIPE_LETTERS
     head = [quoting.short(name) for name in made.columns]
@@ -130,7 +136,7 @@ def out_table(made: Table) -> None:
         shown.add_column(Text(name), justify=justify, width=room, overflow="fold")  # type: ignore[arg-type]
     for row in layout.rows:
         shown.add_row(*map(Text, row))
-    Console(file=sys.stdout, width=max(width, layout.total), highlight=False).print(shown)
+    Pipe(file=sys.stdout, width=max(width, layout.total), highlight=False).print(shown)
 
 
 def progress() -> Progress:
@@ -313,14 +319,10 @@ def read_text(path: Path) -> str:
             if len(text) > TEXT_BYTES:
                 raise FileProblem(str(path), f"is larger than {mib(TEXT_BYTES)}")
             return io.TextIOWrapper(io.BytesIO(text), encoding="utf-8").read()
-    except FileNotFoundError:
-        raise FileProblem(str(path), "no such file") from None
-    except IsADirectoryError:
-        raise FileProblem(str(path), "is a folder, a file is needed") from None
     except UnicodeDecodeError:
         raise FileProblem(str(path), "is not a text file") from None
     except OSError as problem:
-        raise FileProblem(str(path), problem.strerror or str(problem)) from None
+        raise FileProblem(str(path), why_not(problem)) from None
 
 
 def check_target(path: Path, kind: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from commands.shared.console import counted, mib, next_step, out_text, read_text, say, write_text
 from commands.shared.models import load_inventory
 from planner.errors import FileProblem, InputError, OptionProblem
-from planner.files import regular
+from planner.files import regular, why_not
 
 if TYPE_CHECKING:
     from commands.shared.plan_job import Job
@@ -37,8 +37,8 @@ def mapped(path: Path) -> Iterator[Bytes]:
                 if len(data) > MOST_BYTES and data[:4] != b"GGUF":  # of which only the header is read
                     raise FileProblem(str(path), f"is larger than {mib(MOST_BYTES)}: split a trace")
                 yield data
-    except (OSError, FileNotFoundError, IsADirectoryError, PermissionError) as problem:
-        raise FileProblem(str(path), problem.strerror or str(problem)) from None
+    except OSError as problem:
+        raise FileProblem(str(path), why_not(problem)) from None
 
 
 def shape_of(model: Path | None) -> MoeShape | None:

@@ -314,10 +314,7 @@ def _limit(plan: Plan, larger: Plan | None) -> Iterator[str]:
     if larger is not None:
         gain = plan.predicted.tpot_ns - larger.predicted.tpot_ns
         prompt = plan.predicted.prefill_ns - larger.predicted.prefill_ns
-        yield (
-            f"1 GiB more on {tight.name} would {_change(gain)} a token and {_change(prompt)} the prompt "
-            f"({1e9 / max(larger.predicted.tpot_ns, 1):.1f} tokens/s)."
-        )
+        yield f"1 GiB more on {tight.name} would {_changes(gain, prompt)}{_rate(larger) if gain else ''}."
 
 
 def _why_not(plan: Plan) -> str:
@@ -329,8 +326,20 @@ def _why_not(plan: Plan) -> str:
     return "nothing more there was found to be faster"
 
 
-def _change(gain_ns: int) -> str:
-    return f"take {_ms(gain_ns)} off" if gain_ns >= 0 else f"add {_ms(-gain_ns)} to"
+def _changes(token_ns: int, prompt_ns: int) -> str:
+    """What a change of the plan takes off a token and the prompt, below zero adds to them."""
+    told = [
+        (ns, what) for ns, what in ((token_ns, "a token"), (prompt_ns, "the prompt")) if _ms(ns) != _ms(0)
+    ]
+    if not told:
+        return "change neither a token nor the prompt"
+    return " and ".join(
+        f"take {_ms(ns)} off {to}" if ns > 0 else f"add {_ms(-ns)} to {to}" for ns, to in told
+    )
+
+
+def _rate(plan: Plan) -> str:
+    return f" ({1e9 / max(plan.predicted.tpot_ns, 1):.1f} tokens/s)"
 
 
 def _proof(plan: Plan) -> Iterator[str]:

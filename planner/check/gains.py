@@ -55,6 +55,8 @@ def gains_text(plan: Plan) -> str:
     found = gains(plan)
     if found is None or not found.flags:
         return ""
+    if {f"{found.by_flags:.3f}", f"{found.by_placement:.3f}"} == {"1.000"}:
+        return ""
     rule = found.rule
     return (
         f"A request is answered {found.by_flags * found.by_placement:.3f} times as fast as by the best stock "

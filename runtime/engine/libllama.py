@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import EngineProblem, FileProblem
+from planner.files import why_not
 from planner.machine.engine_builds import build_number
 from runtime.cache import libraries
 from runtime.engine import locate, structs
@@ -181,7 +182,7 @@ class Engine:
             try:
                 header = llama_h.read_text(errors="replace")
             except OSError as problem:
-                raise FileProblem(str(llama_h), problem.strerror or str(problem)) from None
+                raise FileProblem(str(llama_h), why_not(problem)) from None
         return cls(replace(locate.find(path), llama_h=llama_h), header)
 
     @property

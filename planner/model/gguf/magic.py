@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from planner.file_kinds import kind_of, named
+
 MAGIC = b"GGUF"
 _UNFINISHED = (".part", ".incomplete", ".crdownload", ".download", ".partial", ".tmp", ".aria2")
 _RAW_PART = re.compile(r"\.gguf(\.([0-9]+|[a-z]{2})|-split-[a-z]+)$")
@@ -48,6 +50,17 @@ def not_gguf(head: bytes) -> str:
         return "not a GGUF but a safetensors file: convert it first"
     if text.startswith(b"{"):
         return "not a GGUF but JSON text: the download failed"
-    if len(head) > 8 and all(32 <= letter < 127 or letter in b"\t\r\n" for letter in head):
-        return f"not a GGUF but text, {head[:40]!r}: a failed download?"
-    return f"not a GGUF file: it starts with {head[:8]!r}"
+    if kind := kind_of(head.decode(errors="replace")):
+        return f"is {named(kind)}, a model is needed"
+    if _is_text(head) and len(head) > 8:
+        return f"not a GGUF but text, {_told(head)}: a failed download?"
+    return f"not a GGUF file: it starts with {_told(head) if _is_text(head) else head[:8].hex(' ')}"
+
+
+def _is_text(head: bytes) -> bool:
+    return all(32 <= letter < 127 or letter in b"\t\r\n" for letter in head)
+
+
+def _told(text: bytes) -> str:
+    """How a text begins, on one line."""
+    return repr(" ".join(text[:40].decode("ascii").split()))

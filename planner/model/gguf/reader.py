@@ -19,7 +19,7 @@ from pathlib import Path
 
 from planner.constants import SIZE_KEY
 from planner.errors import FileProblem, InputError
-from planner.files import regular
+from planner.files import regular, why_not
 from planner.model.ggml_types import FORK_TYPES, is_known, least_bytes, tensor_bytes, type_name
 from planner.model.gguf.half_published import half_published
 from planner.model.gguf.header import Bytes, Header, KeyValue, TensorInfo, pad, parse_header
@@ -118,12 +118,10 @@ def read_shard(path: Path) -> ShardHeader:
     try:
         with mapped(path) as data:
             return shard_of(path, data, len(data))
-    except FileNotFoundError:
-        raise FileProblem(str(path), "no such file") from None
     except OSError as problem:
         if problem.errno == errno.ENOMEM:  # no fault of the file
             raise OSError(problem.errno, problem.strerror, str(path)) from None
-        raise FileProblem(str(path), problem.strerror or str(problem)) from None
+        raise FileProblem(str(path), why_not(problem)) from None
 
 
 def shard_of(path: Path, data: Bytes, size_bytes: int) -> ShardHeader:

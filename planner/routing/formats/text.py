@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from planner.errors import FieldProblem, FileProblem
+from planner.file_kinds import kind_of, named
 from planner.model.routed_layers import MoeShape
 from planner.quoting import short
 from planner.routing import expert_counts as heats
@@ -22,6 +23,8 @@ _INTEGERS = re.compile(r"-?\d+(,-?\d+)+")
 
 def parse(text: str, path: str, shape: MoeShape | None, heard: Heard) -> Found:
     """Any text profile; FileProblem says what was seen when it is none."""
+    if (kind := kind_of(text)) not in ("", "heat file", "routing trace"):
+        raise FileProblem(path, f"is {named(kind)}, a routing profile is needed")
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if first == heats.MAGIC or first.startswith("# heat:"):
         return _own_heat(text, path)
