@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from planning_models import machine, moe, plan
 
+from planner.cost.build_problem import BeyondPlans
 from planner.machine import presets
 from planner.machine.presets import FOLDER, UnknownMachine
 from planner.machine.profile import to_text
@@ -50,3 +52,23 @@ def test_an_unknown_machine_names_the_nearest_ones() -> None:
     with pytest.raises(UnknownMachine, match="rtx4090-ddr5") as caught:
         presets.load("rtx4090-ddr4")
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"bandwidth_bytes_per_s": 1},
+        {"bandwidth_bytes_per_s": 400},
+        {"flops_per_s": 1},
+        {"op_overhead_ns": 1 << 53},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("device", ["CUDA0", "CPU"])
+def test_figures_whose_times_no_search_adds_up_are_named(device: str, figures: dict[str, int]) -> None:
+    """A profile is a file: its numbers are bounded one by one, and their products are not."""
+    profile = machine()
+    devices = tuple(d.model_copy(update=figures if d.name == device else {}) for d in profile.devices)
+    changed = profile.model_copy(update={"devices": devices})
+    with pytest.raises(BeyondPlans, match="its figures give"):
+        plan(moe(16), "4000", on=changed)

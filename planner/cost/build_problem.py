@@ -14,6 +14,7 @@ from planner.cost.pins import Wanted, pinned
 from planner.cost.rounding import rounded
 from planner.cost.shared_kv import Sharing
 from planner.cost.unit_time import Prices, Timed, state_case
+from planner.errors import InputError
 from planner.machine import op_time
 from planner.machine.host_memory import OFFLOAD_BATCH
 from planner.machine.profile import Device, Profile
@@ -38,6 +39,9 @@ OUTPUT = "output"
 UNFUSED = "unfused delta net"
 _ON_HOST = frozenset({Kind.EMBEDDING, Kind.LOOKUP})
 _NOT_LOADED = frozenset({Kind.FOREIGN})
+
+
+_MOST_NS = 1 << 58  # nine years for a request: the search adds such numbers up in 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,18 @@ class Priced:
         return self.settings.op_offload and long and any(d.kind == "gpu" for d in self.problem.devices)
 
 
+@dataclass(eq=False)
+class BeyondPlans(InputError):
+    """Figures of a machine that give a number no plan holds: months for a token."""
+
+    field: str
+    value: int
+    profile: str
+
+    def message(self) -> str:
+        return f"profile {self.profile}: its figures give {self.field} {self.value}, more than any plan holds"
+
+
 def build_problem(
     model: Model,
     profile: Profile,
@@ -138,7 +154,7 @@ def build_problem(
 ) -> Priced:
     """The placement problem on the devices that have a budget and are opened, for the model's workload.
 
-    `timed`: of another problem of the same model, profile and speculation.
+    `timed`: of another problem of the same model, profile and speculation. Raises BeyondPlans.
     """
     devices = devices_of(profile, request.budgets, settings)
     # A GPU's pinned memory comes before it in the engine's list of buffers for the CPU.
@@ -206,6 +222,8 @@ def build_problem(
         host_leads=settings.op_offload and _streams(devices, workload),
         contiguous=request.contiguous,
     )
+    if (longest := problem.longest()) > _MOST_NS:
+        raise BeyondPlans("times up to", longest, profile.name)
     paged = [(i, d.name) for i, d in enumerate(devices) if d.kind == "cpu" and request.page]
     resident = {i: max(request.budgets[name] - reserved[name], 0) for i, name in paged}
     return Priced(model, rounded(problem, fastest), prices, ledger, settings, asked, resident, shared)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 
 from pydantic import ValidationError
 
 from planner.constants import CPU, IDLE_THREADS, MIB, PPM
-from planner.cost.build_problem import Model
+from planner.cost.build_problem import BeyondPlans, Model
 from planner.cost.evidence import by_basis, of_prompt, of_token
 from planner.cost.expert_cache import cached
 from planner.cost.graph_splits import graph_splits
-from planner.errors import InputError
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
 from planner.machine.profile import Profile, profile_digest
@@ -47,18 +45,6 @@ from planner.plan.request import Request
 from planner.site import HOST, ON_CPU, Site, SiteKind, sites
 from planner.solver.deadline import Deadline
 from planner.solver.problem import Decision, Option
-
-
-@dataclass(eq=False)
-class BeyondPlans(InputError):
-    """Figures of a machine that give a number no plan holds: months for a token."""
-
-    field: str
-    value: int
-    profile: str
-
-    def message(self) -> str:
-        return f"profile {self.profile}: its figures give {self.field} {self.value}, more than any plan holds"
 
 
 def record(

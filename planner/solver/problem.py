@@ -124,6 +124,18 @@ class Problem:
         """The objective of a pair of times."""
         return self.decode_weight * decode_ns + self.prefill_weight * prefill_ns
 
+    def longest(self) -> int:
+        """An objective that no placement exceeds."""
+        most: dict[int, int] = {}  # decisions alike have the same options
+        for decision in self.decisions:
+            if id(decision.options) not in most:
+                prices = (self.price(o.decode_ns, o.prefill_ns) for o in decision.options)
+                most[id(decision.options)] = max(prices, default=0)
+        options = sum(most[id(decision.options)] for decision in self.decisions)
+        edges = sum(self.price(_largest(e.decode_ns), _largest(e.prefill_ns)) for e in self.edges)
+        mixed = sum(self.price(m.decode_ns, m.prefill_ns) for m in self.mixed)
+        return self.price(self.decode_ns, self.prefill_ns) + options + edges + mixed
+
     def _touched(self, mixed: Mixed, option: Option) -> tuple[int, ...]:
         return (option.entry,) if mixed.layers_only else (option.entry, option.exit)
 
@@ -140,6 +152,10 @@ class Problem:
         for i, decision in enumerate(self.decisions):
             for j, option in enumerate(decision.options):
                 yield i, j, option
+
+
+def _largest(matrix: Matrix) -> int:
+    return max((max(row, default=0) for row in matrix), default=0)
 
 
 @dataclass(frozen=True, slots=True)
