@@ -175,6 +175,7 @@ NUMBERS = (
     "-1",
     "NaN",
     "1e400",
+    "1e300",
     "",
     "0x10",
     "1_000",
@@ -193,6 +194,9 @@ NUMBERS = (
         "solve model.gguf --machine rtx4060-8gb-ddr5 --ctx 512 --workload gen=@",
         "sweep model.gguf --machine rtx4060-8gb-ddr5 --ctx 512 --budgets 1:@:1",
         "simulate trace.csv --slots @",
+        "simulate trace.csv --upload @",
+        "simulate trace.csv --fixed-ms @ --miss-ms @ --json",
+        "simulate trace.csv --half-life @",
         "heat export heat.csv --to moe-layer-perf --budget @",
     ],
 )

@@ -32,13 +32,18 @@ class Target(click.Path):
         return path
 
 
+_MOST = 1e9  # milliseconds, mebibytes, seconds, experts: far above anything real, far below what overflows
+
+
 class Number(click.FloatRange):
-    """A finite number within bounds."""
+    """A finite number within bounds, and none that nothing can be."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
+        if abs(number) > _MOST:
+            self.fail(f"{value} is more than {_MOST:g}.", param, ctx)
         return number
 
 
