@@ -111,3 +111,30 @@ def test_widths_of_nothing_and_parts_that_do_not_go_together(name: str, tmp_path
     loads = [Load(write_sparse(tmp_path / f"{n}.gguf", each), WORK) for n, each in enumerate(tables)]
     for case, table, said in zip(cases, tables, attempt(loads), strict=True):
         assert bool(load_faults(table)) == (not isinstance(said, Bytes)), (case, said, load_faults(table))
+
+
+DENSE = {
+    "cohere2": "cohere2moe",
+    "ernie4_5": "ernie4_5-moe",
+    "exaone": "exaone-moe",
+    "granite": "granitemoe",
+    "lfm2": "lfm2moe",
+    "nemotron_h": "nemotron_h_moe",
+    "qwen2": "qwen2moe",
+    "qwen3": "qwen3moe",
+    "qwen35": "qwen35moe",
+    "qwen3vl": "qwen3vlmoe",
+}
+
+
+def test_experts_under_the_name_of_a_dense_architecture(tmp_path: Path) -> None:
+    """Refused where the engine looks for dense layers, and loaded where it reads both."""
+    make(tmp_path, DENSE.values())
+    tables = []
+    for dense, mixture in DENSE.items():
+        whole = read_model(tmp_path / f"{mixture}.gguf").inventory
+        told = changed(whole.model_copy(update={"hparams": hparams(mixture)}))
+        tables.append(told.model_copy(update={"architecture": dense}))
+    loads = [Load(write_sparse(tmp_path / f"{n}.gguf", each), WORK) for n, each in enumerate(tables)]
+    for table, said in zip(tables, attempt(loads), strict=True):
+        assert bool(load_faults(table)) == (not isinstance(said, Bytes)), (table.architecture, said)

@@ -52,6 +52,9 @@ _BY_SECTIONS = frozenset(
         "qwen3vlmoe",
     }
 )
+_NO_EXPERTS = frozenset(  # granite and nemotron_h read them as granitemoe and nemotron_h_moe do
+    {"cohere2", "ernie4_5", "exaone", "glm4", "lfm2", "qwen2", "qwen3", "qwen35", "qwen3vl"}
+)
 _INTERLEAVED = frozenset({"ernie4_5-moe", "llama4"})  # dense layers among the routed ones
 _LISTS_ONLY: Mapping[str, frozenset[str]] = {
     "attention.sliding_window_pattern": frozenset(
@@ -218,12 +221,20 @@ def _mixers(inventory: Inventory) -> Iterator[_Rule]:
 def _kinds(inventory: Inventory, layers: Layers) -> Iterator[str]:
     """Layers that are of another kind than the keys say that tell kinds apart."""
     stems = stems_by_layer(inventory)
+    yield from _without_experts(inventory, stems)
     yield from _dense(inventory, layers, stems)
     yield from _full_attention(inventory, layers, stems)
     yield from _listed(inventory, layers)
     yield from _compressed(inventory, layers, stems)
     yield from _groups(inventory)
     yield from _rotated(inventory)
+
+
+def _without_experts(inventory: Inventory, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
+    """Experts in an architecture whose mixtures have another name."""
+    arch, routed = inventory.architecture, [n for n, names in stems.items() if "ffn_down_exps" in names]
+    if arch in _NO_EXPERTS and routed:
+        yield f"layer {min(routed)} holds experts, and llama.cpp reads none of {arch}"
 
 
 def _dense(inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
