@@ -105,6 +105,7 @@ def test_widths_of_nothing_and_parts_that_do_not_go_together(name: str, tmp_path
     cases: list[tuple[str, Hparam]] = [(key, 0) for key in sorted(ASKED & set(model.hparams))]
     cases += [("rope.dimension_count", n) for n in (0, head // 2, 2 * head)]
     cases += [("expert_group_count", n) for n in (3, model.number("expert_count"))]
+    cases += [("expert_gating_func", n) for n in (0, 4, 5)] if "expert_gating_func" in model.hparams else []
     cases += [("rope.dimension_sections", (1, 1, 1)), ("rope.dimension_sections", (1, 1, 1, 0))]
     more = {"expert_group_count": {"expert_group_used_count": 1}}
     tables = [changed(model, **{key: new, **more.get(key, {})}) for key, new in cases]

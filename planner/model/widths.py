@@ -55,6 +55,14 @@ _BY_SECTIONS = frozenset(
 _NO_EXPERTS = frozenset(  # granite and nemotron_h read them as granitemoe and nemotron_h_moe do
     {"cohere2", "ernie4_5", "exaone", "glm4", "lfm2", "qwen2", "qwen3", "qwen35", "qwen3vl"}
 )
+# Which read expert_gating_func: functions 1 to 4; some take 0 for their own.
+_GATES = """
+bailingmoe2 bailingmoe3 deepseek32 deepseek4 dots1 dots3note exaone-moe hy_v4 kimi-k3 kimi-linear lfm2moe
+minimax-m2 minimax-m3 smallthinker
+"""
+_GATES_OR_0 = "afmoe cohere2moe deepseek2 glm-dsa glm4moe glm5-next hy_v3 laguna mistral4"
+_LEAST_GATE = {**dict.fromkeys(_GATES.split(), 1), **dict.fromkeys(_GATES_OR_0.split(), 0)}
+_MOST_GATE = 4
 _INTERLEAVED = frozenset({"ernie4_5-moe", "llama4"})  # dense layers among the routed ones
 _LISTS_ONLY: Mapping[str, frozenset[str]] = {
     "attention.sliding_window_pattern": frozenset(
@@ -271,6 +279,9 @@ def _groups(inventory: Inventory) -> Iterator[str]:
     groups, used = inventory.number("expert_group_count"), inventory.number("expert_group_used_count")
     if groups > 1 and not 0 < used < groups:
         yield f"{inventory.architecture}.expert_group_used_count is {used}, of {groups} groups"
+    gate, least = inventory.hparams.get("expert_gating_func"), _LEAST_GATE.get(inventory.architecture)
+    if isinstance(gate, int) and least is not None and not least <= gate <= _MOST_GATE:
+        yield f"{inventory.architecture}.expert_gating_func is {gate}, of {least} to {_MOST_GATE}"
     experts = inventory.number("expert_count")
     if groups > 1 and experts and (experts % groups or groups >= experts):
         yield f"{inventory.architecture}.expert_group_count is {groups}, of {experts} experts"
