@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -46,16 +46,25 @@ COMMANDS = {
 }
 
 
-def _interrupt(number: int, frame: object) -> None:
-    """A polite kill ends like Ctrl-C: what was half written is taken away first."""
-    raise KeyboardInterrupt
+def _end_politely() -> list[int]:
+    """A polite kill ends like Ctrl-C: what was half written is taken away first. Tells what came."""
+    heard: list[int] = []
 
+    def interrupt(number: int, frame: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
 
-def _end_politely() -> None:
-    for name in ("SIGTERM", "SIGHUP"):  # a kill, a closed terminal
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C, a kill, a closed terminal
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup goes on
-            signal.signal(number, _interrupt)
+            signal.signal(number, interrupt)
+    return heard
+
+
+def _interrupted() -> NoReturn:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        click.echo("atsplan: interrupted", err=True)
+    sys.exit(130)
 
 
 def _open_streams() -> None:
@@ -130,7 +139,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         from planner.errors import AtsplanError
 
-        _end_politely()
+        heard = _end_politely()
         ctx.meta["atsplan.began"] = time.monotonic()
         try:
             return super().invoke(ctx)
@@ -146,9 +155,11 @@ class LazyGroup(click.Group):
             _say(f"{path}: {' '.join(problem.format_message().split())} ({path} --help)")
             sys.exit(2)
         except (KeyboardInterrupt, click.Abort):
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                click.echo("atsplan: interrupted", err=True)
-            sys.exit(130)
+            _interrupted()
+        except ImportError:
+            if heard:  # libraries say so of an interrupt while they are loaded
+                _interrupted()
+            raise
         except BrokenPipeError:
             # The reader of the output went away (`| head`): no error of this program.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -94,6 +94,39 @@ def test_a_generation_that_is_ended_leaves_no_process(
         assert until(lambda: not alive(children))
 
 
+# A library that is interrupted while it is loaded, and says so in its own way, as extension modules do.
+_AS_IT_LOADS = """
+import os, signal, sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ortools":
+            try:
+                os.kill(os.getpid(), {interrupt}) if {interrupt} else None
+                time.sleep(0.1)
+            except KeyboardInterrupt:
+                pass
+            raise ImportError("initialization failed")
+sys.meta_path.insert(0, Finder())
+import atsplan
+atsplan.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, 0])
+def test_an_interrupt_that_a_library_makes_an_error_of_is_one(number: int) -> None:
+    table = ROOT / "plans" / "inputs" / "Qwen3.5-0.8B-q8_0.inventory.yaml"
+    words = ["fit", str(table), "--machine", "rtx4060-8gb-ddr5", "--no-levers"]
+    code = _AS_IT_LOADS.replace("{interrupt}", str(int(number)))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if number:
+        assert (done.returncode, done.stdout) == (130, "")
+        assert done.stderr == "atsplan: interrupted\n"
+    else:  # what is wrong with an installation is not hidden
+        assert done.returncode == 1 and "ImportError: initialization failed" in done.stderr
+
+
 def test_a_closed_terminal_ends_everything_though_nothing_can_be_said(
     dense_model: Path, plan_path: Path
 ) -> None:
