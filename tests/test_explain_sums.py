@@ -62,6 +62,14 @@ def test_changes_of_device_are_counted_and_apart_from_the_rest() -> None:
     assert {s["what"] for s in data["slices"]} == named.keys()  # type: ignore[attr-defined]
 
 
+def test_one_change_of_device_is_one() -> None:
+    made = plan(moe(), "8000")
+    parts = reprice(made, moe(), machine(), Known()).breakdown()
+    one = made.model_copy(update={"predicted": made.predicted.model_copy(update={"splits": 2})})
+    named = {s.what for s in slices(one, parts)}
+    assert "1 change of device" in named and "1 changes of device" not in named
+
+
 def test_predict_and_explain_say_the_same() -> None:
     inventory, profile, made = PLANS["experts on the CPU"]()
     moved = {p.unit: p.site for p in made.units if p.site == ON_CPU and p.unit.endswith("experts")}
