@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import dense, machine, moe, plan, sites, timed
+from planning_models import dense, machine, moe, plan, real, sites, timed
 
 from atsplan import main
 from planner.machine.attention_kernels import attends
@@ -49,6 +49,16 @@ def test_what_a_refusal_advises_fits_and_a_little_more_does_not(model: Path, wor
         if "--ctx" in text:
             more = text.replace(text.split()[-1], str(int(text.split()[-1]) + 256))
             assert solve(model, *changed(words, more)).exit_code == 1, text
+
+
+def test_the_refusal_of_the_page_is_the_program_s() -> None:
+    page = " ".join((INPUTS.parents[1] / "docs" / "findings-solver.md").read_text(encoding="utf-8").split())
+    whole = INPUTS / "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"
+    line = solve(whole, "--budget", "21000", "--ctx", "131072", "--no-cpu")
+    hints = re.findall(r"(?:--kv-type \S+ )?--ctx \d+ \(fits\)", line.stderr)
+    assert len(hints) == 2 and all(f"`{hint}`" in page for hint in hints), (hints, line.stderr)
+    assert solve(whole, "--budget", "21000", "--ctx", "29696", "--no-cpu").exit_code == 1
+    assert real("Qwen3-30B-A3B-Q4_K_M").number("context_length") == 40960
 
 
 def advised(line: Result) -> list[str]:
