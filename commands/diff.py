@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import mib, ms, next_step, out, out_json, read_text
+from commands.shared.console import mib, ms, next_step, out, out_json
+from commands.shared.models import load_plan
 
 if TYPE_CHECKING:
     from planner.model.inventory import Inventory
@@ -25,10 +26,8 @@ DERIVED = ("units.", "overrides", "command")  # follow from the moves, or from w
 def command(before: Path, after: Path, model: Path | None, as_json: bool) -> None:
     """What moved from plan BEFORE to plan AFTER, and what it costs."""
     from planner.plan.difference import difference
-    from planner.plan.plan import from_text
 
-    old = from_text(read_text(before), str(before))
-    new = from_text(read_text(after), str(after))
+    old, new = load_plan(before), load_plan(after)
     tensors = _tensors(model, {before: old, after: new})
     found = difference(old, new)
     if as_json:

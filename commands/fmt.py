@@ -36,7 +36,7 @@ def command(
     with progress() as bar:
         task = bar.add_task("plans", total=len(files), rate="")
         for path in files:
-            text = read_text(path)
+            text = read_text(path, "plan")
             plan = from_text(text, str(path))
             canonical = to_text(_repriced(plan, path, library) if reprice else plan)
             bar.advance(task)

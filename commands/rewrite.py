@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import again, counted, mib, next_step, out, out_json, read_text, say, without
+from commands.shared.console import again, counted, mib, next_step, out, out_json, say, without
+from commands.shared.models import load_plan
 from planner.errors import OptionProblem
 from planner.quoting import utf8
 
@@ -82,10 +83,9 @@ def command(
     else:
         from planner.check.consistency import check_agreement
         from planner.model.validity import check_loadable
-        from planner.plan.plan import from_text
         from rewriter.stamp import read_stamp
 
-        plan = from_text(read_text(plan_path), str(plan_path))
+        plan = load_plan(plan_path)
         read_stamp(file)  # a damaged record is the better reason
         check_loadable(file.inventory, str(model), file.refused)
         work = decide(file, plan, target.name, options, str(plan_path))

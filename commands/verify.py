@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from commands.shared.console import counted, mib, next_step, out, out_json, read_text, say
+from commands.shared.models import load_plan
+from planner.errors import FileProblem
 
 if TYPE_CHECKING:
     from rewriter.verify import Verification
@@ -63,14 +65,13 @@ def _next(source: Path, output: Path | None, plan: Path | None) -> None:
 
 def _with_source(source: Path, output: Path, plan_path: Path | None) -> Verification:
     from planner.model.gguf.reader import read_model
-    from planner.plan.plan import from_text
     from rewriter.stamp import check_plan
     from rewriter.verify import verify
 
     original, rewritten = read_model(source), read_model(output)
     plan = None
     if plan_path is not None:
-        plan = from_text(read_text(plan_path), str(plan_path))
+        plan = load_plan(plan_path)
         check_plan(original, plan, str(plan_path))
     with _counter(2 * original.inventory.size_bytes) as advance:
         return verify(original, rewritten.paths, plan, advance)
@@ -84,6 +85,11 @@ def _with_manifest(path: Path) -> Verification:
 
     model = read_model(path)
     beside = manifest_path(model.paths[0].with_name(output_name(model.paths[0].name)))
+    if not beside.exists():
+        why = (
+            "no such file: give the file to compare with too, or one beside which `rewrite` left its manifest"
+        )
+        raise FileProblem(str(beside), why)
     manifest = from_text(read_text(beside), str(beside))
     with _counter(model.inventory.size_bytes) as advance:
         return recheck(model, manifest, advance)

@@ -175,7 +175,7 @@ def test_a_model_given_for_a_text_is_not_read_whole(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["explain", str(large)])
     assert (result.exit_code, result.stderr) == (
         2,
-        f"atsplan: {large}: is a model file, a text file is needed\n",
+        f"atsplan: {large}: is a model file, a plan is needed\n",
     )
 
 
@@ -281,3 +281,21 @@ def test_streams_that_are_closed_lead_nowhere(closed: str, tmp_path: Path) -> No
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert kind_of(made.read_text()) == "plan" and "placement" not in made.read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("explain",), ("export",), ("fmt",), ("check",), ("diff", str(PLAN)), ("fit", str(TABLE), "--profile")],
+    ids=lambda words: words[0],
+)
+def test_a_model_given_for_another_file_is_told_what_is_needed(words: tuple[str, ...]) -> None:
+    model = ROOT / "tests" / "data" / "tiny-moe.gguf"
+    result = CliRunner().invoke(main, [*words, str(model)])
+    needed = "profile" if "--profile" in words else "plan"
+    assert result.exit_code == 2 and f"is a model file, a {needed} is needed" in result.output
+
+
+def test_a_reference_is_named_as_it_was_typed() -> None:
+    result = CliRunner().invoke(main, ["inventory", "https://example.org/a/model.gguf"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("atsplan: https://example.org/a/model.gguf: lies elsewhere")

@@ -83,7 +83,7 @@ def test_an_output_is_checked_against_its_manifest_alone(here: Path) -> None:
     shard.write_bytes(data)
     refused(run("verify", shard), "has other bytes", code=1)
     (here / "s.gguf.manifest.yaml").unlink()
-    refused(run("verify", shard), "s.gguf.manifest.yaml: no such file")
+    refused(run("verify", shard), "s.gguf.manifest.yaml: no such file: give the file to compare with too")
 
 
 def test_a_manifest_never_speaks_of_other_bytes(here: Path) -> None:

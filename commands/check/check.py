@@ -118,7 +118,7 @@ def _list(path: Path, library: InputLibrary) -> None:
     from planner.plan.plan_lines import device_lines, override_lines
 
     try:
-        plan, _ = read_plan(read_text(path), str(path))
+        plan, _ = read_plan(read_text(path, "plan"), str(path))
         inventory = library.of(plan, path).inventory if plan else None
     except InputError:
         return  # its finding says why
@@ -189,7 +189,7 @@ def _check_one(
     from planner.check.check import check_plan, missing_inputs, read_plan
 
     try:
-        text = read_text(path)
+        text = read_text(path, "plan")
     except InputError as problem:
         return [_unread(path, "schema", problem)]
     plan, found = read_plan(text, str(path))

@@ -301,8 +301,8 @@ def ms(time_ns: int) -> str:
     return f"{time_ns / 1e6:.2f} ms"
 
 
-def read_text(path: Path) -> str:
-    """Text of a small file; FileProblem when it cannot be read.
+def read_text(path: Path, wanted: str = "text file") -> str:
+    """Text of a small file; FileProblem when it cannot be read, or is a model and not what is `wanted`.
 
     Pipes and devices are read where the path itself names one, as `<(...)` of a shell does, and not behind a
     name in a folder: nobody may ever fill them.
@@ -312,7 +312,7 @@ def read_text(path: Path) -> str:
         with path.open("rb") if given else regular(path) as file:
             head = file.read(_HEAD_BYTES)
             if b"\0" in head:  # told before gigabytes are read
-                a_model = "a model file, a text file is needed"
+                a_model = f"a model file, {named(wanted)} is needed"
                 what = a_model if head.startswith(b"GGUF") else "not a text file"
                 raise FileProblem(str(path), f"is {what}")
             text = head + file.read(TEXT_BYTES)

@@ -27,7 +27,8 @@ def load_inventory(path: Path, *, planned: bool = False) -> Inventory:
     from planner.model.validity import check_loadable, load_faults
 
     if str(path).startswith(ELSEWHERE) and not path.exists():
-        raise FileProblem(str(path), "lies elsewhere, which only fit reads: download it for this command")
+        typed = str(path).replace(":/", "://", 1)  # a path has lost a stroke of `https://`
+        raise FileProblem(typed, "lies elsewhere, which only fit reads: download it for this command")
     told: tuple[str, ...] = ()
     if path.suffix in {".yaml", ".yml"}:
         from planner.model.inventory import from_text
@@ -55,7 +56,7 @@ def load_profile(path: Path | None, machine: str | None) -> Profile:
     if path is not None:
         from planner.machine.profile import from_text
 
-        return from_text(read_text(path), str(path))
+        return from_text(read_text(path, "profile"), str(path))
     from planner.machine.presets import load
 
     assert machine is not None
@@ -66,4 +67,4 @@ def load_plan(path: Path) -> Plan:
     """Plan from its file."""
     from planner.plan.plan import from_text
 
-    return from_text(read_text(path), str(path))
+    return from_text(read_text(path, "plan"), str(path))
