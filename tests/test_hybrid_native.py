@@ -32,6 +32,7 @@ TESTS = (
     "slots_follow",
     "prompts_while_slots_follow",
     "scores_are_kept",
+    "paces_are_typical",
     "experts_come_on_demand",
     "begins_ahead",
     "guests_come_in_one_piece",

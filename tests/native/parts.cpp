@@ -246,9 +246,39 @@ void divided_tensors_are_refused() {
     CHECK(!refused({"p", "row"}, "layer"));
 }
 
+// A lane is measured at few moments, each once, and a stall in one of them is forgotten.
+void paces_are_typical() {
+    Pace pace;
+    int due = 0;
+    for (int step = 0; step < 60000; step++) {
+        due += pace.is_due() ? 1 : 0;
+        CHECK(step || due == 1);
+    }
+    CHECK(due == 5);
+    CHECK(pace.typical({900, 40}).bytes_us == 40);  // all that is known
+    CHECK(pace.typical({20, 108}).bytes_us == 108);
+    CHECK(pace.typical({25, 78}).bytes_us == 78 && pace.typical({21, 103}).start_ns == 21);
+    CHECK(pace.typical({700, 30}).bytes_us == 78);
+    Pace shared;
+    std::atomic<int> asked{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; i++) {
+        threads.emplace_back([&] {
+            for (int step = 0; step < 1000; step++) {
+                asked += shared.is_due() ? 1 : 0;
+            }
+        });
+    }
+    for (auto & thread : threads) {
+        thread.join();
+    }
+    CHECK(asked == 3);
+}
+
 }  // namespace
 
 const Tests kParts = {
+    {"paces_are_typical", paces_are_typical},
     {"divided_tensors_are_refused", divided_tensors_are_refused},
     {"reads_settings", reads_settings},
     {"knows_names", knows_names},

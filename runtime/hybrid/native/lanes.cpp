@@ -12,6 +12,14 @@ constexpr int64_t kStageStart = 50000;      // ns
 constexpr int64_t kDeviceGuess = 20000;    // ns of a layer's resident experts, before it is measured
 constexpr int kTurns = 5;                   // of a measurement
 
+// From the times of one expert, and of each more.
+Pace::Sample pace_of(const Region & region, int64_t one_ns, int64_t each_ns) {
+    Pace::Sample found;
+    found.start_ns = std::max<int64_t>(one_ns - each_ns, 0);
+    found.bytes_us = std::max<int64_t>(region.expert_bytes * 1000 / std::max<int64_t>(each_ns, 1), 1);
+    return found;
+}
+
 }  // namespace
 
 bool Stream::start_lane(Region & region) {
@@ -95,12 +103,12 @@ Costs Stream::costs(const Region & region) const {
     return found;
 }
 
-// Once after loading, by the region that comes first: how fast the lane reads experts, and the bus.
+// After loading and a few times later, by the region in hand: how fast the lane reads experts, and the bus.
 void Stream::measure(Region & region, int32_t n_guests) {
-    if (region.cpu && !store_.cpu_bytes_us.load()) {
+    if (region.cpu && !store_.config.cpu_bytes_us && store_.cpu_pace.is_due()) {
         measure_cpu(region);
     }
-    if (n_guests && region.products[0].matrix->slots && !store_.bus_measured.load()) {
+    if (n_guests && region.products[0].matrix->slots && !store_.config.bus_bytes_us && store_.bus_pace.is_due()) {
         measure_bus(region, n_guests);
     }
 }
@@ -132,16 +140,13 @@ void Stream::measure_cpu(Region & region) {
     };
     const int64_t one = best(1), several = best(n);
     const int64_t each = n > 1 && several > one ? (several - one) / (n - 1) : several / n;
-    store_.cpu_start_ns = std::max<int64_t>(one - each, 0);
-    store_.cpu_bytes_us = std::max<int64_t>(region.expert_bytes * 1000 / std::max<int64_t>(each, 1), 1);
+    const Pace::Sample typical = store_.cpu_pace.typical(pace_of(region, one, each));
+    store_.cpu_start_ns = typical.start_ns;
+    store_.cpu_bytes_us = typical.bytes_us;
 }
 
 // The same for uploads, into guests that no queued work reads: choices were just waited for, and the lock is held.
 void Stream::measure_bus(Region & region, int32_t n_guests) {
-    store_.bus_measured = true;
-    if (store_.config.bus_bytes_us) {
-        return;
-    }
     Group & group = *region.group;
     wait_for(group.guests_read, group.guest_owner);
     int32_t expert = 0;
@@ -161,8 +166,9 @@ void Stream::measure_bus(Region & region, int32_t n_guests) {
     const int64_t one = best(1), several = best(3);
     group.counters.upload_bytes = counted;  // the lock is held: nobody else counts
     const int64_t each = several > one ? (several - one) / 2 : several / 3;
-    store_.bus_start_ns = std::max<int64_t>(one - each, 0);
-    store_.bus_bytes_us = std::max<int64_t>(region.expert_bytes * 1000 / std::max<int64_t>(each, 1), 1);
+    const Pace::Sample typical = store_.bus_pace.typical(pace_of(region, one, each));
+    store_.bus_start_ns = typical.start_ns;
+    store_.bus_bytes_us = typical.bytes_us;
 }
 
 // How long the device takes for what is resident: what is brought waits for the uploads, and takes as long. The first

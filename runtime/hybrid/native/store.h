@@ -15,6 +15,7 @@
 #include "courier.h"
 #include "host.h"
 #include "orders.h"
+#include "pace.h"
 #include "pages.h"
 #include "residency.h"
 #include "route.h"
@@ -152,11 +153,11 @@ class Store {
     BufferType * type = nullptr;  // of the engine's expert buffers
     Gate gate;
     Voice voice;
-    // Costs of the lanes, measured once: bytes of weights in a microsecond, what a step's use costs besides (ns),
+    // Costs of the lanes, given or measured: bytes of weights in a microsecond, what a step's use costs besides (ns),
     // and the time of the device for what is resident.
     std::atomic<int64_t> cpu_bytes_us{0}, bus_bytes_us{0}, cpu_start_ns{0}, bus_start_ns{0}, device_ns{0};
     Courier courier;
-    std::atomic<bool> bus_measured{false};
+    Pace cpu_pace, bus_pace;
     std::atomic<int> device_samples{64};
 
   private:
