@@ -28,7 +28,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,7 +104,7 @@ def main() -> None:
     """Measure and write."""
     options = _arguments()
     ends = time.monotonic() + 60 * options.minutes
-    given = _given(options)
+    given = given_of(options)
     said(f"{given.path.name}: {given.path.stat().st_size >> 20} MiB, {given.n_layers} layers")
     found: dict[str, Any] = {"engine": engine_name(given.engine.build), "device": options.device}
     found |= {
@@ -131,29 +131,35 @@ def said(text: str) -> None:
     print(f"[{time.monotonic():.0f}] {text}", file=sys.stderr, flush=True)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """The options that say which model, tokens and device."""
     parser.add_argument("--engine", help="build folder; none: the installed engine")
     parser.add_argument("--work", type=Path, default=Path("/tmp/atsplan-models"), help="folder for models")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="shifting")
     parser.add_argument("--size", choices=("small", "large"), default="large")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--device", default="CUDA0")
-    parser.add_argument("--shares", default="0.5,0.25", help="of the experts in VRAM")
-    parser.add_argument("--contenders", default=USUAL)
     parser.add_argument("--switch", type=int, default=256, help="tokens of a topic")
     parser.add_argument("--turns", type=int, default=3, help="phases")
     parser.add_argument("--mixed", action="store_true", help="the preset's own turns of all its topics")
+    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_work(parser)
+    parser.add_argument("--shares", default="0.5,0.25", help="of the experts in VRAM")
+    parser.add_argument("--contenders", default=USUAL)
     parser.add_argument("--rounds", type=int, default=1, help="more: all are loaded, and take turns")
     parser.add_argument("--window", type=int, default=32, help="tokens of a point of the curves")
     parser.add_argument("--lockstep", action="store_true", help="steps wait for newcomers: for counts alone")
-    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--minutes", type=float, default=3.0, help="start nothing new after this")
     parser.add_argument("--out", default="drifting.json")
     return parser.parse_args()
 
 
-def _given(options: argparse.Namespace) -> Given:
+def given_of(options: argparse.Namespace) -> Given:
+    """The model, made if need be, and the tokens that options of `add_work` name."""
     preset = PRESETS[options.preset]
     habits = preset.habits
     spec = preset.spec(options.size)
@@ -253,7 +259,7 @@ def loaded(given: Given, name: str, share: float, stack: ExitStack) -> Loaded:
     kind, _, guests = name.partition("+")
     found = Contender(name)
     before, begin = _used_mib(given), time.perf_counter()
-    spec, hybrid, found.slots = _loading(given, kind, int(guests or 0), share)
+    spec, hybrid, found.slots = loading(given, kind, int(guests or 0), share)
     own = {hybrid.buffer_name: hybrid.buffer_type} if hybrid else {}
     session = stack.enter_context(Session(given.engine, given.path, spec, own=own))
     for at, token in enumerate(given.tokens[:WARM_UP]):
@@ -289,7 +295,10 @@ def _ended(given: Given, ready: Loaded, share: float) -> None:
     )
 
 
-def _loading(given: Given, kind: str, guests: int, share: float) -> tuple[LoadSpec, HybridDevice | None, int]:
+def loading(
+    given: Given, kind: str, guests: int, share: float, change: Callable[[Config], Config] = lambda same: same
+) -> tuple[LoadSpec, HybridDevice | None, int]:
+    """How a contender is loaded, its device with slots, and how many; `change` may alter its settings."""
     options, n = given.options, given.n_experts
     device, hybrid, slots = options.device, None, 0
     overrides: tuple[tuple[str, str], ...] = ()
@@ -298,7 +307,7 @@ def _loading(given: Given, kind: str, guests: int, share: float) -> tuple[LoadSp
         overrides = ((rf"^blk\.({blocks}){EXPERTS}", "CPU"),)
     elif kind != "plain":
         slots = max(round(share * n) - guests, 1)
-        hybrid = HybridDevice(given.engine.ggml, device, _config(given, kind, guests, slots))
+        hybrid = HybridDevice(given.engine.ggml, device, change(_config(given, kind, guests, slots)))
         device, overrides = hybrid.name, ((EXPERTS, hybrid.buffer_name),)
     work = Workload(n_ctx=-(-len(given.tokens) // 256) * 256 + 256, n_ubatch=64, n_batch=64)
     return (
@@ -319,7 +328,7 @@ def _config(given: Given, kind: str, guests: int, slots: int) -> Config:
         guests=guests,
         stage=0,  # the stream is decoded token by token
         memory="plain" if given.options.device == "CPU" else "pinned",
-        lockstep=given.options.lockstep,
+        lockstep=getattr(given.options, "lockstep", False),
     )
     if policy in given.hot:
         return made
