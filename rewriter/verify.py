@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import AnswerIsNo, FileProblem, InputError
+from planner.errors import AnswerIsNo, InputError
+from planner.model.gguf.expert_orders import damaged
 from planner.model.gguf.reader import ModelFile, read_model
 from planner.model.inventory import Tensor
 from planner.model.tensor_roles import Role, is_chunked, part_of
@@ -255,7 +256,7 @@ def _orders(first: Seen) -> Orders:
     layers = {key: key[len(EXPERTS) :] for key in keys}
     for key, layer in layers.items():
         if not (layer.isascii() and layer.isdecimal() and len(layer) < 6):
-            raise FileProblem(str(first.path), f"damaged record of an earlier rewrite: {key}")
+            raise damaged(str(first.path), key)
     return {int(layer): first.numbers(key) for key, layer in layers.items()}
 
 

@@ -17,9 +17,10 @@ def listening(metrics: Metrics) -> Callable[[str], None]:
     """
     waiting: dict[tuple[str, str], tuple[int, int]] = {}
     sums: dict[str, Drafts] = {}
-    requests: list[Drafts] = []  # summed up: one at most
+    told = Drafts(0, 0, 0)  # of the requests together
 
     def heard(line: str) -> None:
+        nonlocal told
         if said := llama_server.timing(line):
             key = said.slot, said.task
             if said.prompt:
@@ -29,17 +30,16 @@ def listening(metrics: Metrics) -> Callable[[str], None]:
                 metrics.request(Request(prompt, first_ns, said.tokens, said.ns // max(said.tokens, 1)))
         elif found := llama_server.sums(line):
             sums.update(found)
-            _tell(metrics, tuple(sums.values()))
+            _tell(metrics, _summed(tuple(sums.values())))
         elif not sums and (drafts := llama_server.requests(line)):
-            requests[:] = [_summed([*requests, *drafts])]
-            _tell(metrics, requests)
+            told = _summed((told, *drafts))
+            _tell(metrics, told)
 
     return heard
 
 
-def _tell(metrics: Metrics, drafts: Sequence[Drafts]) -> None:
-    all_of_it = _summed(drafts)
-    metrics.drafted_in_all(all_of_it.steps, all_of_it.drafted, all_of_it.accepted, all_of_it.at)
+def _tell(metrics: Metrics, told: Drafts) -> None:
+    metrics.drafted_in_all(told.steps, told.drafted, told.accepted, told.at)
 
 
 def _summed(drafts: Sequence[Drafts]) -> Drafts:
