@@ -139,6 +139,38 @@ def _shared_counts() -> bytes:
     return head + bytes(-len(head) % 32) + data.payload
 
 
+LINE = "slot print_timing: id  0 | task {0} | eval time = 200.0 ms / 10 tokens\n"
+LOGS: dict[str, Callable[[], str]] = {
+    "requests without end": lambda: each("slot launch_slot_: id  0 | task {0} | x\n", 40_000) + LINE,
+    "slots without end": lambda: each("slot launch_slot_: id  {0} | task {0} | x\n", 40_000) + LINE,
+    "launches and releases": lambda: each(
+        "slot launch_slot_: id  {0} | task {0} |\n" + LINE + "slot release: id  {0} | task {0} |\n", 12_000
+    ),
+    "two slots in turns": lambda: (
+        "slot launch_slot_: id  1 | task 1 |\n"
+        + many("slot launch_slot_: id  0 | task 0 |\nslot release: id  0 | task 0 |\n")
+        + "slot release: id  1 | task 1 |\n"
+    ),
+    "times that never end": lambda: each(LINE, 25_000),
+    "digits": lambda: LINE.replace("200.0", "9" * BIG),
+    "blanks": lambda: LINE.replace("id  0", "id " + " " * BIG),
+    "one line": lambda: many("print_timing: id  0 | task 0 | eval time = "),
+    "a page of figures": lambda: each("llamacpp:f{0} 1\n", 100_000),
+    "nested JSON": lambda: "[" * BIG,
+    "many drafts": lambda: many("srv x: id  0 | task 1 | accepted  3/ 4 draft tokens\n"),
+    "a draft of all": lambda: "draft acceptance = 0.5 ( 1 accepted / 99999999999999999999 generated)\n",
+    "many who draft": lambda: each(
+        "statistics d{0}: #calls(b,g,a) = 1 5 5, #gen drafts = 5, #acc drafts = 5, #gen tokens = 9,"
+        " #acc tokens = 5, #acc rate/pos = (0.5)\n",
+        12_000,
+    ),
+    "many positions": lambda: (
+        "statistics d: #calls(b,g,a) = 1 5 5, #gen drafts = 5, #acc drafts = 5, #gen tokens = 9,"
+        f" #acc tokens = 5, #acc rate/pos = ({many('0.5, ')})\n"
+    ),
+}
+
+
 ONE = f32("a.weight", 1.0)
 MODELS: dict[str, Callable[[], bytes]] = {
     "a count of entries": lambda: b"GGUF" + struct.pack("<IQQ", 3, 2**63, 2**63),
@@ -262,6 +294,21 @@ def test_routing(tmp_path: Path, name: str) -> None:
     (tmp_path / "x").write_bytes(data.encode() if isinstance(data, str) else data)
     refused(tmp_path, "heat", "import", "x", "-o", "out.csv")
     assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_logs(tmp_path: Path, name: str) -> None:
+    """What a server wrote may hold what its clients sent."""
+    (tmp_path / "log").write_text(LOGS[name]())
+    for source, place in [*fuzz_targets.INPUTS, ("plan.yaml", "plan.yaml")]:
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_bytes((SEEDS / source).read_bytes())
+    code, lines = run(tmp_path, "refine", "plan.yaml", "--measured", "log")
+    assert code in (0, 2) and len(lines) < 6, lines
+    words = ("--machine", "rtx4060-8gb-ddr5", "--budget", "1000", "--ctx", "512", "--ngram")
+    (tmp_path / "m.gguf").write_bytes((SEEDS / "model.gguf").read_bytes())
+    code, lines = run(tmp_path, "solve", "m.gguf", *words, "--draft-accept", "log")
+    assert code in (0, 1, 2) and len(lines) < 12, lines
 
 
 @pytest.mark.parametrize("name", MODELS)

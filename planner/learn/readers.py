@@ -127,27 +127,24 @@ class _Slots:
     """How many requests a server computes at once, as its slots take them and let them go."""
 
     def __init__(self) -> None:
-        self._taken: dict[int, tuple[str, int, int]] = {}  # task, and most and fewest while it runs
+        self._taken: dict[int, tuple[str, int]] = {}  # task, and its launch's place in `_counts`
+        self._counts: list[int] = []  # slots that are taken, after every launch and release
 
     def launch(self, slot: str, task: str) -> None:
         """A slot has one request at a time: what it had before has ended, whatever the log lacks."""
         if whole(slot) < MAX_SEQUENCES:
-            self._taken[whole(slot)] = task, 0, MAX_SEQUENCES
-            self._count()
+            self._taken[whole(slot)] = task, len(self._counts)
+            self._counts.append(len(self._taken))
 
     def release(self, slot: str, task: str) -> tuple[int, int]:
         """The most and the fewest that ran while this one did, itself included."""
-        there, most, fewest = self._taken.get(whole(slot), ("", 1, 1))
+        there, since = self._taken.get(whole(slot), ("", 0))
         if there != task:
             return 1, 1
         del self._taken[whole(slot)]
-        self._count()
-        return most, fewest
-
-    def _count(self) -> None:
-        now = len(self._taken)
-        for slot, (task, most, fewest) in self._taken.items():
-            self._taken[slot] = task, max(most, now), min(fewest, now)
+        while_it_ran = self._counts[since:]
+        self._counts.append(len(self._taken))
+        return max(while_it_ran), min(while_it_ran)
 
 
 def _later(kind: Kind, ns: int, tokens: int, depth: int, cold: bool) -> Callable[[int, bool], Sample]:
