@@ -114,6 +114,7 @@ def command(
             lambda done, what: bar.update(task, completed=done, rate=what),
             load.taken,
             load.over,
+            load.compiling,
         )
     comparisons = [c for rival in results[1:] for c in compare(results[0], rival)]
     if prometheus:

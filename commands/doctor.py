@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commands.shared.console import mib, next_step, out, out_json, out_table, table
+from commands.shared.console import COMPILING, mib, next_step, out, out_json, out_table, table, waiting
 from commands.shared.plan_job import engine_options
 from planner.errors import AnswerIsNo
 
@@ -39,12 +39,15 @@ def command(
     if native:
         from runtime.hybrid.build import library
 
-        out(str(library()))
+        with waiting(COMPILING):
+            made = library()
+        out(str(made))
         return
 
     with tempfile.TemporaryDirectory() as folder:
         probe = write(Path(folder) / "probe.gguf", SynthSpec("llama", n_layers=1))
-        found = examine(engine, llama_h, probe)
+        with waiting("examining the engine"):
+            found = examine(engine, llama_h, probe)
     elsewhere = others(Path(found.build.path))
     changes = _changes(profile_path, found) if profile_path else ()
     if as_json:

@@ -113,6 +113,7 @@ def command(
             on_note=say,
             on_loading=load.taken,
             on_loaded=load.over,
+            on_compiling=load.compiling,
             draft=guesser,
         )
     if prometheus is not None:

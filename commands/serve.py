@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commands.shared.console import loading, next_step, out, say
+from commands.shared.console import COMPILING, loading, next_step, out, say, waiting
 from commands.shared.extra_models import draft_fields, missing_files, projector_fields, uncounted_draft
 from commands.shared.option_types import Target
 from commands.shared.plan_job import Job, engine_options, load_bytes, open_job, plan_options, review
@@ -115,7 +115,8 @@ def _slots(job: Job, stack: ExitStack) -> SlottedServer | None:
         return None
     folder = stack.enter_context(settings_folder())
     try:
-        return slotted_server(job.spec, job.path, folder)
+        with waiting(COMPILING):  # unless it is there already
+            return slotted_server(job.spec, job.path, folder)
     except Unquotable as problem:
         raise FileProblem(str(folder), str(problem)) from None
 

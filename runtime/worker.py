@@ -26,12 +26,13 @@ from runtime.engine.libllama import Engine
 from runtime.engine.logs import Tail
 from runtime.engine.page_reads import PAGING_BYTES, read_bytes
 from runtime.engine.rpc import connect
+from runtime.hybrid import build
 from runtime.hybrid.device import Report, report_of
 from runtime.load import dry_run, load_params
 from runtime.load.dry_run import Breakdown
 from runtime.session.draft_model import Draft, check_vocabulary, draft_from_json, draft_to_json
 from runtime.session.draft_model import generate as drafted
-from runtime.session.hybrid import HybridSession
+from runtime.session.hybrid import HybridSession, slotted
 from runtime.session.session import GREEDY, Sampling, Session, Timings
 from runtime.session.striped import session_for
 from runtime.verify import loaded_placement
@@ -107,6 +108,7 @@ def work(
     on_note: Callable[[str], None] = lambda note: None,
     on_loaded: Callable[[], None] = lambda: None,
     on_loading: Callable[[int], None] = lambda taken: None,
+    on_compiling: Callable[[], None] = lambda: None,
     timeout_s: float = _DAY_S,
     dry: bool = False,
     draft: Draft | None = None,
@@ -115,7 +117,8 @@ def work(
 
     `dry` stops after the checks that come before loading. With a `draft`, which is loaded beside the
     model, the generations are greedy. `on_loading` hears, from another thread, how many bytes of the files
-    have been taken in, where the system tells.
+    have been taken in, where the system tells; `on_compiling` that the device for experts in slots has to be
+    compiled first.
 
     Raises MachineError or InputError with the child's or the engine's own line.
     """
@@ -138,6 +141,8 @@ def work(
                 on_text(event["text"])
             if "note" in event:
                 on_note(event["note"])
+            if "compiling" in event:
+                on_compiling()
             if "loading" in event:
                 watched.enter_context(taking_in(child[0], on_loading))
             if "loaded" in event:
@@ -180,6 +185,9 @@ def _work_here(request: Mapping[str, Any], emit: Emit) -> dict[str, Any]:
     if dry and request["dry"]:
         return {"loaded": asdict(Loaded(job.engine.build.text, 0, dry.devices, notes)), "timings": []}
     asks = [_ask_from_json(each) for each in request["asks"]]
+    if slotted(job.spec) and not build.built():
+        emit({"compiling": True})
+        build.library()
     emit({"loading": True})
     start = time.perf_counter_ns()
     with ExitStack() as stack:

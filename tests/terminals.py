@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines import ROOT
+from engines import ENVIRONMENT, ROOT
 
 _RUN = "import atsplan; atsplan.main()"
 _AT_ONCE = f"from commands.shared import console; console._SHOWN_AFTER_S = 0.0; {_RUN}"
@@ -49,7 +49,7 @@ def on_a_terminal(
         stdout=subprocess.PIPE,
         stderr=theirs,
         cwd=cwd,
-        env={**os.environ, **own, **(more or {})},
+        env={**ENVIRONMENT, **own, **(more or {})},
     ) as done:
         os.close(theirs)
         assert done.stdout is not None

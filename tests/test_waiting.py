@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from engines import ROOT
+from hybrid_plans import slotted_plan
 from processes import until
 from small_plans import plan_for, server_plan
 from terminals import on_a_terminal
@@ -164,6 +165,37 @@ def test_a_server_that_loads_is_watched(computing_server: Path, tmp_path: Path) 
     size = round(MODEL.stat().st_size / MIB)
     assert re.search(rf"loading .*of {size} MiB|getting ready", seen.screen), seen.screen
     assert seen.screen.splitlines()[-1] == "atsplan: interrupted" and "loading" not in seen.out
+
+
+def without_device(folder: Path) -> dict[str, str]:
+    """Variables of who has no device for experts in slots yet; the compiler takes its time and fails."""
+    compiler = folder / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\n/bin/sleep 0.5\necho error: none >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    return {"PATH": str(compiler.parent), "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def test_compiling_the_device_is_seen(tmp_path: Path) -> None:
+    """What is wrong is said once, and not by the bar."""
+    seen = on_a_terminal("doctor", "--native", more=without_device(tmp_path))
+    assert seen.status == 3 and "compiling the device" in seen.screen, seen.screen
+    assert seen.screen.count("the native library cannot be built") == 1 and seen.out == ""
+
+
+def test_a_device_that_is_compiled_first_is_not_taken_for_a_slow_load(
+    moe_model: Path, vulkan_engine: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(to_text(slotted_plan(moe_model, tmp_path, 4)))
+    here = ("--device-map", "CUDA0=Vulkan0", "--engine", vulkan_engine, "--no-check")
+    for words in (("run", "-p", "a", "-n", 2), ("serve", "--port", free_port("127.0.0.1"))):
+        folder = tmp_path / str(words[0])
+        folder.mkdir()
+        load = (words[0], moe_model, "--plan", plan, *here, *words[1:])
+        seen = on_a_terminal(*load, more=without_device(folder))
+        assert seen.status == 3 and "compiling the device" in seen.screen, seen.screen
+        assert "loading" not in seen.screen[seen.screen.index("compiling") :] and seen.out.strip() == ""
 
 
 def test_a_plan_solved_again_for_stock_tools_is_watched(tmp_path: Path) -> None:

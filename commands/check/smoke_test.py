@@ -57,6 +57,7 @@ def smoke(
                 on_note=say,
                 on_loading=load.taken,
                 on_loaded=load.over,
+                on_compiling=load.compiling,
                 draft=draft,
             )
     except MachineError as problem:

@@ -31,6 +31,7 @@ _BAR_LETTERS = 20  # beside it a terminal of 80 has room for what is done, the r
 _SHOWN_AFTER_S = 2.0
 _RATED_S = 0.2  # a rate of less says nothing
 _LOADING, _READY = "loading", "getting ready"
+COMPILING = "compiling the device for experts in slots, this once"
 
 
 @dataclass(slots=True)
@@ -215,6 +216,14 @@ def planning(
         yield watch
 
 
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A bar for work of which nothing tells how far it is."""
+    with progress() as bar:
+        bar.add_task(what, total=None, rate="")
+        yield
+
+
 Told = Callable[[str, int, int], None]  # what is done, bytes of it so far, bytes in all; 0: not known
 
 
@@ -265,6 +274,7 @@ class Load:
 
     taken: Callable[[int], None]
     over: Callable[[], None]
+    compiling: Callable[[], None]  # the device for experts in slots, which comes before
 
 
 @contextlib.contextmanager
@@ -273,13 +283,17 @@ def loading(size_bytes: int) -> Iterator[Load]:
     with contextlib.ExitStack() as shown:
         told = shown.enter_context(counted())
         told(_LOADING, 0, 0)  # of how much is said when the first bytes are
-        yield Load(lambda taken: told(*_loaded(taken, size_bytes)), shown.close)
+        yield _load(told, size_bytes, shown.close)
 
 
 def loads(bar: Progress, size_bytes: int) -> Load:
     """One line more of a bar, while files of that size are loaded, again and again."""
     told = told_bytes(bar)
-    return Load(lambda taken: told(*_loaded(taken, size_bytes)), lambda: told("", 0, 0))
+    return _load(told, size_bytes, lambda: told("", 0, 0))
+
+
+def _load(told: Told, size_bytes: int, over: Callable[[], None]) -> Load:
+    return Load(lambda taken: told(*_loaded(taken, size_bytes)), over, lambda: told(COMPILING, 0, 0))
 
 
 def _loaded(taken: int, size_bytes: int) -> tuple[str, int, int]:

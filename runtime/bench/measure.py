@@ -89,6 +89,7 @@ def run(
     on_step: Callable[[int, str], None] = lambda done, what: None,
     on_loading: Callable[[int], None] = lambda taken: None,
     on_loaded: Callable[[], None] = lambda: None,
+    on_compiling: Callable[[], None] = lambda: None,
 ) -> list[Result]:
     """Measure every contender in every round; one that dies is recorded and the others go on.
 
@@ -100,7 +101,7 @@ def run(
     settling = Settling(reader(terms.engine, terms.llama_h, devices))
     for done, (number, rival) in enumerate(schedule(rivals, terms.rounds)):
         on_step(done, f"round {number + 1} of {terms.rounds}: {rival.name}")
-        _measure(terms, results[rival.name], checks.get(rival.name), on_loading, on_loaded)
+        _measure(terms, results[rival.name], checks.get(rival.name), on_loading, on_loaded, on_compiling)
         if held := settling.wait():
             on_note(held)
             results[rival.name].unsettled.append(held)
@@ -143,6 +144,7 @@ def _measure(
     checks: Checks | None,
     on_loading: Callable[[int], None],
     on_loaded: Callable[[], None],
+    on_compiling: Callable[[], None],
 ) -> None:
     asks = [Ask(text(64, terms.seed), _WARM_UP, ignore_end=True, silent=True, cut=32)]
     asks += [
@@ -167,6 +169,7 @@ def _measure(
                 checks,
                 on_loaded=begin,
                 on_loading=on_loading,
+                on_compiling=on_compiling,
                 timeout_s=terms.timeout_s,
                 draft=result.rival.draft,
             )

@@ -62,12 +62,15 @@ def library(options: Sequence[str] = ()) -> Path:
     return made
 
 
+def built() -> bool:
+    """Whether `library` would give one at once."""
+    digest = source_digest()
+    return bool(prebuilt(digest)) or intact(_kept(digest))
+
+
 def available() -> str:
     """Why the library cannot be had; "" when it can. Builds nothing."""
-    digest = source_digest()
-    if prebuilt(digest) or intact(_kept(digest)):
-        return ""
-    return "" if next(compilers(), None) else REMEDY
+    return "" if built() or next(compilers(), None) else REMEDY
 
 
 def source_digest(options: Sequence[str] = (), machine: str = "") -> str:
