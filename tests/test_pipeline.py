@@ -148,3 +148,19 @@ def test_gpus_over_the_network_have_no_pipeline() -> None:
     made = plan(dense([8192] * 6), f"CUDA0=4000,{remote}=4000", on=machine("rtx4090-rpc"), pins=pins)
     assert {use.name for use in made.devices} >= {"CUDA0", remote}
     assert not any("pipelined" in note for note in made.notes) and made.overrides == ()
+
+
+@pytest.mark.parametrize("host", [40, 60, 70, 80, 400])
+def test_copies_on_a_host_that_pages_have_room_beside_what_no_file_holds(host: int) -> None:
+    """Only weights are paged: copies of inputs must be in memory, or the engine is kept from making them."""
+    work = Workload(n_ctx=8192, depth=0)
+    made = plan(
+        dense([8192] * 6),
+        f"TWIN0=2000,TWIN1=2000,CPU={host}",
+        on=twins(4096),
+        workload=work,
+        pins=HALVES,
+        page=True,
+    )
+    assert all(use.over_bytes(page=True) <= 0 for use in made.devices)
+    assert bool(made.overrides) == (host < 75)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from planning_models import MIB, machine, moe, plan, real, sites, timed
+from planning_models import MIB, dense, machine, moe, plan, real, sites, timed
 from sparse_model import write_sparse
 
 from atsplan import main
@@ -342,3 +342,17 @@ def test_of_host_memory_only_weights_are_paged() -> None:
     wrong = made.model_copy(update={"devices": tuple(fuller if u is host else u for u in made.devices)})
     found = check_plan(wrong, to_text(wrong), "plan", Inputs(None, None), CheckOptions(resolve=False))
     assert any("more than its budget" in each.message for each in found)
+
+
+@pytest.mark.parametrize("pool", ["", "one"])
+def test_a_host_that_pages_is_named_whether_it_has_its_own_memory_or_not(pool: str) -> None:
+    """There is room for all together, but the caches of layers that no GPU has room for lie on the host."""
+    apart = load_machine("rtx4090-ddr5")
+    size = {"memory_pool": pool, "free_bytes": 2**36, "memory_bytes": 2**36}
+    profile = apart.model_copy(update={"devices": tuple(d.model_copy(update=size) for d in apart.devices)})
+    budgets = {"CUDA0": 1800 * MIB, "CPU": 550 * MIB}
+    with pytest.raises(Infeasible) as refused:
+        make_plan(dense([16384] * 12), profile, Request(budgets, Workload(n_ctx=65536), page=True))
+    (need,) = refused.value.needs
+    assert need.device == "CPU" and need.memory.kv > 0 == need.memory.weights
+    assert "may be paged" in refused.value.why

@@ -64,11 +64,13 @@ def resident_problem(priced: Priced) -> Problem:
 
 
 def least_resident(priced: Priced) -> tuple[int, Memory] | None:
-    """A host that pages weights, and the least that it must hold beside them, with the GPUs as full as they
-    may be; None where no host pages, or where not even the GPUs have a placement.
+    """A host that pages weights, and the least that it must hold beside them.
+
+    The GPUs are as full as they may be, in memory of their own or one with the host. None where no host
+    pages, or where not even the GPUs have a placement.
     """
     problem = priced.problem
-    host = next((d for d in priced.resident if problem.devices[d].pool < 0), None)
+    host = next(iter(priced.resident), None)
     if host is None:
         return None
 

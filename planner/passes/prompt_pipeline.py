@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from planner.block_names import block_name
 from planner.cost.build_problem import Priced
+from planner.cost.paged import resident_of
 from planner.memory.compute_buffer import PIPELINE_COPIES, compute_bytes, host_bytes
 from planner.model.inventory import Inventory
 from planner.model.units import Unit
@@ -20,7 +21,6 @@ from planner.plan.override_match import placed
 from planner.plan.overrides import escape, home
 from planner.plan.plan import Override
 from planner.site import Site
-from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Option, Problem, Solution
 
 
@@ -46,7 +46,7 @@ class Pipeline:
         return self.copies[device] if self.fits else 0
 
 
-def pipeline_of(priced: Priced, solution: Solution, found: Evaluation) -> Pipeline:
+def pipeline_of(priced: Priced, solution: Solution) -> Pipeline:
     """Whether the engine pipelines a placement, and whether its copies fit.
 
     Where the CPU has layers between or behind those of GPUs it would be a stage too, with buffers several
@@ -64,7 +64,7 @@ def pipeline_of(priced: Priced, solution: Solution, found: Evaluation) -> Pipeli
         for d, device in enumerate(problem.devices)
     )
     hosted = any(problem.devices[d].host for d in used)
-    return Pipeline(copies, not hosted and _fit(priced, found, copies, sizes[1]))
+    return Pipeline(copies, not hosted and _fit(priced, solution, copies, sizes[1]))
 
 
 def _engages(problem: Problem, chosen: Sequence[Option]) -> bool:
@@ -77,16 +77,19 @@ def _engages(problem: Problem, chosen: Sequence[Option]) -> bool:
     return all(site == Site.on(problem.devices[o.entry].device) for o in layers for site in o.sites)
 
 
-def _fit(priced: Priced, found: Evaluation, copies: Sequence[int], buffer: int) -> bool:
+def _fit(priced: Priced, solution: Solution, copies: Sequence[int], buffer: int) -> bool:
+    """Whether all devices have room for their copies beside what must be in memory, paged weights apart."""
     problem = priced.problem
+    held = resident_of(priced, priced.ledger.held(problem, solution))
     together = [0] * len(problem.pools)
-    for device, used, extra in zip(problem.devices, found.memory, copies, strict=True):
+    for d, (device, used, extra) in enumerate(zip(problem.devices, held, copies, strict=True)):
         limit = priced.prices.profile.device(device.device).max_alloc_bytes
-        if used + extra > device.capacity_bytes or (extra and limit and buffer > limit):
+        there = priced.resident.get(d, device.capacity_bytes)
+        if used.total + extra > there or (extra and limit and buffer > limit):
             return False
         if device.pool >= 0:
-            together[device.pool] += used + extra
-    return all(size <= p.capacity_bytes for size, p in zip(together, problem.pools, strict=True))
+            together[device.pool] += used.total + extra
+    return all(size <= priced.pool_bytes(p) for p, size in enumerate(together))
 
 
 def unpiped(inventory: Inventory, layer_devices: Sequence[str]) -> Override:

@@ -76,7 +76,7 @@ def _recorded(
     placed = sites_of(chosen, devices)
     units = priced.model.units
     placements = _placements(chosen, placed)
-    pipeline = pipeline_of(priced, chosen.solution, chosen.evaluation)
+    pipeline = pipeline_of(priced, chosen.solution)
     uses = _uses(chosen, request, pipeline)
     subject = Subject(priced, chosen.evaluation, chosen.rule, uses, placements, stock, pipeline)
     overrides = overrides_of(priced.model.inventory, units, [placed[u.name] for u in units], devices)
@@ -221,7 +221,7 @@ def model_ref(inventory: Inventory) -> ModelRef:
 
 def host_weights_bytes(chosen: Chosen, request: Request) -> int:
     """Weights that a placement keeps in host memory."""
-    pipeline = pipeline_of(chosen.priced, chosen.solution, chosen.evaluation)
+    pipeline = pipeline_of(chosen.priced, chosen.solution)
     return sum(use.weights_bytes for use in _uses(chosen, request, pipeline) if use.kind == "cpu")
 
 

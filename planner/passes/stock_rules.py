@@ -167,7 +167,7 @@ def _with_pins(placer: Placer, rule: Rule) -> Rule | None:
 
 def _candidate(priced: Priced, name: str, rule: Rule, solution: Solution) -> Candidate:
     result = evaluate(priced.problem, solution)
-    pipeline = pipeline_of(priced, solution, result)
+    pipeline = pipeline_of(priced, solution)
     if pipeline.refused:  # a stock rule does not keep the engine from it
         result = replace(result, violations=(*result.violations, "no room for a pipeline's copies"))
     result = replace(result, violations=(*result.violations, *over_resident(priced, solution)))

@@ -133,14 +133,18 @@ def vocabulary_faults(header: Header) -> tuple[str, ...]:
     A vocabulary may be none, but the file must say so. Tables of tensors say nothing of vocabularies.
     """
     own = {kv.key.removeprefix(_VOCABULARY): kv for kv in header.kvs if kv.key.startswith(_VOCABULARY)}
-    if not own and not any(block_digits(info.name) for info in header.infos):
+    layered = any(block_digits(info.name) for info in header.infos)
+    if not own and not layered:
         return ()
     if "model" not in own:
         return (f"{_VOCABULARY}model is missing",)
     kind = str(own["model"].value)
     if kind in _NO_VOCABULARY:
         size = f"{header.text('general.architecture')}.vocab_size"
-        return () if header.get(size) else (f"{size} is missing, and tokenizer.ggml.model is {kind}",)
+        told = header.get(size)
+        if layered and (told is None or told.type != _U32 or not told.value):
+            return (f"{size} is missing or no count, and tokenizer.ggml.model is {kind}",)
+        return ()
     if "tokens" not in own:
         return (f"{_VOCABULARY}tokens is missing",)
     found: list[str] = []
