@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dry_loads import Bytes, Load, attempt
+from dry_loads import Bytes, Load, attempt, measure
 from made_models import ALL, hparams, make
 from planning_models import real
 from sparse_model import write_sparse
 
+from planner.memory.compute_buffer import compute_bytes
+from planner.memory.kv_cache import kv_bytes
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Hparam, Inventory
+from planner.model.structure import structure_of
 from planner.model.validity import load_faults
 from planner.model.widths import shape_faults
 from planner.workload import Workload
@@ -65,6 +68,49 @@ def test_heads_of_a_latent_attention_are_not_guessed() -> None:
         less = {name: one for name, one in model.hparams.items() if name != key}
         (said, *_) = load_faults(model.model_copy(update={"hparams": less}))
         assert key in said
+
+
+def one_changed(model: Inventory) -> list[tuple[str, Hparam | None, Inventory]]:
+    """The model with each count twice, half as large, 0 and unsaid, each list shorter, longer and twice."""
+    found: list[tuple[str, Hparam | None, Inventory]] = []
+    for key, old in model.hparams.items():
+        news: list[Hparam | None] = []
+        if isinstance(old, int) and not isinstance(old, bool):
+            news = [*sorted({2 * old, old // 2, 0} - {old}), None]
+        elif isinstance(old, tuple):
+            news = [old[:-1], (*old, old[-1]), tuple(2 * int(one) for one in old), None]
+        left = {name: one for name, one in model.hparams.items() if name != key}
+        for new in news:
+            told = left if new is None else {**left, key: new}
+            found.append((key, new, model.model_copy(update={"hparams": told})))
+    return found
+
+
+# Not seen from widths: by feed-forward widths of 0 this architecture tells its recurrent layers.
+LEFT = {("nemotron_h_moe", "feed_forward_length", 0), ("nemotron_h_moe", "feed_forward_length", None)}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_any_key_of_a_generated_model_changed(arch: str, tmp_path: Path) -> None:
+    """A file is refused where the engine refuses or dies of it, and nowhere else."""
+    cases = one_changed(read_model(write(tmp_path / "m.gguf", SynthSpec(arch))).inventory)
+    loads = [Load(write_sparse(tmp_path / f"{n}.gguf", one), WORK) for n, (*_, one) in enumerate(cases)]
+    for (key, new, _), load, said in zip(cases, loads, attempt(loads), strict=True):
+        file = read_model(load.path)
+        refused = (*file.refused, *load_faults(file.inventory))
+        expected = not isinstance(said, Bytes) and (arch, key, new) not in LEFT
+        assert bool(refused) == expected, (key, new, said, refused)
+
+
+@pytest.mark.parametrize("width", [128, 256, 1024])
+def test_values_of_a_latent_attention_are_as_wide_as_its_keys_say(width: int, tmp_path: Path) -> None:
+    model = changed(real("DeepSeek-V3.1-Terminus-q4_K"), attention__value_length=width)
+    works = [Workload(), Workload(n_ctx=32768, n_ubatch=2048)]
+    path = write_sparse(tmp_path / "m.gguf", model)
+    for work, said in zip(works, measure([Load(path, work) for work in works]), strict=True):
+        structure = structure_of(model)
+        assert sum(kv_bytes(structure, work)) == said.context
+        assert said.compute <= compute_bytes(structure, work) * 1.01 <= 1.05 * said.compute
 
 
 LISTS = ("attention.sliding_window_pattern", "attention.compress_ratios", "attention.head_count_kv")
@@ -139,3 +185,17 @@ def test_experts_under_the_name_of_a_dense_architecture(tmp_path: Path) -> None:
     loads = [Load(write_sparse(tmp_path / f"{n}.gguf", each), WORK) for n, each in enumerate(tables)]
     for table, said in zip(tables, attempt(loads), strict=True):
         assert bool(load_faults(table)) == (not isinstance(said, Bytes)), (table.architecture, said)
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "deepseek2", "lfm2moe"])
+def test_lists_of_switches_are_counts_of_one_and_none(arch: str, tmp_path: Path) -> None:
+    model = read_model(write(tmp_path / "m.gguf", SynthSpec(arch))).inventory
+    n = model.number("block_count")
+    switches = ((True,) * n, (False,) * n, (True,) * (n - 1) + (False,))
+    keys = ("expert_feed_forward_length", "feed_forward_length", "attention.head_count", "expert_used_count")
+    cases = [(key, each, changed(model, **{key: each})) for key in keys for each in switches]
+    loads = [Load(write_sparse(tmp_path / f"{i}.gguf", one), WORK) for i, (*_, one) in enumerate(cases)]
+    for (key, each, _), load, said in zip(cases, loads, attempt(loads), strict=True):
+        file = read_model(load.path)
+        refused = (*file.refused, *load_faults(file.inventory))
+        assert bool(refused) == (not isinstance(said, Bytes)), (key, each, said, refused)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from planner.cost.build_problem import Priced
 from planner.memory.memory import Memory
 from planner.solver.problem import Decision, Edge, Option, Problem, Solution
-from planner.solver.solve import Limits, solve
 
 
 def over_resident(priced: Priced, solution: Solution) -> tuple[str, ...]:
@@ -69,6 +68,8 @@ def least_resident(priced: Priced) -> tuple[int, Memory] | None:
     The GPUs are as full as they may be, in memory of their own or one with the host. None where no host
     pages, or where not even the GPUs have a placement.
     """
+    from planner.solver.solve import Limits, solve  # not for those who only ask what is resident
+
     problem = priced.problem
     host = next(iter(priced.resident), None)
     if host is None:

@@ -206,12 +206,17 @@ def head_widths(inventory: Inventory, slides: bool) -> tuple[int, int]:
     """Width of one key head and one value head.
 
     Where the file does not state them, those of its projections: the engine takes the width of the model
-    over its heads, and refuses the file, or dies of it, where that is another.
+    over its heads, and refuses the file, or dies of it, where that is another. Values of a latent attention
+    are a view of its keys, whatever the file says of their width.
     """
     key, value = (_head(inventory, name) for name in ("key", "value"))
     if slides:
         key = inventory.number("attention.key_length_swa", key)
         value = inventory.number("attention.value_length_swa", value)
+    if is_latent(inventory):
+        value = inventory.number("attention.kv_lora_rank", value)
+    if is_latent(inventory) and slides:
+        value = inventory.number("attention.kv_lora_rank_swa", value)
     return key, value
 
 

@@ -116,6 +116,12 @@ def _keys(inventory: Inventory) -> Iterator[str]:
     if attends and not inventory.number("attention.head_count"):
         yield f"{arch}.attention.head_count is missing or 0, and layers attend"
     routed = [t for t in inventory.tensors if parts_of(inventory)[t.name].role is Role.EXPERTS]
+    used = inventory.per_layer("expert_used_count", count)
+    for tensor in routed if isinstance(hparams.get("expert_used_count"), tuple) else ():
+        layer = parts_of(inventory)[tensor.name].layer
+        if layer is not None and layer < count and not used[layer]:
+            yield f"{arch}.expert_used_count is 0 for layer {layer}, which holds experts"
+            break
     if any(len(t.shape) == 3 for t in routed):
         for key in ("expert_count", "expert_used_count"):
             if not inventory.number(key):

@@ -1,68 +1,38 @@
 """Shapes that a file's metadata gives its tensors: the engine refuses a file whose tensors have others.
 
 Only what every architecture computes alike, and only from keys that are stated; where architectures differ
-(`_GATED`, `_APART`) they were asked: tests hold each rule to models that the engine itself makes, and the
-refusals to what it says of real tables with one key changed.
+(planner.model.width_rules) they were asked: tests hold each rule to models that the engine itself makes, and
+the refusals to what it says of tables with one key changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from planner.model.heads import even_width, is_latent, kv_heads
-from planner.model.inventory import Inventory, Tensor
+from planner.model.inventory import Inventory, Tensor, by_name
 from planner.model.layers import Layers, layers_of, stems_by_layer, weights_by_layer
 from planner.model.required_tensors import KEYS, required_of
-from planner.model.sliding_window import sliding_layers
+from planner.model.sliding_window import sliding_layers, window
+from planner.model.width_rules import (
+    ALL_ROTATED,
+    DENSE_EXPERTS,
+    DIVIDED_EXPERTS,
+    GATED,
+    LEAST_GATE,
+    MOST_GATE,
+    NO_EXPERTS,
+    OWN_EXPERTS,
+    SECTIONED,
+    SHARED_WIDTHS,
+    Rule,
+    indexer_rules,
+    mixer_rules,
+    stated,
+    times,
+)
 
-_GATED = frozenset({"qwen3next", "qwen35", "qwen35moe", "qwen4exp"})  # a gate beside each query
 _OTHER_INNER = frozenset({"arctic", "qwen"})  # dense parts as wide as the model; half of what is stated
-# Refused where a part of a head is not rotated.
-_ROTATED = """
-arctic baichuan bailingmoe chameleon codeshell cohere2moe dbrx deci deepseek dots1 ernie4_5 ernie4_5-moe
-falcon gpt-oss grok grovemoe hunyuan-dense hunyuan-moe hunyuan_vl hy_v3 internlm2 jais2 llama llama4
-maincoder mellum olmo olmo2 olmoe orion paddleocr plamo qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl
-qwen3vlmoe seed_oss smallthinker smollm3 starcoder2 talkie xverse
-"""
-_ALL_ROTATED = frozenset(_ROTATED.split())
-# The tensor whose width a key says: where it is there, 0 is no width.
-_WIDTH_OF: Mapping[str, str] = {
-    "feed_forward_length": "ffn_down",
-    "attention.kv_lora_rank": "attn_kv_a_mqa",
-    "attention.q_lora_rank": "attn_q_a",
-    "ssm.conv_kernel": "ssm_conv1d",
-    "ssm.inner_size": "ssm_out",
-    "ssm.state_size": "ssm_conv1d",
-    "shortconv.l_cache": "shortconv.conv",
-    "wkv.head_size": "time_mix_output",
-}
-# Experts as wide as this key says, never as wide as dense layers.
-_EXPERT_WIDTH = """
-afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 deepseek32 deepseek4 dots1 dots3note ernie4_5-moe
-exaone-moe gemma4 glm-dsa glm5-next gpt-oss hy_v3 hy_v4 kimi-k3 laguna mistral4
-"""
-_OWN_EXPERT_WIDTH = frozenset(_EXPERT_WIDTH.split())
-_MAMBA_2 = frozenset({"mamba2", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1"})
-_SECTIONS = 4  # of a head that is rotated by several positions
-_BY_SECTIONS = frozenset(
-    {
-        *("bailingmoe3", "deepseek32", "ernie4_5", "ernie4_5-moe", "glm-dsa", "glm4", "glm4moe"),
-        *("hunyuan-dense", "hunyuan_vl", "paddleocr", "qwen2vl", "qwen35", "qwen35moe", "qwen3vl"),
-        "qwen3vlmoe",
-    }
-)
-_NO_EXPERTS = frozenset(  # granite and nemotron_h read them as granitemoe and nemotron_h_moe do
-    {"cohere2", "ernie4_5", "exaone", "glm4", "lfm2", "qwen2", "qwen3", "qwen35", "qwen3vl"}
-)
-# Which read expert_gating_func: functions 1 to 4; some take 0 for their own.
-_GATES = """
-bailingmoe2 bailingmoe3 deepseek32 deepseek4 dots1 dots3note exaone-moe hy_v4 kimi-k3 kimi-linear lfm2moe
-minimax-m2 minimax-m3 smallthinker
-"""
-_GATES_OR_0 = "afmoe cohere2moe deepseek2 glm-dsa glm4moe glm5-next hy_v3 laguna mistral4"
-_LEAST_GATE = {**dict.fromkeys(_GATES.split(), 1), **dict.fromkeys(_GATES_OR_0.split(), 0)}
-_MOST_GATE = 4
 _INTERLEAVED = frozenset({"ernie4_5-moe", "llama4"})  # dense layers among the routed ones
 _LISTS_ONLY: Mapping[str, frozenset[str]] = {
     "attention.sliding_window_pattern": frozenset(
@@ -78,16 +48,6 @@ plamo2 jamba nemotron_h nemotron_h_moe granitehybrid lfm2 lfm2moe bailingmoe3 ki
 _BY_HEADS = frozenset(_HEADED.split())
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """One extent of a tensor: its axis, the values the engine may want there, and the keys behind them."""
-
-    stem: str
-    axis: int
-    wanted: tuple[int, ...]
-    keys: str
-
-
 def shape_faults(inventory: Inventory) -> Iterator[str]:
     """Tensors of main layers whose shapes contradict the hyperparameters, a sentence each."""
     layers, weights = layers_of(inventory), weights_by_layer(inventory)
@@ -95,135 +55,136 @@ def shape_faults(inventory: Inventory) -> Iterator[str]:
     yield from _kinds(inventory, layers)
     for n in range(layers.n_main):
         own = weights.get(n, {})
-        attends = layers.attention[n] and not layers.recurrent[n]
-        yield from _nothing(inventory, own, n, attends)
-        for rule in _rules(inventory, own, n, slides[n], attends):
+        for rule in _rules(inventory, own, n, slides[n], layers.attention[n]):
             tensor = own.get(rule.stem)
             if tensor is not None and rule.axis < len(tensor.shape):
                 yield from _fault(tensor, rule)
 
 
-def _fault(tensor: Tensor, rule: _Rule) -> Iterator[str]:
-    wanted, there = [size for size in rule.wanted if size > 0], tensor.shape[rule.axis]
+def _fault(tensor: Tensor, rule: Rule) -> Iterator[str]:
+    wanted, there = [size for size in rule.wanted if size is not None], tensor.shape[rule.axis]
     if wanted and there not in wanted:
         shape, say = "x".join(map(str, tensor.shape)), "say" if "," in rule.keys else "says"
         yield f"tensor {tensor.name} is {shape}, {rule.keys} {say} {wanted[0]} in place of {there}"
 
 
-def _nothing(inventory: Inventory, own: Mapping[str, Tensor], n: int, attends: bool) -> Iterator[str]:
-    """Widths that are stated as 0, of tensors that are there."""
-    widths = dict(_WIDTH_OF)
-    if attends:
-        widths["attention.head_count_kv"] = "attn_k"
-    if inventory.architecture in _OWN_EXPERT_WIDTH:
-        widths["expert_feed_forward_length"] = "ffn_down_exps"
-    for key, stem in widths.items():
-        if key in inventory.hparams and stem in own and not inventory.per_layer(key, n + 1)[n]:
-            yield f"tensor {own[stem].name} is there, {inventory.architecture}.{key} is 0"
-    # Where one of two keys is read, the other one stands in for it.
-    for first, stem in (("", "ffn_down_exps"), ("_shared", "ffn_down_shexp")):
-        pair = (f"expert{first}_feed_forward_length", "feed_forward_length")
-        keys = [key for key in pair if key in inventory.hparams]
-        asked = not first or inventory.architecture in _GATED
-        if stem in own and keys and asked and not any(inventory.per_layer(key, n + 1)[n] for key in keys):
-            yield f"tensor {own[stem].name} is there, {inventory.architecture}.{keys[0]} is 0"
-
-
 def _rules(
     inventory: Inventory, own: Mapping[str, Tensor], n: int, slides: bool, attends: bool
-) -> Iterator[_Rule]:
+) -> Iterator[Rule]:
     yield from _feed_forward(inventory, own, n)
     yield from _experts(inventory, n)
-    if not attends:
-        yield from _mixers(inventory)
-    else:
+    yield from mixer_rules(inventory, own, n)
+    yield from indexer_rules(inventory)
+    if attends:
         yield from _latent(inventory, n) if is_latent(inventory) else _heads(inventory, n, slides)
 
 
-def _heads(inventory: Inventory, n: int, slides: bool) -> Iterator[_Rule]:
-    stated = inventory.hparams
-    if "attention.key_length" not in stated or "attention.value_length" not in stated:
+def _heads(inventory: Inventory, n: int, slides: bool) -> Iterator[Rule]:
+    heads = inventory.per_layer("attention.head_count", n + 1)[n]
+    even = even_width(inventory) or None
+    key, value = (stated(inventory, f"attention.{what}_length", even) for what in ("key", "value"))
+    if inventory.architecture == "deepseek4":
+        yield from _grouped(inventory, heads, key)
         return
-    key, value = inventory.number("attention.key_length"), inventory.number("attention.value_length")
     if slides:
-        key = inventory.number("attention.key_length_swa", key)
-        value = inventory.number("attention.value_length_swa", value)
-    heads = inventory.per_layer("attention.head_count", n + 1)[n]
+        key, value = (
+            stated(inventory, f"attention.{what}_length_swa", wide)
+            for what, wide in (("key", key), ("value", value))
+        )
     cached = kv_heads(inventory, n + 1)[n]
-    queries = heads * key * (2 if inventory.architecture in _GATED else 1)
-    yield _Rule("attn_q", 1, (queries,), "attention.head_count")
-    yield _Rule("attn_output", 0, (heads * value,), "attention.head_count")
-    if cached:
-        yield _Rule("attn_k", 1, (cached * key,), "attention.head_count_kv")
-        yield _Rule("attn_v", 1, (cached * value,), "attention.head_count_kv")
+    queries = times(heads, key, 2 if inventory.architecture in GATED else 1)
+    yield Rule("attn_q", 1, (queries,), "attention.head_count")
+    yield Rule("attn_output", 0, (times(heads, value),), "attention.head_count")
+    yield Rule("attn_k", 1, (times(cached, key),), "attention.head_count_kv")
+    yield Rule("attn_v", 1, (times(cached, value),), "attention.head_count_kv")
+    if key is not None and value is not None and inventory.architecture != "cogvlm":
         fused = heads * key + cached * (key + value)
-        yield _Rule("attn_qkv", 1, (fused,), "attention.head_count, head_count_kv")
+        yield Rule("attn_qkv", 1, (fused,), "attention.head_count, head_count_kv")
 
 
-def _latent(inventory: Inventory, n: int) -> Iterator[_Rule]:
-    number = inventory.number
+def _grouped(inventory: Inventory, heads: int, key: int | None) -> Iterator[Rule]:
+    """DeepSeek-V4: one key for all heads, what they read projected back in groups."""
+    groups, rank = (stated(inventory, f"attention.output_{what}") for what in ("group_count", "lora_rank"))
+    queries = stated(inventory, "attention.q_lora_rank")
+    yield Rule("attn_q_a", 1, (queries,), "attention.q_lora_rank")
+    yield Rule("attn_q_b", 0, (queries,), "attention.q_lora_rank")
+    yield Rule("attn_q_b", 1, (times(heads, key),), "attention.head_count, key_length")
+    yield Rule("attn_kv", 1, (key,), "attention.key_length")
+    yield Rule("attn_output_a", 1, (rank,), "attention.output_lora_rank")
+    yield Rule("attn_output_a", 2, (groups,), "attention.output_group_count")
+    yield Rule("attn_output_b", 0, (times(groups, rank),), "attention.output_group_count, output_lora_rank")
+
+
+def _latent(inventory: Inventory, n: int) -> Iterator[Rule]:
     heads = inventory.per_layer("attention.head_count", n + 1)[n]
-    key, value = number("attention.key_length_mla"), number("attention.value_length_mla")
-    kept, rope = number("attention.kv_lora_rank"), number("rope.dimension_count")
-    queries = number("attention.q_lora_rank")
-    yield _Rule("attn_q_a", 1, (queries,), "attention.q_lora_rank")
-    yield _Rule("attn_q_b", 0, (queries,), "attention.q_lora_rank")
-    yield _Rule("attn_q_b", 1, (heads * key,), "attention.head_count, key_length_mla")
-    yield _Rule("attn_v_b", 0, (kept,), "attention.kv_lora_rank")
-    yield _Rule("attn_v_b", 1, (value,), "attention.value_length_mla")
-    yield _Rule("attn_v_b", 2, (heads,), "attention.head_count")
-    yield _Rule("attn_k_b", 1, (kept,), "attention.kv_lora_rank")
-    yield _Rule("attn_k_b", 2, (heads,), "attention.head_count")
-    yield _Rule("attn_kv_a_norm", 0, (kept,), "attention.kv_lora_rank")
-    if kept and "rope.dimension_count" in inventory.hparams:
-        yield _Rule("attn_kv_a_mqa", 1, (kept + rope,), "attention.kv_lora_rank, rope.dimension_count")
-    yield _Rule("attn_output", 0, (heads * value,), "attention.head_count, value_length_mla")
+    key, value = (stated(inventory, f"attention.{what}_length_mla") for what in ("key", "value"))
+    kept, rope = stated(inventory, "attention.kv_lora_rank"), stated(inventory, "rope.dimension_count")
+    queries = stated(inventory, "attention.q_lora_rank")
+    yield Rule("attn_q_a", 1, (queries,), "attention.q_lora_rank")
+    yield Rule("attn_q_b", 0, (queries,), "attention.q_lora_rank")
+    yield Rule("attn_q", 1, (times(heads, key),), "attention.head_count, key_length_mla")
+    yield Rule("attn_q_b", 1, (times(heads, key),), "attention.head_count, key_length_mla")
+    yield Rule("attn_v_b", 0, (kept,), "attention.kv_lora_rank")
+    yield Rule("attn_v_b", 1, (value,), "attention.value_length_mla")
+    yield Rule("attn_v_b", 2, (heads,), "attention.head_count")
+    yield Rule("attn_k_b", 1, (kept,), "attention.kv_lora_rank")
+    yield Rule("attn_k_b", 2, (heads,), "attention.head_count")
+    yield Rule("attn_kv_a_norm", 0, (kept,), "attention.kv_lora_rank")
+    if kept is not None and rope is not None:
+        yield Rule("attn_kv_a_mqa", 1, (kept + rope,), "attention.kv_lora_rank, rope.dimension_count")
+    yield Rule("attn_output", 0, (times(heads, value),), "attention.head_count, value_length_mla")
 
 
-def _feed_forward(inventory: Inventory, own: Mapping[str, Tensor], n: int) -> Iterator[_Rule]:
-    inner = inventory.per_layer("feed_forward_length", n + 1)[n]
-    if "ffn_down" in own and inner and inventory.architecture not in _OTHER_INNER:
-        yield _Rule("ffn_down", 0, (inner,), "feed_forward_length")
-        yield _Rule("ffn_gate", 1, (inner,), "feed_forward_length")
-        halves = (inner,) if "ffn_gate" in own else (inner, 2 * inner)  # gate and up in one
-        yield _Rule("ffn_up", 1, halves, "feed_forward_length")
+def _feed_forward(inventory: Inventory, own: Mapping[str, Tensor], n: int) -> Iterator[Rule]:
+    key = "feed_forward_length"
+    if "ffn_down" not in own or key not in inventory.hparams or inventory.architecture in _OTHER_INNER:
+        return
+    inner = inventory.per_layer(key, n + 1)[n]
+    yield Rule("ffn_down", 0, (inner,), key)
+    yield Rule("ffn_gate", 1, (inner,), key)
+    halves = (inner,) if "ffn_gate" in own else (inner, 2 * inner)  # gate and up in one
+    yield Rule("ffn_up", 1, halves, key)
 
 
-def _experts(inventory: Inventory, n: int) -> Iterator[_Rule]:
-    number = inventory.number
+def _experts(inventory: Inventory, n: int) -> Iterator[Rule]:
+    number, arch = inventory.number, inventory.architecture
     dense = inventory.per_layer("feed_forward_length", n + 1)[n]
-    stated = inventory.per_layer("expert_feed_forward_length", n + 1)[n]
-    # Unstated it is the width of dense layers, in some architectures divided.
-    divided = () if inventory.architecture == "llama" else (2, max(number("expert_used_count"), 1))
-    inner = (stated,) if stated else (dense, *(dense // parts for parts in divided))
-    key = "expert_feed_forward_length" if stated else "feed_forward_length"
-    yield _Rule("ffn_down_exps", 0, inner, key)
-    yield _Rule("ffn_up_exps", 1, inner, key)
-    yield _Rule("ffn_gate_exps", 1, inner, key)
-    yield _Rule("ffn_gate_up_exps", 1, tuple(2 * size for size in inner), key)
-    # Architectures read one of two keys, and know the width of one shared expert without either.
-    several = tuple(size * number("expert_shared_count", 1) for size in inner)
-    width = number("expert_shared_feed_forward_length")
-    gated = inventory.architecture in _GATED
-    shared = (width or dense,) if gated else (*several, width or dense)
+    own = inventory.per_layer("expert_feed_forward_length", n + 1)[n]
+    inner: tuple[int | None, ...]
+    if arch in DENSE_EXPERTS and "feed_forward_length" in inventory.hparams:
+        own, inner = 0, (dense,)
+    elif own or (arch in OWN_EXPERTS and "expert_feed_forward_length" in inventory.hparams):
+        inner = (own,)
+    else:  # unstated it is the width of dense layers, in some architectures divided
+        divided = () if arch == "llama" else (2, max(number("expert_used_count"), 1))
+        sizes = (dense, *(dense // parts for parts in divided))
+        sure = "feed_forward_length" in inventory.hparams or (
+            arch in DIVIDED_EXPERTS and bool(inventory.header_digest)
+        )
+        inner = sizes if sure else tuple(size or None for size in sizes)
+    key = "expert_feed_forward_length" if own else "feed_forward_length"
+    yield Rule("ffn_down_exps", 0, inner, key)
+    yield Rule("ffn_up_exps", 1, inner, key)
+    yield Rule("ffn_gate_exps", 1, inner, key)
+    yield Rule("ffn_gate_up_exps", 1, tuple(times(2, size) for size in inner), key)
+    yield from _shared(inventory, inner, dense)
+
+
+def _shared(inventory: Inventory, inner: tuple[int | None, ...], dense: int) -> Iterator[Rule]:
+    """Architectures read one of two keys, and know the width of one shared expert without either."""
+    width, arch = stated(inventory, "expert_shared_feed_forward_length"), inventory.architecture
+    count = inventory.number("expert_shared_count", 1) or (arch == "kimi-linear")  # which takes 0 for 1
+    shared: tuple[int | None, ...]
+    if (width and arch in SHARED_WIDTHS) or arch == "nemotron_h_moe":
+        shared = (width or 0,)
+    elif arch in GATED:
+        shared = (dense if inventory.header_digest else dense or None,)
+    else:
+        shared = (*(times(size, count) for size in inner), width or dense or None)
     key = "expert_shared_feed_forward_length" if width else "expert_shared_count"
-    yield _Rule("ffn_down_shexp", 0, shared, key)
-    yield _Rule("ffn_up_shexp", 1, shared, key)
-    yield _Rule("ffn_gate_shexp", 1, shared, key)
-
-
-def _mixers(inventory: Inventory) -> Iterator[_Rule]:
-    number = inventory.number
-    yield _Rule("ssm_conv1d", 0, (number("ssm.conv_kernel"),), "ssm.conv_kernel")
-    if inventory.architecture in _GATED:
-        state, values = number("ssm.state_size"), number("ssm.time_step_rank")
-        rows = state * (2 * number("ssm.group_count") + values)
-        yield _Rule("attn_qkv", 1, (rows,), "ssm.state_size, group_count, time_step_rank")
-        yield _Rule("ssm_out", 0, (number("ssm.inner_size"),), "ssm.inner_size")
-    if inventory.architecture in _MAMBA_2:
-        inner, shared = number("ssm.inner_size"), number("ssm.group_count") * number("ssm.state_size")
-        rows = 2 * (inner + shared) + number("ssm.time_step_rank")
-        yield _Rule("ssm_in", 1, (rows,), "ssm.inner_size, group_count, state_size, time_step_rank")
+    yield Rule("ffn_down_shexp", 0, shared, key)
+    yield Rule("ffn_up_shexp", 1, shared, key)
+    yield Rule("ffn_gate_shexp", 1, shared, key)
 
 
 def _kinds(inventory: Inventory, layers: Layers) -> Iterator[str]:
@@ -236,18 +197,14 @@ def _kinds(inventory: Inventory, layers: Layers) -> Iterator[str]:
     yield from _compressed(inventory, layers, stems)
     yield from _groups(inventory)
     yield from _rotated(inventory)
-
-
-def _without_experts(inventory: Inventory, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
-    """Experts in an architecture whose mixtures have another name."""
-    arch, routed = inventory.architecture, [n for n, names in stems.items() if "ffn_down_exps" in names]
-    if arch in _NO_EXPERTS and routed:
-        yield f"layer {min(routed)} holds experts, and llama.cpp reads none of {arch}"
+    yield from _counted(inventory)
 
 
 def _dense(inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
     """Which of the first layers hold no experts."""
     arch, dense = inventory.architecture, inventory.hparams.get("leading_dense_block_count")
+    if arch == "llama4" and "interleave_moe_layer_step" in inventory.hparams:
+        yield from _interleaved(inventory, layers, stems)
     if not isinstance(dense, int) or "leading_dense_block_count" not in required_of(arch).get(KEYS, {}):
         return
     for n in range(layers.n_main):
@@ -258,16 +215,29 @@ def _dense(inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[s
             yield f"layer {n} holds no experts, leading_dense_block_count says {dense} dense layers"
 
 
+def _without_experts(inventory: Inventory, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
+    """Experts in an architecture whose mixtures have another name."""
+    arch, routed = inventory.architecture, [n for n, names in stems.items() if "ffn_down_exps" in names]
+    if arch in NO_EXPERTS and routed:
+        yield f"layer {min(routed)} holds experts, and llama.cpp reads none of {arch}"
+
+
+def _interleaved(inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
+    step = inventory.number("interleave_moe_layer_step")
+    for n in range(layers.n_main):
+        routed = "ffn_down_exps" in stems.get(n, ())
+        if n in stems and routed != bool(step and (n + 1) % step == 0):
+            holds = "experts" if routed else "no experts"
+            yield f"layer {n} holds {holds}, interleave_moe_layer_step {step} says otherwise"
+
+
 def _full_attention(
     inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[str]]
 ) -> Iterator[str]:
     """Which layers of a recurrent model attend; a list of recurrent layers goes before the interval."""
     interval = inventory.hparams.get("full_attention_interval")
     listed = "attention.recurrent_layers" in inventory.hparams
-    if inventory.architecture not in _GATED or listed or not isinstance(interval, int):
-        return
-    if not interval:
-        yield f"{inventory.architecture}.full_attention_interval is 0"
+    if inventory.architecture not in GATED or listed or not isinstance(interval, int) or not interval:
         return
     for n, attends in enumerate(layers.attention):
         if n in stems and attends != ((n + 1) % interval == 0):
@@ -277,24 +247,58 @@ def _full_attention(
 
 def _groups(inventory: Inventory) -> Iterator[str]:
     groups, used = inventory.number("expert_group_count"), inventory.number("expert_group_used_count")
+    experts = inventory.number("expert_count")
+    if groups > 1 and experts and (groups >= experts or experts % groups):
+        yield f"{inventory.architecture}.expert_group_count is {groups}, of {experts} experts"
     if groups > 1 and not 0 < used < groups:
         yield f"{inventory.architecture}.expert_group_used_count is {used}, of {groups} groups"
-    gate, least = inventory.hparams.get("expert_gating_func"), _LEAST_GATE.get(inventory.architecture)
-    if isinstance(gate, int) and least is not None and not least <= gate <= _MOST_GATE:
-        yield f"{inventory.architecture}.expert_gating_func is {gate}, of {least} to {_MOST_GATE}"
-    experts = inventory.number("expert_count")
-    if groups > 1 and experts and (experts % groups or groups >= experts):
-        yield f"{inventory.architecture}.expert_group_count is {groups}, of {experts} experts"
 
 
 def _rotated(inventory: Inventory) -> Iterator[str]:
-    arch, rotated = inventory.architecture, inventory.hparams.get("rope.dimension_count")
+    arch, rotated = inventory.architecture, inventory.number("rope.dimension_count")
     key = inventory.number("attention.key_length", even_width(inventory))
-    if arch in _ALL_ROTATED and rotated is not None and key and rotated != key:
+    said = "rope.dimension_count" in inventory.hparams
+    if arch in ALL_ROTATED and said and key and rotated != key and any(layers_of(inventory).attention):
         yield f"rope.dimension_count is {rotated}, a head of {arch} is {key} wide"
-    sections = inventory.hparams.get("rope.dimension_sections")
-    if isinstance(sections, tuple) and len(sections) != _SECTIONS and arch in _BY_SECTIONS:
-        yield f"{arch}.rope.dimension_sections has {len(sections)} values, {arch} reads {_SECTIONS}"
+    factors = by_name(inventory).get("rope_freqs.weight")
+    if arch == "gemma4" and factors is not None and rotated > 2 * factors.shape[0]:
+        yield f"rope.dimension_count is {rotated}, rope_freqs.weight has factors for {2 * factors.shape[0]}"
+
+
+def _counted(inventory: Inventory) -> Iterator[str]:
+    """Single keys that an architecture reads and that may not be 0, or have one length."""
+    arch, hparams, number = inventory.architecture, inventory.hparams, inventory.number
+    n_main = layers_of(inventory).n_main
+    patterned = "attention.sliding_window_pattern" in hparams and window(inventory) > 0
+    if patterned and not any(sliding_layers(inventory, n_main)):
+        yield f"{arch}.attention.sliding_window_pattern lets no layer slide, and there is a window"
+    ratios = hparams.get("attention.compress_ratios")
+    if arch == "deepseek4" and isinstance(ratios, tuple) and len(ratios) < n_main:
+        yield f"{arch}.attention.compress_ratios has {len(ratios)} values for {n_main} layers"
+    sections = hparams.get("rope.dimension_sections")
+    if arch in SECTIONED and isinstance(sections, tuple) and len(sections) != 4:
+        yield f"{arch}.rope.dimension_sections has {len(sections)} values, {arch} reads 4"
+    gate, least = hparams.get("expert_gating_func"), LEAST_GATE.get(arch)
+    if isinstance(gate, int) and least is not None and not least <= gate <= MOST_GATE:
+        yield f"{arch}.expert_gating_func is {gate}, of {least} to {MOST_GATE}"
+    if arch in GATED and hparams.get("full_attention_interval") == 0:
+        yield f"{arch}.full_attention_interval is 0"
+    wide = 2 * number("embedding_length")
+    if arch == "jamba" and "ssm.inner_size" in hparams and number("ssm.inner_size") != wide:
+        yield f"jamba.ssm.inner_size is {number('ssm.inner_size')}, twice embedding_length is {wide}"
+    if "rwkv" in arch and "wkv.head_size" in hparams and not number("wkv.head_size"):
+        yield f"{arch}.wkv.head_size is 0"
+    shifts = {"rwkv7": 2, "arwkv7": 1}.get(arch)
+    if shifts and "token_shift_count" in hparams and number("token_shift_count") != shifts:
+        yield f"{arch}.token_shift_count is {number('token_shift_count')}, {arch} has {shifts}"
+    table, width = (
+        by_name(inventory).get("per_layer_token_embd.weight"),
+        number("embedding_length_per_layer_input"),
+    )
+    said = "embedding_length_per_layer_input" in hparams
+    if arch == "gemma4" and said and table is not None and table.shape[0] != width * number("block_count"):
+        shape = "x".join(map(str, table.shape))
+        yield f"tensor {table.name} is {shape}, embedding_length_per_layer_input says {width} for each layer"
 
 
 def _listed(inventory: Inventory, layers: Layers) -> Iterator[str]:
