@@ -199,3 +199,14 @@ def test_lists_of_switches_are_counts_of_one_and_none(arch: str, tmp_path: Path)
         file = read_model(load.path)
         refused = (*file.refused, *load_faults(file.inventory))
         assert bool(refused) == (not isinstance(said, Bytes)), (key, each, said, refused)
+
+
+@pytest.mark.parametrize("arch", ["cogvlm", "qwen", "kimi-k3", "llama4", "dbrx", "granitemoe", "olmoe"])
+def test_no_key_that_an_architecture_does_not_read_is_held_against_it(arch: str, tmp_path: Path) -> None:
+    make(tmp_path, [arch])
+    whole = read_model(tmp_path / f"{arch}.gguf").inventory.model_copy(update={"hparams": hparams(arch)})
+    cases = [one for one in one_changed(changed(whole)) if not isinstance(one[1], tuple)]
+    loads = [Load(write_sparse(tmp_path / f"{n}.gguf", one), WORK) for n, (*_, one) in enumerate(cases)]
+    for (key, new, table), said in zip(cases, attempt(loads), strict=True):
+        if isinstance(said, Bytes):
+            assert not load_faults(table), (key, new)

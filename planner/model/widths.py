@@ -33,6 +33,8 @@ from planner.model.width_rules import (
 )
 
 _OTHER_INNER = frozenset({"arctic", "qwen"})  # dense parts as wide as the model; half of what is stated
+_THIRDS = frozenset({"cogvlm", "qwen"})  # queries, keys and values in one, three times as wide as the model
+_ONE_SHARED = frozenset({"kimi-k3", "kimi-linear", "llama4"})  # no shared expert by count is one
 _INTERLEAVED = frozenset({"ernie4_5-moe", "llama4"})  # dense layers among the routed ones
 _LISTS_ONLY: Mapping[str, frozenset[str]] = {
     "attention.sliding_window_pattern": frozenset(
@@ -97,7 +99,7 @@ def _heads(inventory: Inventory, n: int, slides: bool) -> Iterator[Rule]:
     yield Rule("attn_output", 0, (times(heads, value),), "attention.head_count")
     yield Rule("attn_k", 1, (times(cached, key),), "attention.head_count_kv")
     yield Rule("attn_v", 1, (times(cached, value),), "attention.head_count_kv")
-    if key is not None and value is not None and inventory.architecture != "cogvlm":
+    if key is not None and value is not None and inventory.architecture not in _THIRDS:
         fused = heads * key + cached * (key + value)
         yield Rule("attn_qkv", 1, (fused,), "attention.head_count, head_count_kv")
 
@@ -173,7 +175,8 @@ def _experts(inventory: Inventory, n: int) -> Iterator[Rule]:
 def _shared(inventory: Inventory, inner: tuple[int | None, ...], dense: int) -> Iterator[Rule]:
     """Architectures read one of two keys, and know the width of one shared expert without either."""
     width, arch = stated(inventory, "expert_shared_feed_forward_length"), inventory.architecture
-    count = inventory.number("expert_shared_count", 1) or (arch == "kimi-linear")  # which takes 0 for 1
+    said = inventory.number("expert_shared_count", 1)
+    count = 1 if arch == "llama4" else said or (arch in _ONE_SHARED)
     shared: tuple[int | None, ...]
     if (width and arch in SHARED_WIDTHS) or arch == "nemotron_h_moe":
         shared = (width or 0,)
