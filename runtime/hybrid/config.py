@@ -37,7 +37,7 @@ class Config:
     memory: str = "pinned"  # of the experts on the host: one of MEMORIES
     threads: int = 0  # of the CPU lane; 0: the engine's
     cpu_tokens: int = 64  # batches up to this many tokens may use the CPU lane
-    cpu_bytes_us: int = 0  # weights that the CPU lane reads in a microsecond; 0: measured after loading
+    cpu_bytes_us: int = 0  # weights that the CPU lane reads in a microsecond; 0: measured, now and then
     bus_bytes_us: int = 0
     policy: str = "static"  # who stays in the slots: static, lru, lfu, or schedule (tests)
     half_life: int = 64  # tokens, of lfu's counts

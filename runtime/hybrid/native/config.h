@@ -35,7 +35,7 @@ struct Config {
     int stage = -1;            // experts of a layer that a prompt may bring at once; -1: all, 0: none
     int banks = 2;             // of the stage; 2: a layer's experts arrive while the layer before computes
     int cpu_tokens = 64;       // batches up to this many tokens may use the CPU lane beside the others
-    int64_t cpu_bytes_us = 0;  // bytes of weights the CPU lane reads in a microsecond; 0: measured when loaded
+    int64_t cpu_bytes_us = 0;  // bytes of weights the CPU lane reads in a microsecond; 0: measured, now and then
     int64_t bus_bytes_us = 0;  // and the bus
     bool quiet = false;        // no notes on stderr
     bool regions = true;       // false: every product by itself
