@@ -37,6 +37,7 @@ ROOMS = (
         "yaml_reader",
         "records",
         "remember",
+        "powers",
         "left_out",
         "llama_server",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +11,7 @@ from functools import lru_cache
 from planner.constants import PPM, STRIPE_GRANULE
 from planner.cost.unit_time import Prices
 from planner.model.units import Unit, divisible
+from planner.powers import power
 
 STEPS = 16  # of a whole layer; widths tried are multiples of one
 
@@ -33,7 +35,7 @@ def stripe_widths(unit: Unit, prices: Prices, curve: Sequence[float]) -> Iterato
     sizes = [prices.tensors[name].size_bytes for name in divisible(unit)]
     whole = [_granules(size) for size in sizes]
     touched = _touched(tuple(curve), unit.used, prices.workload.n_ubatch)
-    every = max(sum(touched), 1e-12)
+    every = max(math.fsum(touched), 1e-12)
     for k in dict.fromkeys(round(n * step / STEPS) for step in range(1, STEPS)):
         if not 0 < k < n:
             continue
@@ -43,7 +45,7 @@ def stripe_widths(unit: Unit, prices: Prices, curve: Sequence[float]) -> Iterato
             sum(hot) * STRIPE_GRANULE,
             sum(w - h for w, h in zip(whole, hot, strict=True)) * STRIPE_GRANULE,
             round((1.0 - curve[k]) * PPM),
-            round(sum(touched[k:]) / every * PPM),
+            round(math.fsum(touched[k:]) / every * PPM),
         )
 
 
@@ -55,4 +57,4 @@ def _granules(size: int) -> int:
 def _touched(curve: tuple[float, ...], used: int, batch: int) -> tuple[float, ...]:
     """The probability that a batch touches each expert, hottest first."""
     shares = [b - a for a, b in itertools.pairwise(curve)]
-    return tuple(1.0 - (1.0 - min(1.0, used * share)) ** batch for share in shares)
+    return tuple(1.0 - power(1.0 - min(1.0, used * share), batch) for share in shares)

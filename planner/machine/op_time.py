@@ -18,6 +18,7 @@ from typing import Literal
 from planner.constants import CELL_STEP, CPU, PPM
 from planner.machine.profile import Device, OpTiming, Profile
 from planner.model.ggml_types import BY_NAME, GgmlType
+from planner.powers import power
 
 Basis = Literal["measured", "between", "scaled", "roofline"]
 NS_PER_S = 10**9
@@ -164,7 +165,7 @@ def experts_touched(experts: int, used: int, batch: int) -> float:
     """Expected number of distinct experts that `batch` tokens use, routing uniformly."""
     if experts <= 0:
         return 0.0
-    return experts * (1.0 - (1.0 - min(used, experts) / experts) ** batch)
+    return experts * (1.0 - power(1.0 - min(used, experts) / experts, batch))
 
 
 def _row_bytes(type_name: str, ne0: int) -> int:

@@ -5,6 +5,7 @@ All curves run over k = 0..n_expert hot experts of one layer: the share of route
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.plan.plan import ExpertOrder
+from planner.powers import power
 from planner.routing.expert_counts import Heat
 
 Floats = NDArray[np.float64]
@@ -140,8 +142,10 @@ def expected_distinct(heat: Heat, n_tokens: int) -> dict[int, float]:
         return {}
     sources = sources_of(heat)
     inclusion = np.minimum(1.0, shares(sources) * heat.n_used)
-    distinct = (1.0 - (1.0 - inclusion) ** n_tokens).sum(axis=1)
-    return {la: float(d) for la, d in zip(sources.layers, distinct, strict=True)}
+    return {
+        layer: math.fsum(1.0 - power(1.0 - chance, n_tokens) for chance in map(float, row))
+        for layer, row in zip(sources.layers, inclusion, strict=True)
+    }
 
 
 def mean_curve(by_layer: Mapping[int, Sequence[float]]) -> tuple[float, ...]:
