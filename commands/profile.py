@@ -377,7 +377,8 @@ def _refined(results: tuple[str, ...], model: Path | None, machine: str | None, 
     """
     from commands.shared.inputs import InputLibrary
     from commands.shared.models import load_plan
-    from planner.learn.calibrate import Observed, calibrated_together
+    from planner.learn.calibrate import Observed, calibrated_together, deviation_ppm
+    from planner.learn.refine import UNEXPLAINED_PPM, Verdict
     from planner.machine.profile import profile_digest
 
     library = InputLibrary((model,) if model else (), (Path(machine),) if machine else ())
@@ -403,6 +404,11 @@ def _refined(results: tuple[str, ...], model: Path | None, machine: str | None, 
         )
     ((inventory, profile),) = used.values()
     made = calibrated_together(observed, inventory, profile)
+    for text, each in zip(names, observed, strict=True):
+        # By itself: results that contradict each other are each another's matter, and named below.
+        alone = calibrated_together([each], inventory, profile).after[0]
+        if deviation_ppm(alone, each.seen) >= UNEXPLAINED_PPM:
+            raise FileProblem(text, Verdict.UNEXPLAINED.value)
     notes = _show_results(names, observed, made)
     factors = ", ".join(f"{device} {ppm / 1e6:.2f}" for device, ppm in made.factors.items())
     console.say(f"times of the devices, of those that the profile gave: {factors}")
@@ -464,9 +470,10 @@ def _show_results(names: list[str], observed: list[Observed], made: Together) ->
             told = (console.ms(measured.ns), console.ms(old), console.ms(new), f"{error:+.1%}")
             table.add_row(path, f"{what}, {at}", *told)
             if abs(error) * 1e6 > DEVIATION_PPM:
+                against = "contradicts the other measurements, with which"
+                against = against if len(names) > 1 else "is not all explained by a calibration, by which"
                 notes.append(
-                    f"{path}: {console.ms(measured.ns)} for a {what} contradicts the other measurements, "
-                    f"with which it would be {console.ms(new)}"
+                    f"{path}: {console.ms(measured.ns)} for a {what} {against} it would be {console.ms(new)}"
                 )
     console.out_table(table)
     for note in notes:

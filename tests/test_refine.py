@@ -359,14 +359,14 @@ def test_without_what_a_plan_was_made_from_there_is_nothing_to_refine(made: Plan
     assert found.exit_code == 2 and "give --model" in found.stderr
 
 
-def corrected(folder: Path, made: Plan, *factors: float) -> tuple[Result, Path]:
-    """`profile --refine` with a result of bench for each factor of the CPU's times."""
+def corrected(folder: Path, made: Plan, *factors: float, **gpu: float) -> tuple[Result, Path]:
+    """`profile --refine` with a result of bench for each factor of the CPU's times, and one of the GPU's."""
     (folder / "plan.yaml").write_text(plan_text(made))
     (folder / "m.inventory.yaml").write_text(inventory_text(MODEL))
     (folder / "m.profile.yaml").write_text(to_text(machine()))
     words: list[str | Path] = ["profile", folder / "m.inventory.yaml", "--machine", folder / "m.profile.yaml"]
     for n, factor in enumerate(factors):
-        (folder / f"{n}.json").write_text(bench_report(made, scaled(CPU=factor)))
+        (folder / f"{n}.json").write_text(bench_report(made, scaled(CPU=factor, **gpu)))
         words += ["--refine", f"{folder / 'plan.yaml'}={folder / f'{n}.json'}"]
     return run(*words, "-o", folder / "new.yaml"), folder / "new.yaml"
 
@@ -388,6 +388,20 @@ def test_results_that_contradict_each_other_are_named(made: Plan, tmp_path: Path
     assert found.exit_code == 0, found.output
     named = [w for w in from_text(path.read_text(), "p").warnings if "contradicts the other" in w]
     assert len(named) == 2 and "0.json" in named[0] and "1.json" in named[1]
+
+
+@pytest.mark.parametrize("factor", [30.0, 1e6])
+def test_results_of_another_model_correct_no_profile(factor: float, made: Plan, tmp_path: Path) -> None:
+    found, path = corrected(tmp_path, made, factor, CUDA0=factor)
+    assert found.exit_code == 2 and not path.exists()
+    assert "0.json: no calibration explains it" in found.output
+
+
+def test_one_result_contradicts_no_others(made: Plan, tmp_path: Path) -> None:
+    found, path = corrected(tmp_path, made, 0.01, CUDA0=0.01)
+    assert found.exit_code == 0, found.output
+    (named,) = from_text(path.read_text(), "p").warnings
+    assert "is not all explained by a calibration" in named
 
 
 def test_few_runs_of_a_plan_count_together(made: Plan, tmp_path: Path) -> None:

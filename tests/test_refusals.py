@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from engines import ROOT
 from planning_models import MIB, dense, machine, moe, plan, real, sites, timed
 from sparse_model import write_sparse
 
@@ -356,3 +357,23 @@ def test_a_host_that_pages_is_named_whether_it_has_its_own_memory_or_not(pool: s
     (need,) = refused.value.needs
     assert need.device == "CPU" and need.memory.kv > 0 == need.memory.weights
     assert "may be paged" in refused.value.why
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("--budget", "300MiB"),
+            "CUDA0 takes no part: its budget of 300 MiB is taken, 320 MiB by the driver",
+        ),
+        (("--reserve", "30000"), "320 MiB by the driver and 30000 by --reserve"),
+        (("--budget", "2000MiB"), ""),
+    ],
+)
+def test_a_gpu_whose_budget_is_all_set_aside_is_named(
+    words: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    model = ROOT / "plans" / "inputs" / "Mixtral-8x7B-Q4_K_M.inventory.yaml"
+    found = CliRunner().invoke(main, ["solve", str(model), "--machine", "rtx4090-epyc", *words])
+    assert found.exit_code == 0, found.output
+    assert told in " ".join(found.output.split()) and ("takes no part" in found.output) == bool(told)

@@ -20,7 +20,7 @@ from planner.plan.plan import Plan
 from planner.solver.clock import Clock
 
 GAIN_PPM = 30_000  # of the request's time: what another plan must bring
-_UNEXPLAINED_PPM = 500_000  # what the best calibration is off by: then it is no matter of calibration
+UNEXPLAINED_PPM = 500_000  # what the best calibration is off by: then it is no matter of calibration
 
 
 class Verdict(Enum):
@@ -69,7 +69,7 @@ def refine(
     if away < DEVIATION_PPM:
         return Refined(Verdict.AS_PREDICTED, seen, deviation_ppm=away)
     found = calibrated(plan, inventory, profile, known, seen)
-    if deviation_ppm(found.after, seen) >= _UNEXPLAINED_PPM:
+    if deviation_ppm(found.after, seen) >= UNEXPLAINED_PPM:
         return Refined(Verdict.UNEXPLAINED, seen, deviation_ppm=away)
     same = reprice(plan, inventory, found.profile, known).plan
     asked = request_of(plan), known_of(plan, known), settings_of(plan)

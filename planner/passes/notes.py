@@ -67,6 +67,7 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
     if text := kv_note(_devices(subject.priced), subject.priced.prices.workload, profile.timings):
         found.append(text)
     found += filter(None, (tight(profile.device(use.name), use.used_bytes, profile) for use in subject.uses))
+    found += _crowded_out(subject, request)
     found += _ceilings(subject.priced)
     found += _buffers(subject, request.budgets)
     found += _piped(subject)
@@ -77,6 +78,23 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
     found += [f"profile: {warning}" for warning in profile.warnings]
     found += filter(None, map(_overfull, subject.stock))
     return (*found, *cache_notes(subject.placements, known.cache))
+
+
+def _crowded_out(subject: Subject, request: Request) -> Iterator[str]:
+    """GPUs that take no part because what is set aside on each is all of its budget."""
+    profile, used = subject.priced.prices.profile, {use.name for use in subject.uses}
+    extra = request.extra_models
+    for name, budget in request.budgets.items():
+        device = profile.device(name)
+        if device.kind == "cpu" or name in used:
+            continue
+        others = extra.extras.reserved if extra else {}
+        apart = others.get(name, 0) + (others.get("", 0) if extra and name == extra.gpu else 0)
+        if device.context_bytes + apart >= budget:
+            parts = [f"{device.context_bytes >> 20} MiB by the driver"]
+            parts += [f"{apart >> 20} by --reserve"] if apart else []
+            mib = round(budget / 2**20)
+            yield f"{name} takes no part: its budget of {mib} MiB is taken, {' and '.join(parts)}"
 
 
 def _untrained(priced: Priced) -> Iterator[str]:
