@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rounds import drifting
+from benchmarks.rounds.topics import Given, add_work, given_of
 from benchmarks.rounds.visit import engine_name
 from planner.plan.load_spec import Residents
 from runtime.engine.gpu_usage import readings
@@ -43,7 +44,7 @@ EVERY_MS = 50  # that the device looks for orders
 def main() -> None:
     """Measure, write, judge."""
     options = _arguments()
-    given = drifting.given_of(options)
+    given = given_of(options)
     stays, _ = _decoded(given, options, None)
     goes, told = _decoded(given, options, given.hot["B"])
     alike = statistics.mean(a == b for a, b in zip(stays["chosen"], goes["chosen"], strict=True))
@@ -65,13 +66,13 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    drifting.add_work(parser)
+    add_work(parser)
     parser.add_argument("--share", type=float, default=0.5, help="of the experts in slots")
     parser.add_argument("--out", default="exchanged.json")
     return parser.parse_args()
 
 
-def _decoded(given: drifting.Given, options: argparse.Namespace, then: Any) -> tuple[dict[str, Any], Any]:
+def _decoded(given: Given, options: argparse.Namespace, then: Any) -> tuple[dict[str, Any], Any]:
     """The stream, token by token; with an order for `then`, hottest first by layer, when half is decoded."""
     with tempfile.TemporaryDirectory() as folder, _loaded(given, options, Path(folder)) as (session, device):
         orders = Orders({"": Path(folder) / "orders"}, LaneFiles({"": Path(folder) / "report"}))
@@ -100,7 +101,7 @@ def _decoded(given: drifting.Given, options: argparse.Namespace, then: Any) -> t
 
 @contextmanager
 def _loaded(
-    given: drifting.Given, options: argparse.Namespace, folder: Path
+    given: Given, options: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[Session, HybridDevice]]:
     def watched(config: Config) -> Config:
         report, orders = str(folder / "report"), str(folder / "orders")
