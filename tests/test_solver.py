@@ -18,7 +18,7 @@ from planner.solver.counting import parts
 from planner.solver.evaluate import evaluate
 from planner.solver.problem import Capacity, Decision, Edge, Option, Problem, Share, Solution
 from planner.solver.relaxation import LEAST, Relaxation
-from planner.solver.solve import Solved, any_placement, price_of, solve, solve_cp
+from planner.solver.solve import Solved, any_placement, better, price_of, solve, solve_cp
 from planner.solver.stages import stages_of
 from planner.solver.totals import Totals
 
@@ -225,3 +225,27 @@ def test_alike_layers_are_proven_in_one_pass(length: int) -> None:
     problem = random_problem(3, length=length, gpus=1, limit_host=False, extras=False)
     assert frontier.search(problem, None, 0).proven
     agree(problem, solve(problem), chain_dp.optimum(problem, 0))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_neighbours_of_any_placement_lead_to_the_best(seed: int) -> None:
+    """With work enough the parts are the whole; with little nothing gets worse or breaks a limit."""
+    problem = random_problem(seed, length=5, gpus=2)
+    start, best = any_placement(problem).solution, brute_force(problem)
+    if start is None or best is None:
+        return
+    asked = 0
+
+    def search(narrowed: Problem, below_ns: int) -> tuple[Solution | None, bool]:
+        nonlocal asked
+        asked += 1
+        found = solve_cp(narrowed).solution
+        return (found if found and price_of(narrowed, found) < below_ns else None), asked < most
+
+    for most in (1, 2, 100):
+        asked = 0
+        found = better(problem, start, lambda each: price_of(problem, each), search)
+        judged = evaluate(problem, found)
+        assert judged.feasible and best <= judged.objective_ns <= price_of(problem, start)
+        assert asked <= most
+    assert judged.objective_ns == best

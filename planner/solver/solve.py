@@ -3,11 +3,16 @@
 Three ways, quick ones first, each handing its best placement and bound to the next: the frontier search
 along the chain, the counting relaxation, and CP-SAT on the whole problem. One worker, a fixed seed and
 deterministic limits make the answer the same on every machine; a deadline, if there is one, does not.
+
+An answer that was not proven the best is bettered where it stands: parts of it are searched again. A search
+of the whole that runs out of work may miss what one of a smaller problem finds, and a pin makes it smaller.
+The parts are the same everywhere: all with the output head on one device, then stretches of the chain.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +25,12 @@ from planner.solver.deadline import Deadline
 from planner.solver.problem import Problem, Solution
 from planner.solver.room import RoomModel
 
+Price = Callable[[Solution], int]
+# A search of a problem for something below a price; and whether there is work left.
+Search = Callable[[Problem, int], tuple[Solution | None, bool]]
+
 _LEAST_S = 0.01  # CP-SAT takes no limit of zero for a limit
-_SHARES = {"count": 0.3, "arrange": 0.2, "exact": 0.5}  # of the time, for each use of CP-SAT
+_SHARES = {"count": 0.3, "arrange": 0.2, "exact": 0.5, "near": 0.3}  # of the time, for each use of CP-SAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +71,81 @@ def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None 
     if best.status == "unknown" and counting.applies(problem) and not limits.deadline.over():
         best = _counted(problem, best, limits)
     found = solve_cp(problem, best, limits) if best.status == "unknown" else best
+    if found.status == "feasible" and not limits.deadline.over():
+        found = _bettered(problem, found, limits)
     if found.status not in ("optimal", "infeasible"):
         limits.deadline.ended.add("work")  # which the clock outweighs
+    return found
+
+
+def _bettered(problem: Problem, found: Solved, limits: Limits) -> Solved:
+    """What the neighbours of a placement offer that was not proven the best."""
+    from ortools.sat.python import cp_model as cp
+
+    assert found.solution is not None
+    clock = Clock(limits.part("near").deterministic_s)
+
+    def search(narrowed: Problem, below_ns: int) -> tuple[Solution | None, bool]:
+        exact = ExactModel(cp, narrowed)
+        exact.model.add(exact.objective < below_ns)
+        exact.model.add(exact.objective >= found.bound_ns)
+        work = limits.work(max(clock.left_s / 4, 0.1))
+        solver = _solver(cp, work)
+        status = _within(cp, solver, exact.model, work)
+        clock.left_s -= solver.response_proto.deterministic_time
+        left = clock.left_s > 0 and not limits.deadline.over()
+        if status not in (cp.OPTIMAL, cp.FEASIBLE):
+            return None, left
+        return Solution(tuple(_index(solver, row) for row in exact.choose)), left
+
+    best = better(problem, found.solution, lambda each: price_of(problem, each), search)
+    return _judged(replace(found, solution=best, objective_ns=price_of(problem, best)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is searched again: decisions `free`, of the last one only options on a device, if one is given."""
+
+    free: range
+    device: int = -1
+
+
+def better(
+    problem: Problem, start: Solution, price_of: Callable[[Solution], int], search: Search
+) -> Solution:
+    """The best of the neighbours of `start` that `search` finds before it has no work left."""
+    best = start
+    for part in _parts(problem):
+        options = _left(problem, best, part)
+        decisions = tuple(
+            replace(d, options=tuple(d.options[j] for j in kept))
+            for d, kept in zip(problem.decisions, options, strict=True)
+        )
+        found, more = search(replace(problem, decisions=decisions), price_of(best))
+        if found is not None:
+            best = Solution(tuple(kept[c] for kept, c in zip(options, found.choices, strict=True)))
+        if not more:
+            break
+    return best
+
+
+def _parts(problem: Problem) -> Iterator[_Part]:
+    n = len(problem.decisions)
+    for device in sorted({option.entry for option in problem.decisions[-1].options}):
+        yield _Part(range(n), device)
+    for size in (max(n // 2, 1), max(n // 3, 1)):
+        for first in range(0, n, max(size // 2, 1)):
+            yield _Part(range(first, min(first + size, n)))
+
+
+def _left(problem: Problem, best: Solution, part: _Part) -> list[tuple[int, ...]]:
+    """The options that each decision keeps: all that are searched, or the one that it has."""
+    found = []
+    for i, (decision, choice) in enumerate(zip(problem.decisions, best.choices, strict=True)):
+        ends = part.device >= 0 and i == len(problem.decisions) - 1
+        every = range(len(decision.options))
+        kept = [j for j in every if not ends or decision.options[j].entry == part.device]
+        found.append(tuple(kept) if i in part.free else (choice,))
     return found
 
 
