@@ -84,9 +84,9 @@ def _crowded_out(subject: Subject, request: Request) -> Iterator[str]:
     """GPUs that take no part because what is set aside on each is all of its budget."""
     profile, used = subject.priced.prices.profile, {use.name for use in subject.uses}
     extra = request.extra_models
-    for name, budget in request.budgets.items():
-        device = profile.device(name)
-        if device.kind == "cpu" or name in used:
+    for device in profile.devices:  # a budget may name one that is not there
+        name, budget = device.name, request.budgets.get(device.name)
+        if device.kind == "cpu" or name in used or budget is None:
             continue
         others = extra.extras.reserved if extra else {}
         apart = others.get(name, 0) + (others.get("", 0) if extra and name == extra.gpu else 0)
