@@ -17,9 +17,9 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from runtime.engine.nvml import nvml
 from runtime.hybrid.config import Config
 from runtime.hybrid.device import HybridDevice
 from runtime.hybrid.lane_files import LaneFiles
-from runtime.hybrid.orders import Orders
+from runtime.hybrid.orders import NotFollowed, Orders
 from runtime.session.session import Session
 
 ALIKE = 0.98  # of the tokens: CPU and GPU round differently, and near ties fall either way
@@ -46,7 +46,10 @@ def main() -> None:
     options = _arguments()
     given = given_of(options)
     stays, _ = _decoded(given, options, None)
-    goes, told = _decoded(given, options, given.hot["B"])
+    try:
+        goes, told = _decoded(given, options, given.hot["B"])
+    except NotFollowed as problem:
+        sys.exit(problem.message())
     alike = statistics.mean(a == b for a, b in zip(stays["chosen"], goes["chosen"], strict=True))
     found = {
         "engine": engine_name(given.engine.build),
@@ -69,34 +72,38 @@ def _arguments() -> argparse.Namespace:
     add_work(parser)
     parser.add_argument("--share", type=float, default=0.5, help="of the experts in slots")
     parser.add_argument("--out", default="exchanged.json")
+    parser.set_defaults(lockstep=False)  # steps wait for nobody, as in a server
     return parser.parse_args()
 
 
 def _decoded(given: Given, options: argparse.Namespace, then: Any) -> tuple[dict[str, Any], Any]:
     """The stream, token by token; with an order for `then`, hottest first by layer, when half is decoded."""
-    with tempfile.TemporaryDirectory() as folder, _loaded(given, options, Path(folder)) as (session, device):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(1) as sender,
+        _loaded(given, options, Path(folder)) as (session, device),
+    ):
         orders = Orders({"": Path(folder) / "orders"}, LaneFiles({"": Path(folder) / "report"}))
         slots = device.report().blocks[0].slots if device.report().blocks else 0
         wanted: Residents = tuple(
             (layer, given.n_experts, order[:slots]) for layer, order in enumerate(then or ())
         )
-        seconds: list[float] = []
-        sender = threading.Thread(target=lambda: seconds.append(_sent(orders, wanted)))
+        sent: Future[float] | None = None
         found: dict[str, Any] = {"chosen": [], "ms": [], "gpu": []}
         for at, token in enumerate(given.tokens):
             if wanted and at == len(given.tokens) // 2:
-                sender.start()
+                sent = sender.submit(_sent, orders, wanted)
             begin = time.perf_counter()
             found["chosen"].append(session.choose([token], at))
             found["ms"].append((time.perf_counter() - begin) * 1e3)
             if at % 64 == 63:
                 found["gpu"] += _gpu(options.device)
-        if not wanted:
+        if sent is None:
             return found, {}
-        sender.join()
+        seconds = sent.result()
         now = {(block.block, block.experts): set(block.resident) for block in device.report().blocks}
         as_ordered = all(now[layer, n] == set(experts) for layer, n, experts in wanted)
-        return found, {"followed_s": round(seconds[0], 3), "slots": slots, "as_ordered": as_ordered}
+        return found, {"followed_s": round(seconds, 3), "slots": slots, "as_ordered": as_ordered}
 
 
 @contextmanager

@@ -236,7 +236,7 @@ def _config(given: Given, kind: str, guests: int, slots: int) -> Config:
         guests=guests,
         stage=0,  # the stream is decoded token by token
         memory="plain" if given.options.device == "CPU" else "pinned",
-        lockstep=getattr(given.options, "lockstep", False),
+        lockstep=given.options.lockstep,
     )
     if policy in given.hot:
         return made
