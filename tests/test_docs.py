@@ -317,58 +317,6 @@ def test_measured_gains_on_demand_are_those_of_the_results(routing: str) -> None
             assert all(f"{mean:.3f} ({low:.3f}–{high:.3f})" in page for page in pages)
 
 
-def test_what_was_tried_without_copies_is_that_of_the_results() -> None:
-    """Each row of the table, by contenders: as it is, kernels, queued before."""
-    page = (ROOT / "docs/findings-hybrid.md").read_text(encoding="utf-8")
-    rows = {
-        "qwen3-30b, 16 layers, 50 %, first visit": ("kernels", 0.5, 2),
-        "the same, 25 %": ("kernels", 0.25, 2),
-        "qwen3-30b, 50 %, second visit": ("hold", 0.5, 2),
-        "`shifting`, A, 50 %": ("hold-shifting", 0.5, 2),
-        "strong, 16 layers, 75 %": ("hold-strong", 0.75, 2),
-    }
-    for what, (name, share, guests) in rows.items():
-        lines = [(what, guests)] + ([("the same", 0)] if name != "kernels" else [])
-        lines += [("the same, 25 %", n) for n in (2, 0)] if what.endswith("second visit") else []
-        found = json.loads(_tried(name).read_text(encoding="utf-8"))["cells"]
-        for label, number in lines:
-            wanted = 0.25 if "25 %" in label else share
-            (cell,) = (each for each in found if each["share"] == wanted)
-            said = [
-                ", ".join(
-                    f"{row['phase_ms'][0]:.2f}"
-                    for row in cell["contenders"]
-                    if row["name"] == f"{way}+{number}"
-                )
-                for way in ("A", "kernels", "hold")
-            ]
-            line = "".join(f"| {part} " if part else "| " for part in (label, str(number), *said)) + "|"
-            assert line in page, line
-
-
-def test_what_was_tried_of_beginning_ahead_is_that_of_the_results() -> None:
-    page = " ".join((ROOT / "docs/findings-hybrid.md").read_text(encoding="utf-8").split())
-    told = []
-    for name, share in (("shifting", 0.5), ("shifting", 0.25), ("strong", 0.75)):
-        found = json.loads(_tried(f"ahead-{name}").read_text(encoding="utf-8"))["cells"]
-        (cell,) = (each for each in found if each["share"] == share)
-        told += [
-            f"{row['phase_ms'][0]:.2f}"
-            for way in ("ahead", "A")
-            for row in cell["contenders"]
-            if row["name"] == f"{way}+2"
-        ]
-    words = (
-        "Medians: `shifting` {} and {} against {} and {} at 50 %, {} and {} against {} and {} at 25 %, "
-        "strong at 75 % {} and {} against {} and {}."
-    )
-    assert words.format(*told) in page
-
-
-def _tried(name: str) -> Path:
-    return ROOT / "benchmarks" / "results" / f"h200-2026-12-01-tried-{name}.json"
-
-
 def _span(shares: list[float]) -> str:
     return f"{100 * min(shares):.0f} to {100 * max(shares):.0f}"
 
