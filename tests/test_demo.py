@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +39,27 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("atsplan: file")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_fetch_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    """While pip, which has begun its folders, waits for an index that never answers."""
+    passing, made = tmp_path / "passing", tmp_path / "made"
+    passing.mkdir()
+    command = [sys.executable, "-m", "atsplan", "demo", "--folder", str(made)]
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(60)
+        url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
+        own = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": url, "TMPDIR": str(passing)}
+        with subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as child:
+            asked, _ = index.accept()
+            with asked:
+                child.send_signal(signal.SIGINT)
+                _, told = child.communicate(timeout=60)
+    assert child.returncode == 130 and told.endswith(b"atsplan: interrupted\n"), told
+    assert [*passing.iterdir(), *(path for path in made.rglob("*") if not path.is_dir())] == []
+    assert list((made / "models").iterdir()) == []
 
 
 def test_the_model_of_the_demonstration_is_always_the_same(tmp_path: Path) -> None:
