@@ -227,13 +227,16 @@ def test_alike_layers_are_proven_in_one_pass(length: int) -> None:
     agree(problem, solve(problem), chain_dp.optimum(problem, 0))
 
 
-@pytest.mark.parametrize("seed", range(30))
+# Of problems that have a placement.
+PLACED = (1, 5, 7, 8, 10, 12, 13, 18, 19, 24, 26, 27, 28, 30, 31, 36, 38, 39, 42, 44, 50, 51)
+
+
+@pytest.mark.parametrize("seed", PLACED)
 def test_neighbours_of_any_placement_lead_to_the_best(seed: int) -> None:
     """With work enough the parts are the whole; with little nothing gets worse or breaks a limit."""
     problem = random_problem(seed, length=5, gpus=2)
     start, best = any_placement(problem).solution, brute_force(problem)
-    if start is None or best is None:
-        return
+    assert start is not None and best is not None
     asked = 0
 
     def search(narrowed: Problem, below_ns: int) -> tuple[Solution | None, bool]:
@@ -244,7 +247,7 @@ def test_neighbours_of_any_placement_lead_to_the_best(seed: int) -> None:
 
     for most in (1, 2, 100):
         asked = 0
-        found = better(problem, start, lambda each: price_of(problem, each), search)
+        found = better(problem, start, search)
         judged = evaluate(problem, found)
         assert judged.feasible and best <= judged.objective_ns <= price_of(problem, start)
         assert asked <= most

@@ -25,7 +25,6 @@ from planner.solver.deadline import Deadline
 from planner.solver.problem import Problem, Solution
 from planner.solver.room import RoomModel
 
-Price = Callable[[Solution], int]
 # A search of a problem for something below a price; and whether there is work left.
 Search = Callable[[Problem, int], tuple[Solution | None, bool]]
 
@@ -98,7 +97,7 @@ def _bettered(problem: Problem, found: Solved, limits: Limits) -> Solved:
             return None, left
         return Solution(tuple(_index(solver, row) for row in exact.choose)), left
 
-    best = better(problem, found.solution, lambda each: price_of(problem, each), search)
+    best = better(problem, found.solution, search)
     return _judged(replace(found, solution=best, objective_ns=price_of(problem, best)))
 
 
@@ -110,9 +109,7 @@ class _Part:
     device: int = -1
 
 
-def better(
-    problem: Problem, start: Solution, price_of: Callable[[Solution], int], search: Search
-) -> Solution:
+def better(problem: Problem, start: Solution, search: Search) -> Solution:
     """The best of the neighbours of `start` that `search` finds before it has no work left."""
     best = start
     for part in _parts(problem):
@@ -121,7 +118,7 @@ def better(
             replace(d, options=tuple(d.options[j] for j in kept))
             for d, kept in zip(problem.decisions, options, strict=True)
         )
-        found, more = search(replace(problem, decisions=decisions), price_of(best))
+        found, more = search(replace(problem, decisions=decisions), price_of(problem, best))
         if found is not None:
             best = Solution(tuple(kept[c] for kept, c in zip(options, found.choices, strict=True)))
         if not more:
