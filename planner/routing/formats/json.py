@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,16 +35,16 @@ def parse(text: str, path: str, heard: Heard) -> Found:
     if root.get("type") in ("meta", "route"):
         return _route_lines(text, path, heard)
     try:
-        if root.get("schema") == TOPK_SCHEMA:
-            return _executed_topk(root, heard)
-        return _reader(root, path)(root, path)
+        return _reader(root, path, heard)(root, path)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as problem:
         raise FileProblem(path, f"broken routing profile: {type(problem).__name__} {problem}") from None
 
 
-def _reader(root: Mapping[str, Any], path: str) -> Callable[[Any, str], Found]:
+def _reader(root: Mapping[str, Any], path: str, heard: Heard) -> Callable[[Any, str], Found]:
     if root.get("schema") in PERF_SCHEMAS:
         return _perf
+    if root.get("schema") == TOPK_SCHEMA:
+        return partial(_executed_topk, heard=heard)
     if "logical_count" in root:
         return _logical_count
     layers = root.get("layers")
@@ -127,7 +128,7 @@ def _logical_count(root: Any, path: str) -> Found:
     return Found("EPLB logical_count", counts.shape[1], parts=[part])
 
 
-def _executed_topk(root: Any, heard: Heard) -> Found:
+def _executed_topk(root: Any, path: str, heard: Heard) -> Found:
     """Rows of executed top-k by absolute layer, prompts by row ranges: prefill rows, then decode steps."""
     n_rows = max(len(layer["executed_topk"]) for layer in root["layers"].values())
     sources, where = _prompt_rows(root, n_rows)
