@@ -297,6 +297,11 @@ def test_a_missing_number_of_experts_is_said() -> None:
     assert read("layer,expert,count\n0,5,1\n", None, 64).heat.n_expert == 64
 
 
+def test_tokens_that_counts_add_up_to_can_be_written_and_read() -> None:
+    with pytest.raises(FileProblem, match="a number of tokens that cannot be"):
+        read("layer,expert,count\n" + "".join(f"1,{e},{heats.MAX_COUNT}\n" for e in range(E)))
+
+
 def test_normalised_counts_are_not_taken_for_tokens() -> None:
     rows = "".join(f"{la},{e},{125000}\n" for la in (1, 2, 3) for e in range(E))
     found = read("layer,expert,count\n" + rows)

@@ -6,7 +6,8 @@ model) comes from the model's shape when one is given; ids outside the model are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,10 +60,8 @@ def read(
         raise FileProblem(path, f"broken routing profile: {why}")
     trace, said = _without_dummies(trace)
     notes += said
-    try:
+    with _counts_of(path):
         heat = traces.heat_of(trace) if trace else _heat(found, experts)
-    except NoCount as problem:
-        raise FileProblem(path, f"broken routing profile: {problem}") from None
     if found.orders:
         heat = heats.original(heat, found.orders)
         trace = original_ids(trace, found.orders) if trace else None
@@ -73,9 +72,19 @@ def read(
     if not heat.parts:
         raise FileProblem(path, f"{found.format} without a single routed choice")
     shares = _normalised(heat)
-    return Imported(
-        found.format, heat if shares else _count_tokens(heat), trace, found.ledger, notes + shares
-    )
+    if not shares:
+        with _counts_of(path):
+            heat = _count_tokens(heat)
+    return Imported(found.format, heat, trace, found.ledger, notes + shares)
+
+
+@contextmanager
+def _counts_of(path: str) -> Iterator[None]:
+    """What no routing can have given is a fault of the file."""
+    try:
+        yield
+    except NoCount as problem:
+        raise FileProblem(path, f"broken routing profile: {problem}") from None
 
 
 def _without_dummies(trace: Trace | None) -> tuple[Trace | None, tuple[str, ...]]:
@@ -198,7 +207,7 @@ def _count_tokens(heat: Heat) -> Heat:
         p if p.tokens else replace(p, tokens=max(map(sum, p.counts.values())) // heat.n_used)
         for p in heat.parts
     ]
-    return replace(heat, parts=tuple(parts))
+    return heats.make(heat.model, heat.n_expert, heat.n_used, parts)
 
 
 def _normalised(heat: Heat) -> tuple[str, ...]:
