@@ -36,6 +36,7 @@ TESTS = (
     "experts_come_on_demand",
     "begins_ahead",
     "guests_come_in_one_piece",
+    "lanes_are_measured_again",
     "is_not_cut_where_all_is_resident",
     "memory_is_refused",
     "host_memory_is_refused",

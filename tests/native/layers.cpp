@@ -124,6 +124,33 @@ void guests_come_in_one_piece() {
     }
 }
 
+// Lanes are measured in the first step and, as told there, in the 500th after it, not in between: twenty experts come by the
+// bus then that nobody chose, and are not counted as brought. Costs that are given are never measured.
+void lanes_are_measured_again() {
+    for (const bool given : {false, true}) {
+        Shape shape;
+        Bench bench(std::string("slots 3\nguests 1\nstage 0\n") + (given ? "cpu_bytes_us 1000\nbus_bytes_us 1000\n" : ""), true);
+        Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
+        Backend * backend = bench.backend();
+        {
+            Pass pass(Bench::host(), layer, 1, 2, bench.inner_type);
+            pass.set(backend, std::vector<float>(static_cast<size_t>(shape.n_in), 1.0f), {0, 2});
+            CHECK(pass.compute(backend) == kSuccess);
+            (void)pass.output(backend);
+            bench.slow_device.idle = true;  // only what reaches the device counts from here on
+            const auto one = static_cast<int64_t>(layer.up->nb[2] + layer.gate->nb[2] + layer.down->nb[2]);
+            for (int step = 1; step < 505; step++) {
+                const int64_t before = bench.slow_device.calls.bytes;
+                CHECK(pass.compute(backend) == kSuccess);
+                const int64_t experts = (bench.slow_device.calls.bytes - before) / one;
+                CHECK(experts == (step == 500 && !given ? 20 : 0));
+            }
+            CHECK(bench.counted("uploads") == 0 && bench.counted("upload_bytes") == 0);
+        }
+        backend->iface.free(backend);
+    }
+}
+
 // Where every expert has a slot, the graph is the device's as a whole.
 void is_not_cut_where_all_is_resident() {
     Shape shape;
@@ -222,6 +249,7 @@ const Tests kLayers = {
     {"any_layer_on_a_device", any_layer_on_a_device},
     {"the_device_by_itself", the_device_by_itself},
     {"guests_come_in_one_piece", guests_come_in_one_piece},
+    {"lanes_are_measured_again", lanes_are_measured_again},
     {"is_not_cut_where_all_is_resident", is_not_cut_where_all_is_resident},
     {"faults_are_returned", faults_are_returned},
     {"reports_what_was_done", reports_what_was_done},
