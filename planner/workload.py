@@ -78,8 +78,9 @@ class Workload(Record):
 
 
 def cells_each(n_ctx: int, n_seq: int) -> int:
-    """Cells of one of several sequences."""
-    return -(-max(n_ctx // n_seq, 1) // CELL_STEP) * CELL_STEP
+    """Cells of one of several sequences: the whole in full steps, divided, in full steps again."""
+    steps = -(-n_ctx // CELL_STEP)
+    return -(-steps // n_seq) * CELL_STEP
 
 
 def usual(n_ctx: int, **stated: Any) -> Workload:

@@ -10,6 +10,7 @@ from dry_loads import Bytes, Load, measure
 from made_models import hparams, make
 from sparse_model import write_sparse
 
+from planner.constants import CELL_STEP
 from planner.memory.compute_buffer import compute_bytes, compute_items
 from planner.memory.kv_cache import kv_bytes, nextn_kv_bytes, state_bytes
 from planner.memory.weights import context_bytes, loaded_tensors, tied_copy_bytes, weight_bytes
@@ -144,6 +145,16 @@ def test_state_that_speculation_may_take_back(model: str, generated: Path) -> No
     kv = kv_bytes(structure_of(inventory), work)
     for depth, said in zip((0, 4), _rolled(generated / f"{model}.gguf", work), strict=True):
         assert context_bytes(kv, state_bytes(structure_of(inventory), work, rollback=depth)) == said.context
+
+
+def test_a_sequence_has_the_cells_that_the_engine_gives_it(generated: Path) -> None:
+    """The whole is rounded up before it is divided, and each part again."""
+    path = generated / "qwen3moe-fused.gguf"
+    shapes = ((600, 3), (770, 3), (1281, 5), (1030, 4), (4096, 8), (700, 256))
+    works = [Workload(n_ctx=n_ctx, n_seq=n_seq) for n_ctx, n_seq in ((CELL_STEP, 1), *shapes)]
+    one, *others = (said.context for said in measure([Load(path, work) for work in works]))
+    for work, context in zip(works[1:], others, strict=True):
+        assert context * CELL_STEP == one * work.cells_each * work.n_seq, work
 
 
 def _rolled(path: Path, work: Workload) -> list[Bytes]:

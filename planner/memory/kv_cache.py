@@ -17,7 +17,7 @@ from planner.model.inventory import Inventory
 from planner.model.layers import CACHELESS
 from planner.model.sliding_window import window
 from planner.model.structure import Structure
-from planner.workload import Workload
+from planner.workload import Workload, cells_each
 
 _TENSOR_STEP = 32  # and every cache tensor to the alignment of a CPU buffer
 
@@ -71,9 +71,8 @@ def cells_of(
 
     `unified`: all sequences share one stream. `swa_full`: sliding layers keep the whole context.
     """
-    n_ctx = padded(workload.n_ctx, CELL_STEP)
     streams = 1 if unified else workload.n_seq
-    full = padded(n_ctx // streams, CELL_STEP)
+    full = cells_each(workload.n_ctx, streams)
     n_batch = min(workload.n_ctx, workload.n_batch)
     span = window(inventory) * (workload.n_seq if unified else 1) + min(n_batch, workload.n_ubatch)
     return Cells(full, full if swa_full else padded(min(full, span), CELL_STEP), streams)
