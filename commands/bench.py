@@ -112,9 +112,7 @@ def command(
             checks,
             say,
             lambda done, what: bar.update(task, completed=done, rate=what),
-            load.taken,
-            load.over,
-            load.compiling,
+            load,
         )
     comparisons = [c for rival in results[1:] for c in compare(results[0], rival)]
     if prometheus:

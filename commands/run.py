@@ -111,9 +111,7 @@ def command(
             None if no_check else job.checks(),
             on_text=heard.append if as_json else out_piece,
             on_note=say,
-            on_loading=load.taken,
-            on_loaded=load.over,
-            on_compiling=load.compiling,
+            load=load,
             draft=guesser,
         )
     if prometheus is not None:

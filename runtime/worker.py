@@ -20,7 +20,7 @@ from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Plan, from_text, to_text
 from runtime.child.ask import ask
 from runtime.child.serve import Emit, serve_events
-from runtime.child.taken_in import taking_in
+from runtime.child.taken_in import UNHEARD, LoadProgress, taking_in
 from runtime.engine import locate
 from runtime.engine.libllama import Engine
 from runtime.engine.logs import Tail
@@ -106,9 +106,7 @@ def work(
     checks: Checks | None = None,
     on_text: Callable[[str], None] = lambda text: None,
     on_note: Callable[[str], None] = lambda note: None,
-    on_loaded: Callable[[], None] = lambda: None,
-    on_loading: Callable[[int], None] = lambda taken: None,
-    on_compiling: Callable[[], None] = lambda: None,
+    load: LoadProgress = UNHEARD,
     timeout_s: float = _DAY_S,
     dry: bool = False,
     draft: Draft | None = None,
@@ -116,9 +114,7 @@ def work(
     """Load a model in a child process and run generations one after the other.
 
     `dry` stops after the checks that come before loading. With a `draft`, which is loaded beside the
-    model, the generations are greedy. `on_loading` hears, from another thread, how many bytes of the files
-    have been taken in, where the system tells; `on_compiling` that the device for experts in slots has to be
-    compiled first.
+    model, the generations are greedy.
 
     Raises MachineError or InputError with the child's or the engine's own line.
     """
@@ -142,12 +138,12 @@ def work(
             if "note" in event:
                 on_note(event["note"])
             if "compiling" in event:
-                on_compiling()
+                load.compiling()
             if "loading" in event:
-                watched.enter_context(taking_in(child[0], on_loading))
+                watched.enter_context(taking_in(child[0], load.taken))
             if "loaded" in event:
                 watched.close()
-                on_loaded()
+                load.over()
 
         answer = ask("runtime.worker", request, locate.find(engine).label, timeout_s, hear, child.append)
     loaded = answer["loaded"]

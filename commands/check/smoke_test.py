@@ -55,9 +55,7 @@ def smoke(
                 asks,
                 job.checks(),
                 on_note=say,
-                on_loading=load.taken,
-                on_loaded=load.over,
-                on_compiling=load.compiling,
+                load=load,
                 draft=draft,
             )
     except MachineError as problem:

@@ -22,6 +22,8 @@ from planner.files import lock, place_new, regular, sync_folder, try_lock, why_n
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from runtime.child.taken_in import LoadProgress
+
 PICTURE = "picture"
 TEXT_BYTES = 256 << 20  # no plan, profile or text of prompts is larger
 _HEAD_BYTES = 4096
@@ -268,32 +270,29 @@ def counted() -> Iterator[Told]:
     yield lambda what, done, total: None
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A bar of a load: how many bytes have been taken in, and that it is over, before a text is written."""
-
-    taken: Callable[[int], None]
-    over: Callable[[], None]
-    compiling: Callable[[], None]  # the device for experts in slots, which comes before
-
-
 @contextlib.contextmanager
-def loading(size_bytes: int) -> Iterator[Load]:
-    """A bar while files of that size are loaded."""
+def loading(size_bytes: int) -> Iterator[LoadProgress]:
+    """A bar while files of that size are loaded, which leaves when it is over, before a text is written."""
     with contextlib.ExitStack() as shown:
         told = shown.enter_context(counted())
         told(_LOADING, 0, 0)  # of how much is said when the first bytes are
         yield _load(told, size_bytes, shown.close)
 
 
-def loads(bar: Progress, size_bytes: int) -> Load:
+def loads(bar: Progress, size_bytes: int) -> LoadProgress:
     """One line more of a bar, while files of that size are loaded, again and again."""
     told = told_bytes(bar)
     return _load(told, size_bytes, lambda: told("", 0, 0))
 
 
-def _load(told: Told, size_bytes: int, over: Callable[[], None]) -> Load:
-    return Load(lambda taken: told(*_loaded(taken, size_bytes)), over, lambda: told(COMPILING, 0, 0))
+def _load(told: Told, size_bytes: int, over: Callable[[], None]) -> LoadProgress:
+    from runtime.child.taken_in import LoadProgress
+
+    return LoadProgress(
+        compiling=lambda: told(COMPILING, 0, 0),
+        taken=lambda taken: told(*_loaded(taken, size_bytes)),
+        over=over,
+    )
 
 
 def _loaded(taken: int, size_bytes: int) -> tuple[str, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planner.errors import MachineError
@@ -13,6 +13,7 @@ from runtime.bench.memory_settled import Settling, reader
 from runtime.bench.prompts import text
 from runtime.bench.rivals import Rival
 from runtime.child.ask import Died
+from runtime.child.taken_in import UNHEARD, LoadProgress
 from runtime.engine.gpu_usage import Watch
 from runtime.load.dry_run import Breakdown
 from runtime.session.session import Timings
@@ -87,21 +88,19 @@ def run(
     checks: Mapping[str, Checks],
     on_note: Callable[[str], None] = lambda text: None,
     on_step: Callable[[int, str], None] = lambda done, what: None,
-    on_loading: Callable[[int], None] = lambda taken: None,
-    on_loaded: Callable[[], None] = lambda: None,
-    on_compiling: Callable[[], None] = lambda: None,
+    load: LoadProgress = UNHEARD,
 ) -> list[Result]:
     """Measure every contender in every round; one that dies is recorded and the others go on.
 
     `on_step` hears before each run how many are done, and what comes; `on_note` what spoils a run;
-    `on_loading` how many bytes of the files a load has taken in, `on_loaded` that it is over, either way.
+    `load` how each load goes, and that it is over, either way.
     """
     results = {rival.name: Result(rival) for rival in rivals}
     devices = [name for rival in rivals for name in rival.device_bytes]
     settling = Settling(reader(terms.engine, terms.llama_h, devices))
     for done, (number, rival) in enumerate(schedule(rivals, terms.rounds)):
         on_step(done, f"round {number + 1} of {terms.rounds}: {rival.name}")
-        _measure(terms, results[rival.name], checks.get(rival.name), on_loading, on_loaded, on_compiling)
+        _measure(terms, results[rival.name], checks.get(rival.name), load)
         if held := settling.wait():
             on_note(held)
             results[rival.name].unsettled.append(held)
@@ -138,14 +137,7 @@ def summary(samples: Sequence[float], seed: int = 1) -> Interval | None:
     return interval(samples, seed) if samples else None
 
 
-def _measure(
-    terms: Terms,
-    result: Result,
-    checks: Checks | None,
-    on_loading: Callable[[int], None],
-    on_loaded: Callable[[], None],
-    on_compiling: Callable[[], None],
-) -> None:
+def _measure(terms: Terms, result: Result, checks: Checks | None, load: LoadProgress) -> None:
     asks = [Ask(text(64, terms.seed), _WARM_UP, ignore_end=True, silent=True, cut=32)]
     asks += [
         Ask(text(n, terms.seed + n), terms.tokens, ignore_end=True, silent=True, cut=n) for n in terms.prompts
@@ -155,7 +147,7 @@ def _measure(
     def begin() -> None:
         nonlocal loaded
         loaded = True
-        on_loaded()
+        load.over()
         watch.begin()
 
     with Watch(result.rival.device_bytes) as watch:
@@ -167,9 +159,7 @@ def _measure(
                 result.rival.spec,
                 asks,
                 checks,
-                on_loaded=begin,
-                on_loading=on_loading,
-                on_compiling=on_compiling,
+                load=replace(load, over=begin),
                 timeout_s=terms.timeout_s,
                 draft=result.rival.draft,
             )
@@ -177,7 +167,7 @@ def _measure(
             lines = problem.lines if isinstance(problem, Died) else ()
             at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             result.failures.append(Failure(at, str(problem), lines, loaded))
-            on_loaded()
+            load.over()
             return
     _keep(result, outcome, outcome.timings[1:])
     if watch.percent is not None:

@@ -5,12 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.child.meanwhile import repeated
 
 _EVERY_S = 0.25
 _KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Who hears how the load of a model goes."""
+
+    compiling: Callable[[], None] = lambda: None  # the device for experts in slots, before the load
+    taken: Callable[[int], None] = lambda taken: None  # bytes so far, from a thread, where the system tells
+    over: Callable[[], None] = lambda: None  # all is where it belongs
+
+
+UNHEARD = LoadProgress()
 
 
 def taken_bytes(pid: int) -> int | None:
