@@ -71,11 +71,7 @@ def _open_streams() -> None:
     """Where a standard stream is closed (`>&-`), one that leads nowhere: else a file that is opened would get
     its number, and what an engine prints.
     """
-    for name in (
-        "stdin",
-        "stdout",
-        "stderr",
-    ):  # in the order of their numbers: the lowest that is free is taken
+    for name in ("stdin", "stdout", "stderr"):  # in this order: the lowest number that is free is taken
         if getattr(sys, name) is None:
             handle = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(handle, "r" if name == "stdin" else "w"))
