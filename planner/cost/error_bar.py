@@ -98,7 +98,7 @@ def variance(parts: tuple[Part, ...], profile: Profile, residual_ppm: int) -> fl
         found += _MACHINE**2
     for one, share in shares.items():
         if (one, one) in known:
-            found += sum(share * other * known.get((one, two), 0.0) for two, other in shares.items())
+            found += math.fsum(share * other * known.get((one, two), 0.0) for two, other in shares.items())
         else:
             found += (share * doubt(one, profile, residual_ppm)) ** 2
     return max(found, own)

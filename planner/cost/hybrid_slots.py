@@ -9,6 +9,7 @@ an expectation over the distribution of misses.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -139,7 +140,8 @@ def expected_ns(lanes: Lanes, chosen: int, missing: float) -> int:
     Each choice misses independently with the same probability: binomial.
     """
     steps = _steps(lanes, chosen)
-    return round(sum(p * steps[m] for m, p in enumerate(binomial(chosen, missing / max(chosen, 1)))))
+    odds = binomial(chosen, missing / max(chosen, 1))
+    return round(math.fsum(p * steps[m] for m, p in enumerate(odds)))
 
 
 @lru_cache(maxsize=1 << 10)
@@ -151,7 +153,7 @@ def _steps(lanes: Lanes, most: int) -> tuple[int, ...]:
 def on_demand_ns(lanes: Lanes, chosen: int, missing: float, least: int, admitted: float) -> int:
     """The same where `admitted` experts a step get slots: one in a step, first in steps that miss `least`."""
     odds = binomial(chosen, missing / max(chosen, 1))
-    many, few = sum(odds[least:]), sum(odds[1:least])
+    many, few = math.fsum(odds[least:]), math.fsum(odds[1:least])
     share = min(admitted / max(many, 1e-12), 1.0)
     rest = min(max(admitted - many, 0.0) / max(few, 1e-12), 1.0)
     found = 0.0
@@ -200,9 +202,9 @@ def widths(
     for k in dict.fromkeys(round(n * step / steps) for step in range(1, steps)):
         # Kernels for several tokens need a place of its own for each choice of a token, or all go to the CPU.
         if 0 < k < n and (tokens == 1 or k + lanes.guests >= used):
-            cold = sum(in_prompt[k:]) / max(sum(in_prompt), 1e-12)
+            cold = math.fsum(in_prompt[k:]) / max(math.fsum(in_prompt), 1e-12)
             if followed is None or tokens > 1:
-                yield Slots(k, expected_ns(lanes, chosen, sum(touched[k:])), round(cold * PPM))
+                yield Slots(k, expected_ns(lanes, chosen, math.fsum(touched[k:])), round(cold * PPM))
                 continue
             hit, admitted = served(followed, k, n)
             missing = chosen * (1.0 - hit)

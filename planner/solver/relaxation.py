@@ -130,7 +130,7 @@ class Relaxation:
                     by_entry[entry] = total
             after = [min(map(float.__add__, row, by_entry)) for row in one.over]
             rows.append(after)
-        rest = sum(float(m * c) for m, c in zip(multipliers, self._capacity, strict=True))
+        rest = math.fsum(float(m * c) for m, c in zip(multipliers, self._capacity, strict=True))
         value = min(after) + self._fixed_ns - rest
         return Bound(multipliers, np.array(rows[::-1]), value if math.isfinite(value) else NEVER, priced)
 
