@@ -104,6 +104,8 @@ def test_a_range_of_budgets_has_units_too(model: Path) -> None:
     assert [point["budget_bytes"] for point in json.loads(found.stdout)] == [2 << 30, 3 << 30, 4 << 30]
     asked = run(*sweep, "4:24:1")
     assert asked.exit_code == 2 and "write 24GiB" in asked.stderr
+    part = run(*sweep, "2G:4G:0.05G")
+    assert part.exit_code == 2 and part.stderr.endswith(": 0.05G is not a whole number of MiB\n")
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])

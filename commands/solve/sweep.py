@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from planner.plan.plan import Baseline, Plan
 
 _MOST = 500  # plans in one sweep
+_EXPECTED = "expected FIRST:LAST:STEP, for example 4G:24G:1G"
 _OWN = ("--budget", "--budgets", "--contexts", "-c", "--ctx", "--ctx-size", "--device", "--plot", "--html")
 # Okabe-Ito colours, and what tells lines apart where colours do not.
 _LOOKS = (
@@ -195,7 +196,7 @@ def parse_range(text: str) -> tuple[int, ...]:
     """Budgets in MiB from FIRST:LAST:STEP, the last included; OptionProblem for what is no range."""
     parts = text.split(":")
     if len(parts) != 3:
-        raise OptionProblem("--budgets", text, "expected FIRST:LAST:STEP, for example 4G:24G:1G")
+        raise OptionProblem("--budgets", text, _EXPECTED)
     first, last, step = (_mib(part.strip(), text) for part in parts)
     ask_unit("--budgets", parts[1])
     if not 0 < first <= last or step == 0:
@@ -212,9 +213,9 @@ def _mib(part: str, text: str) -> int:
     try:
         size = parse_reserve(part, "--budgets")[EVERY]
     except (OptionProblem, KeyError):
-        size = 1
+        raise OptionProblem("--budgets", text, _EXPECTED) from None
     if size % MIB:
-        raise OptionProblem("--budgets", text, "expected FIRST:LAST:STEP, for example 4G:24G:1G")
+        raise OptionProblem("--budgets", text, f"{part} is not a whole number of MiB")
     return size // MIB
 
 
