@@ -261,14 +261,14 @@ def _links(profile: Profile) -> None:
 
 def _cases(measured: Measured) -> None:
     from profiler.operators.cases import NOT_SUPPORTED
-    from profiler.summarise import compulsory_bytes, label, where, without_kernels
+    from profiler.summarise import compulsory_bytes, where, without_kernels
 
     if not measured.verdicts:
         return
     table = console.table("operator", "batch", "depth", "where", "time", "spread", "GB/s", "of stream")
     for verdict in measured.verdicts:
         case, place, timing = verdict.job.case, verdict.job.place, verdict.timing
-        head = (label(case), str(case.batch), str(case.depth or ""), where(place))
+        head = (case.label, str(case.batch), str(case.depth or ""), where(place))
         if timing is None and verdict.dropped == NOT_SUPPORTED:
             continue
         if timing is None:

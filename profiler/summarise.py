@@ -129,11 +129,6 @@ def where(place: Place) -> str:
     return place.device if place.buffer == place.device else f"{place.device} from {place.buffer}"
 
 
-def label(case: Case) -> str:
-    """An operator as people read it."""
-    return f"{case.op} {case.type} {'x'.join(map(str, case.shape))}"
-
-
 def without_kernels(verdicts: Iterable[Verdict]) -> dict[str, dict[str, None]]:
     """By place, what it has no kernels for: a type of a product, or a shape where it computes others."""
     judged = [
@@ -144,7 +139,7 @@ def without_kernels(verdicts: Iterable[Verdict]) -> dict[str, dict[str, None]]:
     for there, case, refused in judged:
         if refused:
             some = (there, case.op, case.type) in able
-            found.setdefault(there, {})[label(case) if some else f"{case.op} {case.type}"] = None
+            found.setdefault(there, {})[case.label if some else f"{case.op} {case.type}"] = None
     return found
 
 

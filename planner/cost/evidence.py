@@ -151,7 +151,7 @@ def _operator(prices: Prices, op: Operator, device: str, count: int) -> Iterator
     if op.case is None:
         yield Part(f"{SMALL} {device}", _small(prices), ns)
         return
-    what = f"{op.case.op} {op.case.type} {'x'.join(map(str, op.case.shape))} on {device}"
+    what = f"{op.case.label} on {device}"
     if op.time.basis in _WORDS:
         yield Part(f"{TIMED} {device}", _WORDS[op.time.basis], ns, what, op.time.spread_ppm)
         return

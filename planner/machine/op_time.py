@@ -47,6 +47,11 @@ class Case:
     used: int = 0
     depth: int = 0
 
+    @property
+    def label(self) -> str:
+        """As people read it: operator, type and shape."""
+        return f"{self.op} {self.type} {'x'.join(map(str, self.shape))}"
+
 
 @dataclass(frozen=True, slots=True)
 class Time:
