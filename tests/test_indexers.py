@@ -34,6 +34,7 @@ _OF: dict[str, dict[str, Hparam]] = {
         "rope.dimension_count": 64,
     },
     "glm5-next": {"attention.head_count_kv": (1, 0)},
+    "minimax-m3": {"attention.head_count_kv": 4, "attention.indexer.head_count": 4},
 }
 # How far above the engine's number the estimate may be, in percent: the engine puts scores where the
 # attention's first products lay if they fit, which is not foretold. The page says the same.
@@ -41,7 +42,9 @@ _USUAL, _MOST = 40, {"glm5-next": 60}
 
 
 @pytest.mark.parametrize(("chosen", "vocabulary"), [(64, 128), (2048, 50000)])
-@pytest.mark.parametrize("arch", ["deepseek32", "glm-dsa", "hy_v4", "dots3note", "deepseek4", "glm5-next"])
+@pytest.mark.parametrize(
+    "arch", ["deepseek32", "glm-dsa", "hy_v4", "dots3note", "deepseek4", "glm5-next", "minimax-m3"]
+)
 def test_what_an_indexer_takes_follows_cells_and_choices(
     arch: str, chosen: int, vocabulary: int, tmp_path: Path
 ) -> None:
