@@ -68,14 +68,14 @@ def _between(plan: Plan, rest_ns: int, parts: Breakdown | None) -> list[Slice]:
     if parts is None or plan.predicted.splits < 2 or changes < 0:
         return [Slice("changes of device, sampling and launch", rest_ns, 0)]
     found = [
-        Slice(_counted(plan.predicted.splits - 1, "change"), changes, 0),
+        Slice(_counted(plan.predicted.splits - 1), changes, 0),
         Slice("sampling and launch", rest_ns - changes - mixed, 0),
     ]
     return [*found, Slice("work on several devices in one graph", mixed, 0)] if mixed else found
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'} of device"
+def _counted(changes: int) -> str:
+    return f"{changes} {'change' if changes == 1 else 'changes'} of device"
 
 
 def _drafting_ns(plan: Plan) -> int:
