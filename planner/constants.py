@@ -10,7 +10,7 @@ CPU = "CPU"  # what ggml calls the host's device
 # llama.cpp's own limits, in every build seen.
 MAX_LAYERS = 512
 MAX_SEQUENCES = 256  # at once
-MAX_COUNT = 2**32 - 1  # what the widest of the format's usual counts can say
+MAX_U32 = 2**32 - 1  # what the widest of the format's usual counts can say
 STOCK_DRAFT = 3  # tokens that a server drafts a step unless told (--spec-draft-n-max of b10434)
 MAX_ENGINE_DEVICES = 16  # llama_max_devices: entries of the device list, repeats included
 CELL_STEP = 256  # contexts and sliding windows are rounded up to this many cells

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from planner.block_names import block_digits
-from planner.constants import MAX_COUNT, MAX_LAYERS
+from planner.constants import MAX_LAYERS, MAX_U32
 from planner.errors import FieldProblem
 from planner.model.ggml_types import is_known, least_bytes, tensor_bytes
 from planner.records import Bytes, Many, Record, Shape, digest, dump, load
@@ -140,7 +140,7 @@ def wrong_counts(hparams: Mapping[str, Hparam]) -> Iterator[tuple[str, Scalar]]:
     """Hyperparameters that are counts by their names but not by what they hold, with the wrong value."""
     for key, value in hparams.items():
         if is_count(key):
-            limit = MAX_LAYERS if key == "block_count" else MAX_COUNT
+            limit = MAX_LAYERS if key == "block_count" else MAX_U32
             for number in value if isinstance(value, tuple) else (value,):
                 if not isinstance(number, int) or not 0 <= number <= limit:
                     yield key, number
