@@ -214,8 +214,7 @@ def head_widths(inventory: Inventory, slides: bool) -> tuple[int, int]:
         value = inventory.number("attention.value_length_swa", value)
     if is_latent(inventory):
         value = inventory.number("attention.kv_lora_rank", value)
-    if is_latent(inventory) and slides:
-        value = inventory.number("attention.kv_lora_rank_swa", value)
+        value = inventory.number("attention.kv_lora_rank_swa", value) if slides else value
     return key, value
 
 

@@ -197,10 +197,12 @@ def _kinds(inventory: Inventory, layers: Layers) -> Iterator[str]:
     yield from _dense(inventory, layers, stems)
     yield from _full_attention(inventory, layers, stems)
     yield from _listed(inventory, layers)
-    yield from _compressed(inventory, layers, stems)
+    yield from _latent_keys(inventory, layers, stems)
     yield from _groups(inventory)
     yield from _rotated(inventory)
+    yield from _lengths(inventory, layers)
     yield from _counted(inventory)
+    yield from _per_layer_table(inventory)
 
 
 def _dense(inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
@@ -269,18 +271,8 @@ def _rotated(inventory: Inventory) -> Iterator[str]:
 
 
 def _counted(inventory: Inventory) -> Iterator[str]:
-    """Single keys that an architecture reads and that may not be 0, or have one length."""
+    """Single keys that an architecture reads and that may not be 0, or have one value."""
     arch, hparams, number = inventory.architecture, inventory.hparams, inventory.number
-    n_main = layers_of(inventory).n_main
-    patterned = "attention.sliding_window_pattern" in hparams and window(inventory) > 0
-    if patterned and not any(sliding_layers(inventory, n_main)):
-        yield f"{arch}.attention.sliding_window_pattern lets no layer slide, and there is a window"
-    ratios = hparams.get("attention.compress_ratios")
-    if arch == "deepseek4" and isinstance(ratios, tuple) and len(ratios) < n_main:
-        yield f"{arch}.attention.compress_ratios has {len(ratios)} values for {n_main} layers"
-    sections = hparams.get("rope.dimension_sections")
-    if arch in SECTIONED and isinstance(sections, tuple) and len(sections) != 4:
-        yield f"{arch}.rope.dimension_sections has {len(sections)} values, {arch} reads 4"
     gate, least = hparams.get("expert_gating_func"), LEAST_GATE.get(arch)
     if isinstance(gate, int) and least is not None and not least <= gate <= MOST_GATE:
         yield f"{arch}.expert_gating_func is {gate}, of {least} to {MOST_GATE}"
@@ -294,14 +286,31 @@ def _counted(inventory: Inventory) -> Iterator[str]:
     shifts = {"rwkv7": 2, "arwkv7": 1}.get(arch)
     if shifts and "token_shift_count" in hparams and number("token_shift_count") != shifts:
         yield f"{arch}.token_shift_count is {number('token_shift_count')}, {arch} has {shifts}"
-    table, width = (
-        by_name(inventory).get("per_layer_token_embd.weight"),
-        number("embedding_length_per_layer_input"),
-    )
-    said = "embedding_length_per_layer_input" in hparams
-    if arch == "gemma4" and said and table is not None and table.shape[0] != width * number("block_count"):
+
+
+def _per_layer_table(inventory: Inventory) -> Iterator[str]:
+    """Gemma 4's table of inputs of each layer: all layers' side by side."""
+    key, table = "embedding_length_per_layer_input", by_name(inventory).get("per_layer_token_embd.weight")
+    if inventory.architecture != "gemma4" or key not in inventory.hparams or table is None:
+        return
+    width = inventory.number(key)
+    if table.shape[0] != width * inventory.number("block_count"):
         shape = "x".join(map(str, table.shape))
-        yield f"tensor {table.name} is {shape}, embedding_length_per_layer_input says {width} for each layer"
+        yield f"tensor {table.name} is {shape}, {key} says {width} for each layer"
+
+
+def _lengths(inventory: Inventory, layers: Layers) -> Iterator[str]:
+    """Lists of another length than their reader takes, or that say nothing of any layer."""
+    arch, hparams, n_main = inventory.architecture, inventory.hparams, layers.n_main
+    patterned = "attention.sliding_window_pattern" in hparams and window(inventory) > 0
+    if patterned and not any(sliding_layers(inventory, n_main)):
+        yield f"{arch}.attention.sliding_window_pattern lets no layer slide, and there is a window"
+    ratios = hparams.get("attention.compress_ratios")
+    if arch == "deepseek4" and isinstance(ratios, tuple) and len(ratios) < n_main:
+        yield f"{arch}.attention.compress_ratios has {len(ratios)} values for {n_main} layers"
+    sections = hparams.get("rope.dimension_sections")
+    if arch in SECTIONED and isinstance(sections, tuple) and len(sections) != 4:
+        yield f"{arch}.rope.dimension_sections has {len(sections)} values, {arch} reads 4"
 
 
 def _listed(inventory: Inventory, layers: Layers) -> Iterator[str]:
@@ -321,7 +330,7 @@ def _listed(inventory: Inventory, layers: Layers) -> Iterator[str]:
                 break
 
 
-def _compressed(inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
+def _latent_keys(inventory: Inventory, layers: Layers, stems: Mapping[int, frozenset[str]]) -> Iterator[str]:
     """Keys of a latent attention that do not go with each other, of which the engine dies."""
     number, arch = inventory.number, inventory.architecture
     if not is_latent(inventory):
