@@ -373,42 +373,14 @@ def _show_rows(rows: tuple[Row, ...], told: list[Predicted]) -> None:
 def _refined(results: tuple[str, ...], model: Path | None, machine: str | None, name: str) -> Profile:
     """The profile of some plans, corrected by what was measured of them; what contradicts the rest is named.
 
-    Raises OptionProblem without plans or with plans of several profiles, FileProblem for what is no result.
+    Raises OptionProblem without plans or with plans of several profiles, FileProblem for what is no result
+    and for a result that no calibration explains.
     """
-    from commands.shared.inputs import InputLibrary
-    from commands.shared.models import load_plan
-    from planner.learn.calibrate import Observed, calibrated_together, deviation_ppm
-    from planner.learn.refine import UNEXPLAINED_PPM, Verdict
-    from planner.machine.profile import profile_digest
+    from planner.learn.calibrate import calibrated_together
 
-    library = InputLibrary((model,) if model else (), (Path(machine),) if machine else ())
-    pairs = list(map(_pair, results))
-    names: list[str] = []
-    observed: list[Observed] = []
-    used: dict[str, tuple[Inventory, Profile]] = {}
-    for plan_path in dict.fromkeys(path for path, _ in pairs):
-        plan, inputs = load_plan(plan_path), library.of(load_plan(plan_path), plan_path)
-        if inputs.inventory is None or inputs.profile is None:
-            lacks = "its MODEL" if inputs.inventory is None else "its profile with --machine"
-            raise FileProblem(str(plan_path), f"what it was made from is not here: give {lacks}")
-        used[inputs.inventory.table_digest() + profile_digest(inputs.profile)] = (
-            inputs.inventory,
-            inputs.profile,
-        )
-        for text, seen in _seen(plan, [result for path, result in pairs if path == plan_path]):
-            names.append(text)
-            observed.append(Observed(plan, inputs.known, seen))
-    if len(used) > 1:
-        raise OptionProblem(
-            "--refine", results[-1], "the plans are of several models or profiles: one at a time"
-        )
-    ((inventory, profile),) = used.values()
+    names, observed, inventory, profile = _observed(results, model, machine)
     made = calibrated_together(observed, inventory, profile)
-    for text, each in zip(names, observed, strict=True):
-        # By itself: results that contradict each other are each another's matter, and named below.
-        alone = calibrated_together([each], inventory, profile).after[0]
-        if deviation_ppm(alone, each.seen) >= UNEXPLAINED_PPM:
-            raise FileProblem(text, Verdict.UNEXPLAINED.value)
+    _refuse_unexplained(names, observed, inventory, profile)
     notes = _show_results(names, observed, made)
     factors = ", ".join(f"{device} {ppm / 1e6:.2f}" for device, ppm in made.factors.items())
     console.say(f"times of the devices, of those that the profile gave: {factors}")
@@ -419,6 +391,51 @@ def _refined(results: tuple[str, ...], model: Path | None, machine: str | None, 
             "warnings": (*made.profile.warnings, *notes),
         }
     )
+
+
+def _observed(
+    results: tuple[str, ...], model: Path | None, machine: str | None
+) -> tuple[list[str], list[Observed], Inventory, Profile]:
+    """What was measured, by name, and the one model and profile that all plans were made from."""
+    from commands.shared.inputs import InputLibrary
+    from commands.shared.models import load_plan
+    from planner.learn.calibrate import Observed
+    from planner.machine.profile import profile_digest
+
+    library = InputLibrary((model,) if model else (), (Path(machine),) if machine else ())
+    pairs = list(map(_pair, results))
+    names: list[str] = []
+    observed: list[Observed] = []
+    used: dict[str, tuple[Inventory, Profile]] = {}
+    for plan_path in dict.fromkeys(path for path, _ in pairs):
+        plan = load_plan(plan_path)
+        inputs = library.of(plan, plan_path)
+        if inputs.inventory is None or inputs.profile is None:
+            lacks = "its MODEL" if inputs.inventory is None else "its profile with --machine"
+            raise FileProblem(str(plan_path), f"what it was made from is not here: give {lacks}")
+        key = inputs.inventory.table_digest() + profile_digest(inputs.profile)
+        used[key] = inputs.inventory, inputs.profile
+        for text, seen in _seen(plan, [result for path, result in pairs if path == plan_path]):
+            names.append(text)
+            observed.append(Observed(plan, inputs.known, seen))
+    if len(used) > 1:
+        why = "the plans are of several models or profiles: one at a time"
+        raise OptionProblem("--refine", results[-1], why)
+    ((inventory, profile),) = used.values()
+    return names, observed, inventory, profile
+
+
+def _refuse_unexplained(
+    names: list[str], observed: list[Observed], inventory: Inventory, profile: Profile
+) -> None:
+    """Each result by itself: those that contradict each other are each another's matter, and named later."""
+    from planner.learn.calibrate import calibrated_together, deviation_ppm
+    from planner.learn.refine import UNEXPLAINED_PPM, Verdict
+
+    for text, each in zip(names, observed, strict=True):
+        alone = calibrated_together([each], inventory, profile).after[0]
+        if deviation_ppm(alone, each.seen) >= UNEXPLAINED_PPM:
+            raise FileProblem(text, Verdict.UNEXPLAINED.value)
 
 
 def _pair(text: str) -> tuple[Path, Path]:
