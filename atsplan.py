@@ -22,7 +22,10 @@ COMMANDS = {
     "inventory": ("commands.inventory", "What a model file holds: tensors, layers, bytes by role."),
     "fit": ("commands.fit.fit", "Does a model fit a machine, how fast, and what to type."),
     "machines": ("commands.fit.machines", "Machines and cards that are known by name."),
-    "profile": ("commands.profile", "Measure this machine for a model: operators, links, whole-model runs."),
+    "profile": (
+        "commands.profile.profile",
+        "Measure this machine for a model: operators, links, whole-model runs.",
+    ),
     "heat": ("commands.heat.heat", "Expert routing: trace, import, merge, report, export."),
     "simulate": ("commands.heat.simulate", "Replay a routing trace against expert caches."),
     "solve": ("commands.solve.solve", "Place every tensor under a memory budget and write the plan."),

@@ -243,6 +243,7 @@ def told_bytes(bar: Progress) -> Told:
         anew = what != phase
         if anew:
             phase, began, before = what, time.monotonic(), done
+            # A new line, no reset: a total that is known stays when rich is given None.
             bar.remove_task(line.pop())
             line.append(bar.add_task(what, total=total or None, rate="", visible=bool(what)))
         seconds = time.monotonic() - began
