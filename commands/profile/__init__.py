@@ -1,0 +1,1 @@
+"""A machine measured, or its profile made from results that were measured before."""
