@@ -24,6 +24,7 @@ from planner.model.tensor_roles import Role, part_of
 from planner.records import MAX_BYTES
 from planner.workload import Workload
 
+OTHER_USERS = "other users"  # the reserve that a person states
 PROJECTOR = "clip"  # the architecture that every vision projector states
 GPU_STEP = 256  # alignment of tensors in GPU buffers
 _WARM_SIDE = 46  # llama.cpp sizes a projector of free resolution for 46 x 46 output tokens
@@ -107,7 +108,7 @@ def reserves(
         *_nextn(structure, workload, extras.rollback, gpu, host),
         *_draft(structure, workload, extras, extras.draft_device or gpu, host),
         *_ngrams(structure, workload, extras, gpu),
-        *(_line("other users", device or gpu, size) for device, size in sorted(extras.reserved.items())),
+        *(_line(OTHER_USERS, device or gpu, size) for device, size in sorted(extras.reserved.items())),
     )
     return tuple(line for line in lines if line.size_bytes)
 

@@ -14,7 +14,7 @@ from planner.machine.host_memory import HostMemory
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_types, product_of
 from planner.memory.buffer_parts import buffer_parts
-from planner.memory.reserves import estimates
+from planner.memory.reserves import OTHER_USERS, estimates
 from planner.model.heads import unstated_heads
 from planner.model.layers import CACHELESS
 from planner.model.tensor_roles import missing_partners
@@ -83,13 +83,12 @@ def notes_of(subject: Subject, request: Request, known: Known) -> tuple[str, ...
 def _crowded_out(subject: Subject, request: Request) -> Iterator[str]:
     """GPUs that take no part because what is set aside on each is all of its budget."""
     profile, used = subject.priced.prices.profile, {use.name for use in subject.uses}
-    extra = request.extra_models
+    reserves = subject.priced.settings.reserves
     for device in profile.devices:  # a budget may name one that is not there
         name, budget = device.name, request.budgets.get(device.name)
         if device.kind == "cpu" or name in used or budget is None:
             continue
-        others = extra.extras.reserved if extra else {}
-        apart = others.get(name, 0) + (others.get("", 0) if extra and name == extra.gpu else 0)
+        apart = sum(r.size_bytes for r in reserves if r.device == name and r.name == OTHER_USERS)
         if device.context_bytes + apart >= budget:
             parts = [f"{device.context_bytes >> 20} MiB by the driver"]
             parts += [f"{apart >> 20} by --reserve"] if apart else []
