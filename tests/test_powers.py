@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -39,7 +40,21 @@ def test_no_chance_is_given_to_the_c_library_s_pow() -> None:
     found = set()
     for path in (ROOT / "planner").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            power_of = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and node.right
-            if power_of and not isinstance(power_of, ast.Constant):
+            if any(not isinstance(exponent, ast.Constant) for exponent in exponents(node)):
                 found.add(path.relative_to(ROOT).as_posix())
     assert found == OTHERS
+
+
+def exponents(node: ast.AST) -> Iterator[ast.AST]:
+    """Of `a ** b`, `a **= b`, and of any pow or power but ours."""
+    match node:
+        case ast.BinOp(op=ast.Pow(), right=exponent) | ast.AugAssign(op=ast.Pow(), value=exponent):
+            yield exponent
+        case ast.Call(func=ast.Name("pow") | ast.Attribute(attr="pow" | "power" | "float_power"), args=args):
+            yield from args[1:2] or [node]
+
+
+@pytest.mark.parametrize("text", ["a ** n", "a **= n", "pow(a, n)", "math.pow(a, n)", "np.power(a, n)"])
+def test_no_way_to_raise_a_chance_is_overlooked(text: str) -> None:
+    assert [exponent for node in ast.walk(ast.parse(text)) for exponent in exponents(node)]
+    assert not [exponent for node in ast.walk(ast.parse("power(a, n)")) for exponent in exponents(node)]

@@ -1,9 +1,8 @@
 """What an indexer, which chooses the cells that a sparse attention reads, adds to the compute buffer.
 
 Read from the engine's graphs and held to its numbers (`tests/test_indexers.py`; of qwen4exp only its small
-model, `tests/test_architectures.py`): for every token the scores
-of all cells (f32), the choice (i32, up to three copies) and a mask made of it (f16), beside an attention that
-waits.
+model, `tests/test_architectures.py`): for every token the scores of all cells (f32), the choice (i32, up to
+three copies) and a mask made of it (f16), beside an attention that waits.
 """
 
 from __future__ import annotations
