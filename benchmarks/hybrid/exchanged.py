@@ -78,12 +78,11 @@ def _arguments() -> argparse.Namespace:
 
 def _decoded(given: Given, options: argparse.Namespace, then: Any) -> tuple[dict[str, Any], Any]:
     """The stream, token by token; with an order for `then`, hottest first by layer, when half is decoded."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(1) as sender,
-        _loaded(given, options, Path(folder)) as (session, device),
-    ):
-        orders = Orders({"": Path(folder) / "orders"}, LaneFiles({"": Path(folder) / "report"}))
+    # It stays: the device writes reports there as long as the process lives, and no folder can be removed
+    # that another thread writes into.
+    folder = Path(tempfile.mkdtemp(prefix="exchanged-", dir=options.work))
+    with ThreadPoolExecutor(1) as sender, _loaded(given, options, folder) as (session, device):
+        orders = Orders({"": folder / "orders"}, LaneFiles({"": folder / "report"}))
         slots = device.report().blocks[0].slots if device.report().blocks else 0
         wanted: Residents = tuple(
             (layer, given.n_experts, order[:slots]) for layer, order in enumerate(then or ())
