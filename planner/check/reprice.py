@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from planner.block_names import block_of
 from planner.cost.build_problem import Priced
 from planner.cost.pins import parse_pin
+from planner.cost.placed import evaluate_placed
 from planner.drafts.length import MOST
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
@@ -25,7 +26,6 @@ from planner.plan.known import Known
 from planner.plan.plan import Plan
 from planner.plan.request import Request
 from planner.site import Site, SiteKind
-from planner.solver.evaluate import evaluate
 from planner.solver.problem import Decision
 
 
@@ -203,7 +203,7 @@ def _chosen(plan: Plan, priced: Priced) -> Chosen:
     solution = stock_rules.realise(priced, devices, sites)
     if solution is None:
         raise _culprit(priced, devices, sites)
-    found = evaluate(priced.problem, solution)
+    found = evaluate_placed(priced, solution)
     recorded = plan.predicted
     return Chosen(priced, solution, found, recorded.bound_ns, recorded.status, "")
 

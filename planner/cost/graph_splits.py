@@ -60,6 +60,17 @@ def graph_splits(model: Model, layer_devices: Sequence[str], sites: Mapping[str,
     return 1 + sum(a.at != b.at for a, b in pairwise(nodes)) + cached
 
 
+def clears_state(model: Model, layer: int) -> bool:
+    """Whether the engine clears a layer's state for new sequences by operators of their own."""
+    layers, stems = model.layers, model.structure.stems.get(layer, frozenset())
+    return layers.recurrent[layer] and not layers.attention[layer] and not stems & {"ssm_ba", "ssm_beta"}
+
+
+def projects_ahead(model: Model) -> bool:
+    """Whether inputs of all layers are projected before the first, where the output head is."""
+    return "altup_proj.weight" in model.structure.tensors
+
+
 def _assign(nodes: list[_Node], backends: Sequence[str]) -> None:
     """The scheduler's passes: what is tied, what follows its neighbours, what may move forward."""
     last = len(backends) - 1
@@ -95,8 +106,7 @@ class _Sketch:
         self.expanded = 0  # operators that the graph has when a layer begins; the rest is added when needed
         head = layer_devices[-1]
         row = self._data(CPU)
-        tensors = model.structure.tensors
-        if "altup_proj.weight" in tensors:
+        if projects_ahead(model):
             row = self._data(head, row)
         self.expanded = len(self.nodes)
         for name, units in model.groups:
@@ -120,9 +130,8 @@ class _Sketch:
 
     def _layer(self, layer: int, device: str, units: Sequence[Unit], row: _Node) -> _Node:
         """A mixer, a feed-forward part, or both; answers its output."""
-        layers, stems = self.model.layers, self.model.structure.stems.get(layer, frozenset())
-        if layers.recurrent[layer] and not layers.attention[layer] and not stems & {"ssm_ba", "ssm_beta"}:
-            # Its state is cleared for new sequences before all that is not in the graph yet.
+        stems = self.model.structure.stems.get(layer, frozenset())
+        if clears_state(self.model, layer):  # before all that is not in the graph yet
             self.nodes.insert(self.expanded, _Node(_Bond.DATA, device, ()))
         if any(u.kind in BOUND - {Kind.ROUTER} for u in units):
             row = self._mixer(layer, device, row)

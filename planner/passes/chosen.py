@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.block_names import block_name
-from planner.constants import CPU
-from planner.cost.build_problem import OUTPUT, Priced
+from planner.cost.build_problem import Priced
+from planner.cost.placed import layer_devices_of
 from planner.machine.host_memory import HostMemory
 from planner.site import sites
 from planner.solver.evaluate import Evaluation
@@ -68,7 +67,4 @@ class Chosen:
 
     def layer_devices(self) -> tuple[str, ...]:
         """The layer device of each layer, speculative blocks included, and of the output head."""
-        names = [d.device for d in self.priced.problem.devices]
-        by_name = {decision.name: names[o.entry] for decision, o in self.pairs() if decision.layer}
-        head = by_name.get(OUTPUT, CPU)
-        return (*(by_name.get(block_name(n), head) for n in range(self.priced.model.layers.n_all)), head)
+        return layer_devices_of(self.priced, self.solution)

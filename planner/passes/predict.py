@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from planner.cost import evidence
 from planner.cost.build_problem import Priced, analyse, build_problem
 from planner.cost.evidence import Part
+from planner.cost.placed import evaluate_placed
 from planner.errors import InputError
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
@@ -19,7 +20,7 @@ from planner.plan.known import Known
 from planner.plan.request import Request
 from planner.site import Site
 from planner.site import sites as sites_of
-from planner.solver.evaluate import Evaluation, evaluate
+from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Solution
 from planner.workload import Workload
 
@@ -71,7 +72,7 @@ def predict(
     solution = realise(priced, layer_devices, sites)
     if solution is None:
         raise NoSuchPlacement
-    return breakdown(priced, solution, evaluate(priced.problem, solution))
+    return breakdown(priced, solution, evaluate_placed(priced, solution))
 
 
 def breakdown(priced: Priced, solution: Solution, found: Evaluation) -> Breakdown:

@@ -12,7 +12,7 @@ from planner.constants import CPU, IDLE_THREADS, MIB, PPM
 from planner.cost.build_problem import BeyondPlans, Model
 from planner.cost.evidence import by_basis, of_prompt, of_token
 from planner.cost.expert_cache import cached
-from planner.cost.graph_splits import graph_splits
+from planner.cost.placed import sites_of
 from planner.machine.engine_builds import EngineRange, computing_devices, range_of
 from planner.machine.fingerprint import facts_of
 from planner.machine.profile import Profile, profile_digest
@@ -42,7 +42,7 @@ from planner.plan.plan import (
     Search,
 )
 from planner.plan.request import Request
-from planner.site import HOST, ON_CPU, Site, SiteKind, sites
+from planner.site import HOST, ON_CPU, Site, SiteKind
 from planner.solver.deadline import Deadline
 from planner.solver.problem import Decision, Option
 
@@ -73,7 +73,7 @@ def _recorded(
 ) -> Plan:
     priced, settings = chosen.priced, chosen.priced.settings
     devices = chosen.layer_devices()
-    placed = sites_of(chosen, devices)
+    placed = sites_of(chosen.priced, chosen.solution, devices)
     units = priced.model.units
     placements = _placements(chosen, placed)
     pipeline = pipeline_of(priced, chosen.solution)
@@ -130,17 +130,6 @@ def constraints_of(request: Request, known: Known, settings: EngineSettings) -> 
     )
 
 
-def sites_of(chosen: Chosen, devices: Sequence[str]) -> dict[str, Site]:
-    """The site of every unit; those that are not loaded stay with their layer's device."""
-    found: dict[str, Site] = {}
-    for decision, option in chosen.pairs():
-        found.update(zip(decision.units, sites(option.sites), strict=True))
-    for unit in chosen.priced.model.units:
-        home = devices[-1] if unit.layer is None else devices[min(unit.layer, len(devices) - 1)]
-        found.setdefault(unit.name, Site.on(home))
-    return found
-
-
 def machine_ref(profile: Profile, cpu_computes: bool, used: Sequence[str]) -> MachineRef:
     """The machine, by the digest of its profile's canonical text, the threads that suit the plan, and what
     the timings of the devices that it uses belong to.
@@ -192,14 +181,13 @@ def prediction(chosen: Chosen) -> Prediction:
     prompt = of_prompt(chosen.priced, chosen.solution, found)
     bound = min(chosen.bound_ns, found.objective_ns)
     gap = (found.objective_ns - bound) * PPM // max(found.objective_ns, 1)
-    devices = chosen.layer_devices()
     return Prediction(
         tpot_ns=found.decode_ns,
         prefill_ns=found.prefill_ns,
         error_ppm=error_ppm(chosen.priced, found, token),
         prefill_error_ppm=prompt_error_ppm(chosen.priced, found, prompt),
         basis_ppm=by_basis(token),
-        splits=graph_splits(chosen.priced.model, devices, sites_of(chosen, devices)),
+        splits=found.splits,
         objective_ns=found.objective_ns,
         bound_ns=bound,
         gap_ppm=gap,

@@ -18,6 +18,7 @@ from planner.block_names import block_name
 from planner.constants import CPU
 from planner.cost.build_problem import OUTPUT, Model, Priced
 from planner.cost.paged import over_resident
+from planner.cost.placed import evaluate_placed
 from planner.model.units import Kind, Unit
 from planner.passes.engine_fit import fit_rules
 from planner.passes.prompt_pipeline import pipeline_of
@@ -37,7 +38,7 @@ from planner.plan.stock_rule import (
     Rule,
 )
 from planner.site import ON_CPU, Site
-from planner.solver.evaluate import Evaluation, evaluate
+from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Decision, Solution
 from planner.solver.totals import Totals
 
@@ -139,10 +140,13 @@ def _best(priced: Priced, totals: Totals, name: str, possible: Sequence[tuple[Ru
         return Candidate(name, NOT_KEPT, None, None)
     objective, fits = totals.of([solution for _, solution in possible])
     order = objective.argsort(kind="stable").tolist()
+    best: Candidate | None = None
     for n in order:
+        if best is not None and objective[n] >= request_ns(best):  # what a total says is the least it costs
+            break
         if fits[n] and (found := _candidate(priced, name, *possible[n])).feasible:
-            return found
-    return _candidate(priced, name, *possible[order[0]])
+            best = found if best is None or request_ns(found) < request_ns(best) else best
+    return best or _candidate(priced, name, *possible[order[0]])
 
 
 def _with_pins(placer: Placer, rule: Rule) -> Rule | None:
@@ -166,7 +170,7 @@ def _with_pins(placer: Placer, rule: Rule) -> Rule | None:
 
 
 def _candidate(priced: Priced, name: str, rule: Rule, solution: Solution) -> Candidate:
-    result = evaluate(priced.problem, solution)
+    result = evaluate_placed(priced, solution)
     pipeline = pipeline_of(priced, solution)
     if pipeline.refused:  # a stock rule does not keep the engine from it
         result = replace(result, violations=(*result.violations, "no room for a pipeline's copies"))
@@ -304,7 +308,7 @@ def translated(priced: Priced, candidate: Candidate, free: Priced) -> Candidate 
             return None
         choices.append(same[0])
     solution = Solution(tuple(choices))
-    result = evaluate(priced.problem, solution)
+    result = evaluate_placed(priced, solution)
     result = replace(result, violations=(*result.violations, *over_resident(priced, solution)))
     return replace(candidate, solution=solution, evaluation=result)
 

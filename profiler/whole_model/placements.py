@@ -10,6 +10,7 @@ from itertools import groupby
 from planner.block_names import layer_of
 from planner.constants import CPU
 from planner.cost.build_problem import Priced, analyse, build_problem
+from planner.cost.placed import evaluate_placed
 from planner.machine.host_memory import HostMemory
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
@@ -24,7 +25,7 @@ from planner.plan.load_spec import LoadSpec
 from planner.plan.overrides import overrides_of
 from planner.plan.request import Request
 from planner.site import ON_CPU, Site
-from planner.solver.evaluate import Evaluation, evaluate
+from planner.solver.evaluate import Evaluation
 from planner.solver.problem import Solution
 from planner.workload import Workload
 
@@ -101,7 +102,7 @@ class Predictor:
                 solution = realise(priced, placement.layer_devices, placement.sites)
                 if solution is None:
                     raise ValueError(f"{placement.name}: no such placement")
-                found[index] = priced, solution, evaluate(priced.problem, solution)
+                found[index] = priced, solution, evaluate_placed(priced, solution)
         return [found[i] for i in range(len(placements))]
 
 
