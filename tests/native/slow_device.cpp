@@ -167,6 +167,16 @@ class Queue {
         changed_.wait(lock, [&] { return tasks_.empty() && !busy_; });
     }
 
+    // As ggml's Vulkan does, nodes of graphs before are looked at until the queue is synchronized.
+    void look(const Graph & graph) {
+        for (const Tensor * node : unsynced_) {
+            looked_ = looked_ + (node->buffer ? 1u : 0u);
+        }
+        unsynced_.insert(unsynced_.end(), graph.nodes, graph.nodes + graph.n_nodes);
+    }
+
+    void synchronized() { unsynced_.clear(); }
+
     void compute(const Graph & graph) {
         auto snapshot = std::make_shared<Snapshot>(graph);
         put([this, snapshot] {
@@ -200,6 +210,8 @@ class Queue {
     std::condition_variable changed_;
     std::deque<std::function<void()>> tasks_;
     bool busy_ = false, ended_ = false;
+    std::vector<const Tensor *> unsynced_;
+    volatile unsigned looked_ = 0;
     std::thread thread_;
 };
 
@@ -269,6 +281,7 @@ void synchronize(Backend * backend) {
     of(backend->device).calls.waits++;
     if (!of(backend->device).idle) {
         queue(backend).wait();
+        queue(backend).synchronized();
     }
 }
 
@@ -288,6 +301,7 @@ Status graph_compute(Backend * backend, Graph * graph) {
         spend(slow.graph_ns);
         return kSuccess;
     }
+    queue(backend).look(*graph);
     queue(backend).compute(*graph);
     return kSuccess;
 }

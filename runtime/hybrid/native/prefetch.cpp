@@ -28,7 +28,7 @@ bool Prefetch::able() {
     }
     const Backend * inner = stream_.inner();
     const bool events = inner->iface.event_wait && inner->iface.event_record && store_.inner->iface.event_new;
-    refused_ = !events || !inner->iface.set_tensor_async || store_.config.banks < Stage::kBanks;
+    refused_ = !events || !inner->iface.set_tensor_async || !inner->iface.synchronize || store_.config.banks < Stage::kBanks;
     if (!refused_) {
         uploads_ = store_.inner->iface.init_backend(store_.inner, nullptr);
         refused_ = !uploads_;
@@ -55,6 +55,10 @@ bool Prefetch::pays(const Region & region) const {
 }
 
 void Prefetch::begin(const Plan & plan) {
+    if (uploads_ && !kept_.empty()) {
+        uploads_->iface.synchronize(uploads_);  // done long ago: the graph before waited for it
+        kept_.let_go();
+    }
     held_.reserve(plan.regions.size());
     regions_.reserve(plan.regions.size());
     for (const auto & region : plan.regions) {
@@ -108,7 +112,7 @@ void Prefetch::queue(const Region & region, int bank) {
     }
     banks_[bank] = stage_.tensors(region, bank);
     Status status = kSuccess;
-    const bool copied = copy_residents(store_, uploads_, region, banks_[bank], status) && status == kSuccess;
+    const bool copied = copy_residents(store_, uploads_, region, banks_[bank], kept_, status) && status == kSuccess;
     int64_t n_cold = 0;
     for (size_t i = 0; i < region.products.size(); i++) {
         const Tensor * tensor = region.products[i].matrix->tensor;
@@ -151,7 +155,7 @@ void Prefetch::end() {
     if (!active() && held_.empty()) {
         return;
     }
-    if (uploads_ && at_ < next_ && uploads_->iface.synchronize) {
+    if (uploads_ && at_ < next_) {
         try {
             uploads_->iface.synchronize(uploads_);  // an end in the middle: nobody waits for what is on its way
         } catch (...) {
@@ -172,7 +176,8 @@ void Prefetch::let_go() {
     held_.clear();
 }
 
-bool copy_residents(const Store & store, Backend * by, const Region & region, const std::vector<Tensor *> & bank, Status & status) {
+bool copy_residents(const Store & store, Backend * by, const Region & region, const std::vector<Tensor *> & bank, Kept & kept,
+                    Status & status) {
     const int64_t n_slots = region.group->n_slots;
     status = kSuccess;
     if (n_slots == 0) {
@@ -181,11 +186,13 @@ bool copy_residents(const Store & store, Backend * by, const Region & region, co
     const Host & host = store.host;
     const size_t n = region.products.size();
     const size_t size = host.ggml_tensor_overhead() * (3 * n + 1) + host.ggml_graph_overhead_custom(16 + n, false);
+    kept.reserve();
     Context * context = host.ggml_init(InitParams{size, nullptr, true});
     if (!context) {
         status = kAllocFailed;
         return false;
     }
+    kept.keep(context);
     Graph * graph = host.ggml_new_graph_custom(context, 16 + n, false);
     bool can = true;
     for (size_t i = 0; i < n; i++) {
@@ -206,7 +213,6 @@ bool copy_residents(const Store & store, Backend * by, const Region & region, co
     if (can) {
         status = by->iface.graph_compute(by, graph);
     }
-    host.ggml_free(context);
     return can;
 }
 

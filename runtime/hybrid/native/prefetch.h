@@ -8,10 +8,35 @@
 
 namespace hybrid {
 
+// Graphs of our own that a queue was given. Devices look at the nodes of graphs before until they are synchronized (ggml's
+// Vulkan: at which memory they read and wrote).
+class Kept {
+  public:
+    explicit Kept(const Host & host) : host_(host) {}
+    ~Kept() { let_go(); }
+    Kept(const Kept &) = delete;
+    Kept & operator=(const Kept &) = delete;
+
+    void reserve() { contexts_.reserve(contexts_.size() + 1); }
+    void keep(Context * context) { contexts_.push_back(context); }
+    bool empty() const { return contexts_.empty(); }
+    // The queue was synchronized.
+    void let_go() {
+        for (Context * context : contexts_) {
+            host_.ggml_free(context);
+        }
+        contexts_.clear();
+    }
+
+  private:
+    const Host & host_;
+    std::vector<Context *> contexts_;
+};
+
 // Of one stream. While a large batch passes, two banks of the stage take turns: one is read, the other filled.
 class Prefetch {
   public:
-    Prefetch(Store & store, Stage & stage, Stream & stream) : store_(store), stage_(stage), stream_(stream) {}
+    Prefetch(Store & store, Stage & stage, Stream & stream) : store_(store), stage_(stage), stream_(stream), kept_(store.host) {}
     ~Prefetch();
     Prefetch(const Prefetch &) = delete;
     Prefetch & operator=(const Prefetch &) = delete;
@@ -53,9 +78,12 @@ class Prefetch {
     size_t at_ = 0, next_ = 0;             // the present one, and the first whose uploads are not queued
     std::vector<Tensor *> banks_[Stage::kBanks];
     std::unique_lock<std::mutex> lock_;
+    Kept kept_;  // of the uploads' queue
 };
 
-// Copy a region's residents to a bank of the stage, by the queue of `by`; whether the device can do that.
-bool copy_residents(const Store & store, Backend * by, const Region & region, const std::vector<Tensor *> & bank, Status & status);
+// Copy a region's residents to a bank of the stage, by the queue of `by`, whose graphs `kept` has; whether the device can do
+// that.
+bool copy_residents(const Store & store, Backend * by, const Region & region, const std::vector<Tensor *> & bank, Kept & kept,
+                    Status & status);
 
 }  // namespace hybrid

@@ -386,7 +386,7 @@ Status Stream::on_stage(Graph * graph, Region & region, const std::vector<Tensor
     Stage::Bank & bank = stage_.banks[0];
     wait_for(bank.read, bank.owner);
     Status status = kSuccess;
-    const bool copied = copy_residents(store_, inner_, region, banks, status);
+    const bool copied = copy_residents(store_, inner_, region, banks, kept_, status);
     if (status != kSuccess) {
         return status;
     }

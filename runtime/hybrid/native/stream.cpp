@@ -49,7 +49,7 @@ class Residents {
 // ---- life
 
 Stream::Stream(Store & store, Pool & pool, Stage & stage, Backend * inner)
-    : store_(store), host_(store.host), pool_(pool), stage_(stage), inner_(inner), prefetch_(store, stage, *this), ids_(store), input_(store),
+    : store_(store), host_(store.host), pool_(pool), stage_(stage), inner_(inner), prefetch_(store, stage, *this), kept_(host_), ids_(store), input_(store),
       renamed_(store), rows_(store) {
     store_.join(this);
     if (inner->iface.set_tensor_2d_async) {
@@ -91,6 +91,7 @@ void Stream::synchronize() {
     if (inner_->iface.synchronize) {
         inner_->iface.synchronize(inner_);
     }
+    kept_.let_go();
     slots_written_ = false;
     progress_->finished.store(progress_->queued, std::memory_order_release);
 }

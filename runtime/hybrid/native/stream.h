@@ -102,6 +102,7 @@ class Stream {
     std::vector<std::unique_ptr<Plan>> plans_;
     uint64_t clock_ = 0;
     Prefetch prefetch_;
+    Kept kept_;  // of this queue
     Router router_;
     Routing routing_;
     Lane lane_;

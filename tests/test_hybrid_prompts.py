@@ -1,0 +1,52 @@
+"""Prompts whose experts are brought by the queues of a real GPU backend: the logits of the device itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hybrid_runs import Ran, Run, distance, run_all
+
+from profiler.synth.synth import SynthSpec, write
+
+EXACT = 2e-4
+# Prompts of 8 to 12 tokens, and of more than 16, end the software GPU by itself (docs/findings-hybrid.md).
+PROMPT = tuple(3 + token for token in range(14))
+# Brought whatever the CPU could do. Seven choices for each expert: a layer ahead where there are two banks.
+STAGED: dict[str, Any] = {"slots": 3, "guests": 1, "cpu_tokens": 4, "cpu_bytes_us": 1, "bus_bytes_us": 10**6}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def software_device() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """On the device itself."""
+    model = write(
+        tmp_path_factory.mktemp("prompts") / "moe.gguf",
+        SynthSpec("qwen3moe", type="f32", skew=1.0, n_used=4),
+    )
+    return Run(model, wraps="Vulkan0", prompt=PROMPT)
+
+
+def staged(ran: Ran) -> int:
+    """Layers whose experts were brought for a prompt."""
+    assert ran.report is not None
+    return sum(block.staged for block in ran.report.freed)
+
+
+def test_a_layer_ahead_and_as_it_chooses(run: Run, node_engine: Path, tmp_path: Path) -> None:
+    """Several loads: the device looks at graphs of the one before, and at those of ours in between."""
+    lanes = [run.on(**STAGED, banks=banks) for banks in (1, 2, 1, 2)]
+    plain, *ran = run_all([run, *lanes], tmp_path, node_engine)
+    for answer in ran:
+        assert distance(plain.logits, answer.logits) < EXACT
+        assert staged(answer) > 0
+    one, two = (answer.report.stage_bytes for answer in ran[:2] if answer.report)
+    assert two == 2 * one
