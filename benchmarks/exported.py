@@ -23,7 +23,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from benchmarks.projector import write_projector
+from benchmarks.projector import WINDOWS, Eyes, write_projector
 from planner.constants import MIB
 from planner.plan.plan import Plan, from_text
 from profiler.synth.synth import SynthSpec, write
@@ -47,7 +47,7 @@ class Case:
     spec: SynthSpec
     asked: tuple[str, ...] = ()
     draft: SynthSpec | None = None
-    eyes: bool = False  # a vision projector beside it
+    eyes: Eyes | None = None  # a vision projector beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class Said:
 
 _WHOLE, _HALF = ("--no-cpu",), ("--pin", "blk.[01].*=cpu", "--pin", "blk.[23].*=gpu")
 _EXPERTS = ("--pin", "*.experts=cpu", "--pin", "*.attention=gpu")
+_EYES_ON_CPU = (*_WHOLE, "--mmproj-device", "cpu")
 _Q8, _ALONE = ("--kv-type", "q8_0"), ("--machine", "cpu-only-ddr5")
 
 
@@ -118,10 +119,30 @@ CASES = (
     Case("mtp-cpu", _model("qwen35", n_nextn=1), (*_ALONE, "--mtp")),
     Case("draft", _model("llama"), (*_WHOLE, *_Q8), _model("llama", n_layers=1)),
     Case("draft-gdn", _model("qwen35"), _WHOLE, _model("qwen35")),
-    Case("projector", _experts("qwen3moe"), _EXPERTS, eyes=True),
-    Case("projector-cpu", _model("llama"), (*_WHOLE, "--mmproj-device", "cpu"), eyes=True),
+    Case("projector", _experts("qwen3moe"), _EXPERTS, eyes=Eyes()),
+    Case("projector-cpu", _model("llama"), _EYES_ON_CPU, eyes=Eyes()),
+    Case("projector-windows-cpu", _model("qwen3"), _EYES_ON_CPU, eyes=Eyes(WINDOWS, layers=4)),
+    Case(
+        "projector-layers",
+        _model("qwen3"),
+        _WHOLE,
+        eyes=Eyes("qwen3vl_merger", 256, layers=3, deepstack=(0,)),
+    ),
+    Case(
+        "projector-layers-cpu",
+        _model("qwen3"),
+        _EYES_ON_CPU,
+        eyes=Eyes("qwen3vl_merger", layers=4, deepstack=(0, 1, 2)),
+    ),
 )
-SUBSET = ("projector", "mtp", "draft-gdn", "shared-kv")  # what every CI run tries
+SUBSET = (
+    "projector",
+    "projector-windows",
+    "projector-layers-cpu",
+    "mtp",
+    "draft-gdn",
+    "shared-kv",
+)  # what every CI run tries
 
 
 def rows_of(case: Case, engine: Path, folder: Path) -> list[Row]:
@@ -134,7 +155,7 @@ def rows_of(case: Case, engine: Path, folder: Path) -> list[Row]:
     if case.draft is not None:
         beside = ["--draft", str(write(folder / "draft.gguf", case.draft))]
     if case.eyes:
-        beside += ["--mmproj", str(write_projector(folder / "eyes.gguf", case.spec.n_embd or 0))]
+        beside += ["--mmproj", str(write_projector(folder / "eyes.gguf", case.spec.n_embd or 0, case.eyes))]
     path = folder / "plan.yaml"
     _run("solve", model, *words, *case.asked, *beside, "-o", path)
     plan = from_text(path.read_text(), str(path))
@@ -215,7 +236,7 @@ def _seen(case: str, plan: Plan, said: Said) -> Iterable[Row]:
             yield Row(case, line.device, line.name, said.eyes[""], planned, 0.02 * planned, PRINTED)
         if line.name in ("projector compute", "projector inputs"):
             server = said.eyes.get(line.device, 0.0)
-            yield Row(case, line.device, line.name, server, planned, 0.5 * planned, PRINTED + 0.03 * planned)
+            yield Row(case, line.device, line.name, server, planned, PRINTED, PRINTED)
 
 
 def _margin(item: str, device: str, planned: float, buffers: int) -> tuple[float, float]:

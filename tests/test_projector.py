@@ -11,7 +11,7 @@ from sparse_model import write_sparse
 
 from atsplan import main
 from benchmarks.inputs.tensor_tables import Row, inventory_of
-from planner.memory.reserves import projector_compute_bytes
+from planner.memory.projector import projector_compute_bytes
 from planner.plan.plan import Plan, from_text
 
 MIB = 2**20

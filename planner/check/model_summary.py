@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from planner.errors import AnswerIsNo
 from planner.memory.compute_buffer import compute_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
-from planner.memory.reserves import check_extras, projector_compute_bytes
+from planner.memory.projector import projector_compute_bytes
+from planner.memory.reserves import check_extras
 from planner.model.ggml_types import is_known
 from planner.model.heads import unstated_heads
 from planner.model.inventory import Inventory

@@ -15,6 +15,7 @@ from planner.errors import InputError, OptionProblem
 from planner.memory.compute_buffer import compute_bytes, converts_caches, host_bytes, output_bytes
 from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.memory.memory import Reserve
+from planner.memory.projector import projector_compute_bytes, projector_inputs_bytes
 from planner.memory.weights import loaded_tensors, tied_copy_bytes, weight_bytes
 from planner.model.inventory import Inventory
 from planner.model.layers import CACHELESS, KNOWN
@@ -27,10 +28,6 @@ from planner.workload import Workload
 OTHER_USERS = "other users"  # the reserve that a person states
 PROJECTOR = "clip"  # the architecture that every vision projector states
 GPU_STEP = 256  # alignment of tensors in GPU buffers
-_WARM_SIDE = 46  # llama.cpp sizes a projector of free resolution for 46 x 46 output tokens
-_FREE_SIZE = frozenset(
-    {"qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "pixtral", "kimivl", "kimik25"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,36 +110,6 @@ def reserves(
     return tuple(line for line in lines if line.size_bytes)
 
 
-def projector_compute_bytes(mmproj: Inventory, device: str = "", *, flash_attn: bool = True) -> int:
-    """Compute buffer of a vision projector for the largest image the engine reserves for, on a device.
-
-    An upper estimate. Source: the sizes llama.cpp's clip graph keeps alive: the inner values and copies of
-    the patches' vectors, two more of them on the CPU. Of a qwen3vl_merger of width 1024 the engine took
-    223 MiB on CUDA and 323 on the CPU (here 265 and 331), of one of width 1152 a GPU took 274 (here 288).
-    Without flash attention the score matrix comes on top. Of narrow ones the picture itself tells.
-    """
-    number = mmproj.number
-    width, inner = number("vision.embedding_length"), number("vision.feed_forward_length")
-    patches = _patches(mmproj)
-    scores = 0 if flash_attn else number("vision.attention.head_count") * patches
-    layers = 4 * patches * (inner + (6 if device == CPU else 4) * width + scores)
-    return max(layers, 4 * patches * (inner + 2 * width) + picture_bytes(mmproj))
-
-
-def picture_bytes(mmproj: Inventory) -> int:
-    """The largest image as host memory holds it for the projector: three f32 a pixel."""
-    return 4 * 3 * _patches(mmproj) * max(mmproj.number("vision.patch_size", 14), 1) ** 2
-
-
-def _patches(mmproj: Inventory) -> int:
-    number = mmproj.number
-    kind = mmproj.hparams.get("vision.projector_type") or mmproj.hparams.get("projector_type")
-    if kind in _FREE_SIZE:
-        return (_WARM_SIDE * max(number("vision.spatial_merge_size", 2), 1)) ** 2
-    patch = max(number("vision.patch_size", 14), 1)
-    return (number("vision.image_size", 336) // patch) ** 2
-
-
 def _line(name: str, device: str, size_bytes: int) -> Reserve:
     if size_bytes > MAX_BYTES:
         raise BeyondMemory(name, size_bytes)
@@ -153,8 +120,8 @@ def _projector(extras: Extras, device: str, host: str) -> Iterator[Reserve]:
     if extras.mmproj is None:
         return
     yield _line("projector", device, weight_bytes(extras.mmproj.tensors, GPU_STEP))
-    yield _line("projector compute", device, projector_compute_bytes(extras.mmproj, device))
-    yield _line("projector inputs", host, picture_bytes(extras.mmproj) if device != host else 0)
+    yield _line("projector compute", device, projector_compute_bytes(extras.mmproj))
+    yield _line("projector inputs", host, projector_inputs_bytes(extras.mmproj) if device != host else 0)
 
 
 def _nextn(
