@@ -43,6 +43,7 @@ TESTS = (
     "pages_are_locked_meanwhile",
     "pages_are_locked_by_the_driver",
     "faults_are_returned",
+    "guests_differ_by_layer",
     "reports_what_was_done",
     "orders_are_read",
     "orders_are_followed",

@@ -21,6 +21,13 @@ class Resident:
 
     n_experts: int
     experts: tuple[int, ...]
+    guests: int | None = None  # slots for experts of one step; None: as many as other blocks have
+
+    @property
+    def words(self) -> str:
+        """A block's line after its number."""
+        guests = "" if self.guests is None else f" {self.guests}"
+        return f"{self.n_experts} {','.join(map(str, self.experts)) or '-'}{guests}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Config:
     name: str = ""  # of the wrapper; "": HYBRID0
     residents: Mapping[int, Resident] = field(default_factory=dict)  # by block
     slots: int = 0  # of the blocks that are not in `residents`: their first experts
-    guests: int = 0  # slots for experts that are uploaded for one step
+    guests: int = 0  # slots for experts that are uploaded for one step, where a line says no number
     stage: int = -1  # experts of a layer that a prompt may bring at once; -1 all, 0 none
     banks: int = 2  # of the stage; 2: a layer's experts arrive while the layer before computes
     memory: str = "pinned"  # of the experts on the host: one of MEMORIES
@@ -69,7 +76,7 @@ class Config:
         if self.policy != "static":
             lines += self._adaptation()
         for block, line in sorted(self.residents.items()):
-            lines.append(f"resident {block} {line.n_experts} {','.join(map(str, line.experts)) or '-'}")
+            lines.append(f"resident {block} {line.words}")
         return ("\n".join(lines) + "\n").encode()
 
     def _adaptation(self) -> list[str]:

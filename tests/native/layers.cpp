@@ -217,6 +217,36 @@ void faults_are_returned() {
     backend->iface.free(backend);
 }
 
+// Each layer has the guests of its own line, or as many as the others: none, one, three of at most two, and two.
+void guests_differ_by_layer() {
+    Bench bench("guests 2\nstage 0\nresident 0 8 5,1,6 0\nresident 1 8 0,2 1\nresident 2 8 0,1,2,3,4,5 3\nresident 3 8 4,7\n", true);
+    Backend * backend = bench.backend();
+    Shape shape;
+    std::mt19937 dice(3);
+    {
+        std::vector<std::unique_ptr<Layer>> layers;
+        for (int block = 0; block < 4; block++) {
+            layers.push_back(std::make_unique<Layer>(Bench::host(), shape, block, 5, bench.wrapper->store.type, bench.inner_type));
+            Reference reference(shape, 5);
+            Pass pass(Bench::host(), *layers.back(), 1, 4, bench.inner_type);
+            for (int step = 0; step < 6; step++) {
+                const auto x = random_values(dice, 64);
+                const auto ids = random_choices(dice, 1, 4, shape.n_experts, true);
+                pass.set(backend, x, ids);
+                CHECK(pass.compute(backend) == kSuccess);
+                CHECK(difference(reference.compute(1, 4, x, ids, true), pass.output(backend)) < kClose);
+            }
+        }
+        const std::string said = bench.wrapper->report();
+        size_t at = 0;
+        for (const char * each : {"\"slots\":3,\"guests\":0", "\"slots\":2,\"guests\":1", "\"slots\":6,\"guests\":2", "\"slots\":2,\"guests\":2"}) {
+            at = said.find(each, at);
+            CHECK(at != std::string::npos);
+        }
+    }
+    backend->iface.free(backend);
+}
+
 void reports_what_was_done() {
     Shape shape;
     Bench bench("slots 4\nguests 0\nstage 0\n", true);
@@ -252,6 +282,7 @@ const Tests kLayers = {
     {"lanes_are_measured_again", lanes_are_measured_again},
     {"is_not_cut_where_all_is_resident", is_not_cut_where_all_is_resident},
     {"faults_are_returned", faults_are_returned},
+    {"guests_differ_by_layer", guests_differ_by_layer},
     {"reports_what_was_done", reports_what_was_done},
 };
 

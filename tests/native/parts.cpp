@@ -17,10 +17,13 @@ void reads_settings() {
     CHECK(found.size() == 1 && found[0].slots == 3 && found[0].guests == 2 && found[0].memory == hybrid::Memory::kMapped);
     CHECK(resident_of(found[0].residents, 4, 8)->experts == (std::vector<int32_t>{7, 0, 3}));
     CHECK(resident_of(found[0].residents, 5, 8)->experts.empty() && !resident_of(found[0].residents, 4, 9));
+    CHECK(resident_of(found[0].residents, 4, 8)->guests == -1);
+    CHECK(parse_config("resident 4 8 7,0,3 0\nresident 5 8 - 3\n", found, error) && found[0].residents[0].guests == 0);
+    CHECK(found[0].residents[1].guests == 3);
     CHECK(parse_config("device A\nslots 1\ndevice B\nreport /a folder/r.json\n", found, error));
     CHECK(found.size() == 2 && found[1].device == "B" && found[1].report == "/a folder/r.json" && found[1].slots == 0);
     for (const char * wrong : {"slots", "slots x", "slots -1", "slots 3 4", "resident 1 8 8", "resident 1 8 1,1", "resident 1 8 1,",
-                               "resident 1 8", "least_misses -1", "memory disk", "quiet yes", "unknown 1", "resident 1 8 1\nresident 1 8 2"}) {
+                               "resident 1 8", "resident 1 8 1 -1", "resident 1 8 1 x", "resident 1 8 1 1 1", "least_misses -1", "memory disk", "quiet yes", "unknown 1", "resident 1 8 1\nresident 1 8 2"}) {
         CHECK(!parse_config(wrong, found, error) && error.find("line ") == 0);
     }
 }

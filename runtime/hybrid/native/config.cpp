@@ -141,8 +141,11 @@ bool setting(const std::vector<std::string> & words, Config & config) {
 bool parse_resident(const std::vector<std::string> & words, std::vector<Resident> & residents) {
     Resident made;
     int n = 0;
-    if (words.size() != 4 || words[0] != "resident" || !small(words[1], 0, made.block) || !small(words[2], 1, n) ||
+    if (words.size() < 4 || words.size() > 5 || words[0] != "resident" || !small(words[1], 0, made.block) || !small(words[2], 1, n) ||
         !experts(words[3], n, made.experts) || resident_of(residents, made.block, n)) {
+        return false;
+    }
+    if (words.size() == 5 && !small(words[4], 0, made.guests)) {
         return false;
     }
     made.n_experts = n;

@@ -17,6 +17,7 @@ struct Resident {
     int block;
     int n_experts;  // the block must have as many, so that a draft model is not taken for its target
     std::vector<int32_t> experts;
+    int guests = -1;  // slots for experts that are uploaded for one step; -1: as many as blocks without a line of their own
 };
 
 // Faults that the tests seed; they need a library built with ATSPLAN_HYBRID_FAULTS.
@@ -31,7 +32,7 @@ struct Config {
     Memory memory = Memory::kPinned;
     int threads = 0;           // of the CPU lane; 0: as many as the engine is told to use
     int slots = 0;             // of blocks without a line of their own: their first experts
-    int guests = 0;            // slots for experts that are uploaded for one step
+    int guests = 0;            // slots for experts that are uploaded for one step, where a block's line says no number
     int stage = -1;            // experts of a layer that a prompt may bring at once; -1: all, 0: none
     int banks = 2;             // of the stage; 2: a layer's experts arrive while the layer before computes
     int cpu_tokens = 64;       // batches up to this many tokens may use the CPU lane beside the others
@@ -47,7 +48,7 @@ struct Config {
 
 };
 
-// Words of a line "resident BLOCK N EXPERTS" into a list that has no line for the block yet; false when they are none.
+// Words of a line "resident BLOCK N EXPERTS" or "resident BLOCK N EXPERTS GUESTS" into a list that has no line for the block yet; false when they are none.
 bool parse_resident(const std::vector<std::string> & words, std::vector<Resident> & residents);
 
 // The line of a block; nullptr when it has none.

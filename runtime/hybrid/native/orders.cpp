@@ -27,7 +27,9 @@ bool parse_order(const std::string & text, Order & order, std::string & error) {
         }
         const bool first = number == 1 && words.size() == 2 && words[0] == "order" && parse_whole(words[1], 1, LLONG_MAX, order.number);
         const bool last = !ended && order.number && words.size() == 1 && words[0] == "end";
-        if (!first && !last && (ended || !order.number || !parse_resident(words, order.residents))) {
+        // Guests stay as many as there are: their memory is part of the slots'.
+        const bool residents = !ended && order.number && words.size() == 4;
+        if (!first && !last && !(residents && parse_resident(words, order.residents))) {
             error = "line " + std::to_string(number) + " is not understood";  // not shown: it may be anything
             return false;
         }

@@ -275,7 +275,9 @@ void Store::set_table(Group & group) {
         std::sort(experts.begin(), experts.end());  // then no choice needs renaming
     }
     group.n_slots = static_cast<int32_t>(experts.size());
-    group.n_guests = std::min(config.guests, group.n_experts - group.n_slots);
+    const Resident * planned = resident_of(config.residents, group.block, group.n_experts);
+    const int32_t guests = planned && planned->guests >= 0 ? planned->guests : config.guests;
+    group.n_guests = std::min(guests, group.n_experts - group.n_slots);
     group.slot_of.assign(n, -1);
     group.expert_in = experts;
     for (size_t slot = 0; slot < experts.size(); slot++) {
