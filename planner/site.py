@@ -6,6 +6,7 @@
 | `gpu:DEVICE` | device memory | the device |
 | `stripe:DEVICE:K` | the K hottest experts in device memory, the others in pinned host memory | the device |
 | `hybrid:DEVICE:K` | host memory, and K of them in slots of the device | device, CPU and bus at once |
+| `hybrid:DEVICE:K+G` | the same, and G more slots for what the bus brings for one step (no number: 2) | |
 | `cache:DEVICE:PPM` | host memory, behind the engine's MoE cache of that share of all experts | the device |
 
 A device's own name may hold colons (`RPC0[10.0.0.2:50052]`). A buffer of the engine is named like its
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Any
@@ -45,8 +46,9 @@ class SiteKind(StrEnum):
 _COUNTED = (SiteKind.STRIPE, SiteKind.CACHE, SiteKind.HYBRID)
 _OWN = (SiteKind.STRIPE, SiteKind.HYBRID)  # buffers that the engine does not have
 _MOST = {SiteKind.STRIPE: 999_999, SiteKind.CACHE: 1_000_000, SiteKind.HYBRID: 999_999}
+GUESTS = 2  # slots of a layer for experts that the bus brings for one step, where a site says no number
 _FORMS = "cpu, gpu:DEVICE, hybrid:DEVICE:SLOTS, stripe:DEVICE:EXPERTS or cache:DEVICE:PPM"
-_AMOUNT = re.compile(r"[1-9][0-9]{0,6}", re.ASCII)
+_AMOUNT = re.compile(r"([1-9][0-9]{0,6})(?:\+([0-9]))?", re.ASCII)
 
 
 class NoSite(InputError, ValueError):
@@ -55,16 +57,21 @@ class NoSite(InputError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One site; `device` is CPU for `cpu`; `amount`: slots, experts of a stripe, ppm of a cache."""
+    """One site; `device` is CPU for `cpu`; `amount`: slots, experts of a stripe, ppm of a cache.
+
+    `guests`: more slots of `hybrid`, for experts of one step.
+    """
 
     kind: SiteKind
     device: str = HOST
     amount: int = 0
+    guests: int = GUESTS
 
     def __str__(self) -> str:
         if self.kind is SiteKind.CPU:
             return self.kind.value
-        return f"{self.kind}:{self.device}" + (f":{self.amount}" if self.amount else "")
+        guests = f"+{self.guests}" if self.guests != GUESTS else ""
+        return f"{self.kind}:{self.device}" + (f":{self.amount}{guests}" if self.amount else "")
 
     @staticmethod
     def parse(text: str) -> Site:
@@ -100,13 +107,18 @@ class Site:
         return self.kind in _COUNTED
 
     @property
+    def others(self) -> str:
+        """Who serves a single token's experts that have no slot."""
+        return "CPU and bus" if self.guests else "the CPU"
+
+    @property
     def memory(self) -> str:
         """The memory it takes, without the amount: `gpu:CUDA0`, `stripe:CUDA0`, `cpu`."""
         return str(Site(self.kind, self.device))
 
     def moved(self, device: str) -> Site:
         """The same on another device; on the CPU nothing is divided."""
-        return ON_CPU if device == HOST else Site(self.kind, device, self.amount)
+        return ON_CPU if device == HOST else replace(self, device=device)
 
 
 ON_CPU = Site(SiteKind.CPU)
@@ -125,9 +137,11 @@ def _parsed(text: str) -> Site:
     if kind == SiteKind.GPU and rest and rest != HOST:
         return Site(SiteKind.GPU, rest)
     if kind in _COUNTED:
-        device, _, amount = rest.rpartition(":")
-        if device and device != HOST and _AMOUNT.fullmatch(amount) and int(amount) <= _MOST[SiteKind(kind)]:
-            return Site(SiteKind(kind), device, int(amount))
+        device, _, amounts = rest.rpartition(":")
+        found = _AMOUNT.fullmatch(amounts)
+        plain = found is not None and (found[2] is None or kind == SiteKind.HYBRID)
+        if found and plain and device and device != HOST and int(found[1]) <= _MOST[SiteKind(kind)]:
+            return Site(SiteKind(kind), device, int(found[1]), int(found[2] or GUESTS))
     raise NoSite(f"'{short(text, 60)}' is no site; expected {_FORMS}")
 
 
@@ -146,7 +160,7 @@ def _validated(value: Any) -> Site:
     return _parsed(value)
 
 
-SITE_PATTERN = r"^(cpu|gpu:.+|(hybrid|stripe|cache):.+:[1-9][0-9]*)$"
+SITE_PATTERN = r"^(cpu|gpu:.+|hybrid:.+:[1-9][0-9]*(\+[0-9])?|(stripe|cache):.+:[1-9][0-9]*)$"
 SiteField = Annotated[
     Site,
     PlainValidator(_validated),

@@ -18,7 +18,7 @@ from planning_models import machine, moe, plan, twins
 from atsplan import main
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.explain import sentences
-from planner.cost.hybrid_slots import Lanes, expected_ns, on_demand_ns, served, step_ns, widths
+from planner.cost.hybrid_slots import Lanes, Routed, expected_ns, on_demand_ns, served, step_ns, widths
 from planner.model.routed_layers import moe_shape
 from planner.plan.adaptation import STAYS, Adaptation, Policy
 from planner.plan.known import Known
@@ -90,15 +90,17 @@ def test_more_slots_serve_more(shifting: Known) -> None:
     assert slow < fast
 
 
+def times(routed: Routed) -> dict[int, int]:
+    return {slots.k: slots.step_ns for slots in widths(routed, LANES, range(64))}
+
+
 def test_experts_on_their_way_take_the_bus() -> None:
     assert step_ns(replace(LANES, busy_ns=100_000), 4) > step_ns(LANES, 4)
     layer = FollowedLayer(layer=0, slots=(32,), hit_ppm=(900_000,), admitted_ppm=(500_000,))
     flat = tuple(k / 64 for k in range(65))
-    stays = {slots.k: slots.step_ns for slots in widths(64, 8, 1, 512, flat, LANES, 64)}
-    follows = {slots.k: slots.step_ns for slots in widths(64, 8, 1, 512, flat, LANES, 64, layer)}
+    stays, follows = (times(Routed(64, 8, 1, 512, flat, known)) for known in (None, layer))
     assert follows[32] < stays[32]
-    several = {slots.k: slots.step_ns for slots in widths(64, 8, 4, 512, flat, LANES, 64, layer)}
-    assert several == {slots.k: slots.step_ns for slots in widths(64, 8, 4, 512, flat, LANES, 64)}
+    assert times(Routed(64, 8, 4, 512, flat, layer)) == times(Routed(64, 8, 4, 512, flat))
 
 
 def test_who_gets_a_slot_on_demand_is_brought_in_any_case() -> None:

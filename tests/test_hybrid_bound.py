@@ -12,7 +12,8 @@ from benchmarks.hybrid import bound
 from benchmarks.rounds.hybrid_contender import hot_orders, slots_of
 from benchmarks.rounds.live import WARM_UP
 from benchmarks.rounds.paired import Journal
-from planner.plan.load_spec import HYBRID_BANKS, HYBRID_GUESTS
+from planner.plan.load_spec import HYBRID_BANKS
+from planner.site import GUESTS
 from profiler.routed.codes import chosen_by_code
 from profiler.routed.presets import PRESETS
 from profiler.routed.stream import codes_of
@@ -45,7 +46,7 @@ def test_the_bound_follows_from_the_runs(cell: str, monkeypatch: pytest.MonkeyPa
 
 def test_hits_are_those_of_the_stream() -> None:
     """Two layers of one cell, choice by choice."""
-    layers, k = 2, slots_of(0.5, 128, 32, HYBRID_GUESTS, HYBRID_BANKS)
+    layers, k = 2, slots_of(0.5, 128, 32, GUESTS, HYBRID_BANKS)
     chosen = chosen_by_code(PRESETS["strong"].habits, layers)
     orders = hot_orders("strong", layers)
     n = bound.DEPTH + bound.GEN + WARM_UP

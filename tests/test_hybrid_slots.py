@@ -14,7 +14,7 @@ from planning_models import machine, moe, plan, real, sites
 from commands.shared.inputs import known_of_heat
 from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Finding
-from planner.cost.hybrid_slots import Lanes, binomial, expected_ns, flat, step_ns, widths
+from planner.cost.hybrid_slots import Lanes, Routed, binomial, expected_ns, flat, step_ns, widths
 from planner.cost.pins import parse_pin
 from planner.model.inventory import Inventory
 from planner.plan.plan import Plan, from_text, to_text
@@ -60,7 +60,7 @@ def test_the_expectation_is_that_of_a_maximum_and_not_the_maximum_of_means() -> 
 
 def test_more_slots_never_cost_time_and_all_slots_cost_none_but_the_wait() -> None:
     curve = tuple(min(1.0, (k / 64) ** 0.5) for k in range(65))
-    found = list(widths(64, 8, 1, 512, curve, LANES, 64))
+    found = list(widths(Routed(64, 8, 1, 512, curve), LANES, range(1, 64)))
     times = [slots.step_ns for slots in found]
     assert [slots.k for slots in found] == list(range(1, 64)) and times == sorted(times, reverse=True)
     assert times[-1] >= LANES.gpu_ns + LANES.sync_ns
@@ -68,15 +68,16 @@ def test_more_slots_never_cost_time_and_all_slots_cost_none_but_the_wait() -> No
 
 def test_steps_of_several_tokens_have_a_place_for_each_choice_of_a_token() -> None:
     """With fewer the device computes nothing of a layer (route.cpp, slots_work)."""
-    assert min(s.k for s in widths(64, 8, 1, 512, flat(64), LANES, 64)) == 1
-    assert min(s.k for s in widths(64, 8, 2, 512, flat(64), LANES, 64)) == 8 - LANES.guests
+    one, two = (Routed(64, 8, tokens, 512, flat(64)) for tokens in (1, 2))
+    assert min(s.k for s in widths(one, LANES, range(65))) == 1
+    assert min(s.k for s in widths(two, LANES, range(65))) == 8 - LANES.guests
 
 
 def test_flat_routing_sampled() -> None:
     """Sixteen slots of 64, eight distinct experts a token: the mean of many drawn tokens."""
     draw = np.random.default_rng(3)
     drawn = [step_ns(LANES, int((draw.permutation(64)[:8] >= 16).sum())) for _ in range(20_000)]
-    (slots,) = [s for s in widths(64, 8, 1, 512, flat(64), LANES, 64) if s.k == 16]
+    (slots,) = widths(Routed(64, 8, 1, 512, flat(64)), LANES, [16])
     assert slots.step_ns == pytest.approx(np.mean(drawn), rel=0.02)
 
 

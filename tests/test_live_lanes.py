@@ -34,10 +34,10 @@ def slots(folder: Path, device: str) -> SlottedServer:
         devices=(device,),
         tensor_split=(5,),
         n_gpu_layers=5,
-        overrides=((r"ffn_.*_exps", Site.parse(f"hybrid:{device}:3").buffer),),
+        overrides=((r"ffn_.*_exps", Site.parse(f"hybrid:{device}:3+1").buffer),),
         workload=Workload(n_ctx=256),
         residents=tuple((layer, 16, RESIDENT) for layer in range(4)),
-        guests=1,
+        guests=tuple((layer, 1) for layer in range(4)),
     )
     return slotted_server(spec, MODEL, folder)
 

@@ -37,6 +37,8 @@ REMOTE = "RPC0[10.0.0.2:50052]"
         ("gpu:CUDA0", Site(SiteKind.GPU, "CUDA0")),
         (f"gpu:{REMOTE}", Site(SiteKind.GPU, REMOTE)),
         ("hybrid:CUDA1:12", Site(SiteKind.HYBRID, "CUDA1", 12)),
+        ("hybrid:CUDA1:12+0", Site(SiteKind.HYBRID, "CUDA1", 12, 0)),
+        (f"hybrid:{REMOTE}:12+9", Site(SiteKind.HYBRID, REMOTE, 12, 9)),
         ("stripe:CUDA1:12", Site(SiteKind.STRIPE, "CUDA1", 12)),
         (f"stripe:{REMOTE}:3", Site(SiteKind.STRIPE, REMOTE, 3)),
         ("cache:CUDA0:250000", Site(SiteKind.CACHE, "CUDA0", 250_000)),
@@ -62,6 +64,14 @@ def test_a_site_is_its_text(text: str, site: Site) -> None:
             "stripe::4",
             "disk:CUDA0",
         ),
+        *(
+            "hybrid:CUDA0:4+",
+            "hybrid:CUDA0:4+10",
+            "hybrid:CUDA0:4+-1",
+            "hybrid:CUDA0:+1",
+            "hybrid:CUDA0:4+1+1",
+        ),
+        *("stripe:CUDA0:4+0", "cache:CUDA0:4+2", "hybrid:CUDA0:4+٤"),
         *("stripe:CUDA0:0", "stripe:CUDA0:04", "stripe:CUDA0:-1", "stripe:CUDA0:x", "stripe:CUDA0:٤"),
         *(
             "stripe:CPU:4",

@@ -49,6 +49,8 @@ def made_up(way: str, missing: float, shape: Shape = SHAPE) -> dict[str, Any]:
         "cpu": replace(TRUE, guests=0),
         "bus": replace(TRUE, guests=shape.n_used, pair_ns=10**9, beside_ns=10**9),
         "both": TRUE,
+        "ahead": replace(TRUE, guests=0, ahead_ns=17_000, joined_ns=4_000),
+        "joined": replace(TRUE, guests=0, ahead_ns=17_000, joined_ns=4_000),
     }[way]
     chances = binomial(shape.n_used, missing / shape.n_used)
     by_cpu, cpu_ns = 0.0, 0.0
@@ -83,9 +85,12 @@ def _took(lanes: Lanes, misses: int, brought: int) -> int:
 
 
 def test_the_costs_that_made_the_runs_are_found_again() -> None:
-    missing = {"all": 0.0, "cut": 0.125, "cpu": 4.0, "bus": 4.0, "both": 4.0}
+    missing = {"all": 0.0, "cut": 0.125, "cpu": 4.0, "bus": 4.0, "both": 4.0, "ahead": 0.125, "joined": 4.0}
     found = costs_of({way: made_up(way, m) for way, m in missing.items()}, "CUDA0", SHAPE)
     assert found is not None
+    assert found.ahead_ns == pytest.approx(17_000, abs=300) and found.joined_ns == pytest.approx(
+        4_000, abs=300
+    )
     assert found.sync_ns == pytest.approx(TRUE.sync_ns, rel=0.05)
     assert found.pair_ns == pytest.approx(TRUE.pair_ns, rel=0.02)
     assert found.upload_ns == pytest.approx(TRUE.upload_ns, rel=0.05)
@@ -97,6 +102,9 @@ def test_the_costs_that_made_the_runs_are_found_again() -> None:
     lines = {way: made_up(way, m) for way, m in missing.items() if way != "bus"}
     assert costs_of(lines, "CUDA0", SHAPE) is None
     assert costs_of({**lines, "bus": {"skipped": "no memory"}}, "CUDA0", SHAPE) is None
+    lines = {way: made_up(way, m) for way, m in missing.items() if way != "joined"}
+    less = costs_of(lines, "CUDA0", SHAPE)
+    assert less == found.model_copy(update={"ahead_ns": None, "joined_ns": None})
 
 
 @pytest.mark.parametrize("used", [1, 2, 4])
@@ -141,7 +149,7 @@ def test_every_way_is_decoded_by_a_real_engine(tmp_path: Path, monkeypatch: pyte
     path = synth.write(tmp_path / "slots.gguf", shape.spec)
     ways = list(slots.WAYS)
     lines = {line["key"]: line for line in slots.run(path, ways, "CPU", shape, 2, None, 120.0)}
-    assert [line.get("skipped") for line in lines.values()] == [None] * 5
+    assert [line.get("skipped") for line in lines.values()] == [None] * 7
     choices = 12 * 2 * 2
     assert {way: lines[way]["hits"] + lines[way]["cpu"] + lines[way]["uploaded"] for way in ways} == (
         dict.fromkeys(ways, choices)
@@ -149,6 +157,10 @@ def test_every_way_is_decoded_by_a_real_engine(tmp_path: Path, monkeypatch: pyte
     assert lines["all"]["hits"] == choices and lines["cut"]["hits"] > lines["cpu"]["hits"]
     assert lines["cpu"]["uploaded"] == lines["cut"]["uploaded"] == 0 < lines["cpu"]["cpu"]
     assert lines["bus"]["cpu"] == 0 < lines["bus"]["uploaded"]
+    assert lines["ahead"]["uploaded"] == lines["joined"]["uploaded"] == 0
+    assert [lines[way]["hits"] for way in ("ahead", "joined")] == [
+        lines[way]["hits"] for way in ("cut", "cpu")
+    ]
     found = costs_of(lines, CPU, shape)
     assert found is not None and found.expert_bytes == 3 * 256 * 256 * 144 // 256
     assert found.pair_ns > 1 and found.beside_ns >= found.pair_ns
@@ -210,7 +222,7 @@ def test_no_experts_no_measurement() -> None:
 def test_settings_say_who_takes_what() -> None:
     assert config("cpu", SHAPE)["bus_bytes_us"] == config("bus", SHAPE)["cpu_bytes_us"] == slots.NEVER
     assert config("all", SHAPE)["slots"] == 64 and config("bus", SHAPE)["guests"] == 8
-    assert len({config(way, SHAPE)["name"] for way in slots.WAYS}) == 5
+    assert len({config(way, SHAPE)["name"] for way in slots.WAYS}) == 7
 
 
 def prices(profile: Profile) -> tuple[Prices, Unit]:

@@ -13,7 +13,7 @@ from planning_models import moe
 
 from atsplan import main
 from planner.constants import PPM
-from planner.cost.hybrid_slots import Lanes, flat, widths
+from planner.cost.hybrid_slots import Lanes, Routed, flat, grid, widths
 from planner.cost.layer_options import serves
 from planner.model.inventory import to_text as inventory_text
 from planner.model.structure import structure_of
@@ -126,7 +126,7 @@ def test_what_follows_the_text_is_known_of_steps_of_one_token_only() -> None:
     good = FollowedLayer(layer=0, slots=served, hit_ppm=hits, admitted_ppm=(0,) * 31)
     for tokens, same in ((1, False), (2, True), (4, True)):
         alone, followed = (
-            [s.step_ns for s in widths(32, 2, tokens, 64, flat(32), lanes, 8, known)]
+            [s.step_ns for s in widths(Routed(32, 2, tokens, 64, flat(32), known), lanes, grid(32, 8))]
             for known in (None, good)
         )
         assert (alone == followed) is same
@@ -138,6 +138,8 @@ def _point(slots: int, experts: int) -> CachePoint:
 
 def test_slots_of_a_plan_are_priced_for_the_experts_of_a_batch() -> None:
     lanes = Lanes(gpu_ns=10, pair_ns=1000, upload_ns=1000, guests=2)
-    one, four = ({s.k: s.step_ns for s in widths(32, 2, n, 64, flat(32), lanes, 8)} for n in (1, 4))
+    one, four = (
+        {s.k: s.step_ns for s in widths(Routed(32, 2, n, 64, flat(32)), lanes, grid(32, 8))} for n in (1, 4)
+    )
     assert all(one[k] < four[k] < 4 * one[k] for k in four)
     assert np.all(np.diff(list(four.values())) < 0)

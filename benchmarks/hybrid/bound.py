@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks.rounds.hybrid_contender import hot_orders, slots_of
 from benchmarks.rounds.live import WARM_UP
 from benchmarks.rounds.paired import Journal
-from planner.plan.load_spec import HYBRID_BANKS, HYBRID_GUESTS
+from planner.plan.load_spec import HYBRID_BANKS
+from planner.site import GUESTS
 from profiler.routed.codes import chosen_by_code
 from profiler.routed.presets import PRESETS
 from profiler.routed.stream import codes_of
@@ -89,7 +90,7 @@ def _share(runs: Sequence[Mapping[str, Any]], machines: Mapping[str, Mapping[str
     factors = runs[0]["factors"]
     preset = str(factors["preset"])
     spec, habits = PRESETS[preset].spec("large"), PRESETS[preset].habits
-    k = slots_of(factors["residency"] / 100, habits.n_expert, spec.n_layers, HYBRID_GUESTS, HYBRID_BANKS)
+    k = slots_of(factors["residency"] / 100, habits.n_expert, spec.n_layers, GUESTS, HYBRID_BANKS)
     hits = fmean(_hits(preset, spec.n_layers, k, int(r["round"]) + 1) for r in runs)
     expert = 3 * spec.n_embd * int(spec.n_ff_exp or 0) * Q4_K
     machine = [machines[r["visit"]] for r in runs]

@@ -30,7 +30,8 @@ from planner.machine.profile import Profile, from_text
 from planner.model.inventory import Inventory
 from planner.model.structure import structure_of
 from planner.model.units import Kind, units_of
-from planner.plan.load_spec import HYBRID_BANKS, HYBRID_GUESTS
+from planner.plan.load_spec import HYBRID_BANKS
+from planner.site import GUESTS
 from planner.workload import Workload
 from profiler.routed import codes, stream
 from profiler.routed.model import complete
@@ -88,8 +89,8 @@ def predict(factors: dict[str, Any], name: str, profile: Profile) -> int:
         return 0
     found = predictor.evaluate(profile, Placement("all", full)).decode_ns
     prices = Prices(structure_of(inventory), profile, work)
-    at = profile.device(gpu), profile.device(CPU), HYBRID_GUESTS
-    k = slots_of(share, shape.n_experts, len(shape.moe_layers), HYBRID_GUESTS, HYBRID_BANKS)
+    at = profile.device(gpu), profile.device(CPU), GUESTS
+    k = slots_of(share, shape.n_experts, len(shape.moe_layers), GUESTS, HYBRID_BANKS)
     for unit in units_of(inventory).units:
         if unit.kind is Kind.EXPERTS:
             lanes = hybrid_slots.lanes_of(prices, unit, *at)

@@ -66,12 +66,12 @@ def slots_of(share: float, n_experts: int, n_layers: int, guests: int, banks: in
 def _spec(setup: Setup, shape: rules.Shape, k: int, guests: int, banks: int) -> LoadSpec:
     plain = rules.whole(shape, setup.workload).spec
     orders = hot_orders(str(setup.cell.factors["preset"]), shape.n_layers)
-    buffer = str(Site(SiteKind.HYBRID, setup.device, k))
+    buffer = str(Site(SiteKind.HYBRID, setup.device, k, guests))
     return replace(
         plain,
         overrides=((rf"^blk\.\d+\.(?:{'|'.join(shape.kinds)})\.weight$", buffer),),
         residents=tuple((layer, shape.n_experts, orders[layer][:k]) for layer in shape.moe_layers),
-        guests=guests,
+        guests=tuple((layer, guests) for layer in shape.moe_layers),
         banks=banks,
         use_mmap=False,
     )

@@ -101,7 +101,7 @@ def site_words(site: Site, n_experts: int = 0) -> str:
     of = f" of {n_experts}" if n_experts else ""
     kept = f"{site.amount}{of} experts on {site.device}, "
     if site.kind is SiteKind.HYBRID:
-        return f"{kept}the others by CPU and bus at the same time"
+        return f"{kept}the others by {site.others} at the same time"
     return f"{kept}the others read across the bus"
 
 

@@ -90,7 +90,11 @@ def _place(site: Site) -> str:
     if site.kind is SiteKind.STRIPE:
         return f"{site.device}, hot ones there and the others across the bus"
     if site.kind is SiteKind.HYBRID:
-        return f"{site.device}, the CPU and the bus at once"
+        return (
+            f"{site.device}, the CPU and the bus at once"
+            if site.guests
+            else f"{site.device} and the CPU at once"
+        )
     if site.kind is SiteKind.CACHE:
         return f"{site.device}, through the engine's MoE cache"
     return "the CPU" if site == ON_CPU else site.device

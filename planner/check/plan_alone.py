@@ -16,7 +16,7 @@ from planner.constants import CPU, PPM
 from planner.machine.engine_builds import mixing_fault
 from planner.machine.host_memory import HostMemory
 from planner.model.units import is_table
-from planner.plan.load_spec import HYBRID_GUESTS, LayerGap, plan_layer_devices
+from planner.plan.load_spec import LayerGap, plan_layer_devices
 from planner.plan.patterns import listed
 from planner.plan.plan import NOT_LOADED, DeviceUse, Placement, Plan
 from planner.site import NoSite, Site, SiteKind
@@ -138,7 +138,7 @@ def _divided_at_most(placed: Placement) -> int:
     if placed.site.kind is not SiteKind.HYBRID:
         return placed.size_bytes
     # No expert is larger than the slots' share of the unit: the number of experts is at least theirs.
-    return placed.size_bytes + HYBRID_GUESTS * placed.size_bytes // max(placed.site.amount, 1)
+    return placed.size_bytes + placed.site.guests * placed.size_bytes // max(placed.site.amount, 1)
 
 
 def _on(placed: Placement, use: DeviceUse) -> bool:

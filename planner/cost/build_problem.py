@@ -30,7 +30,7 @@ from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
 from planner.plan.load_spec import HYBRID_BANKS
 from planner.plan.request import Request
-from planner.site import ON_CPU, sites
+from planner.site import ON_CPU, Site, sites
 from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem
 from planner.workload import Workload
 
@@ -166,13 +166,14 @@ def build_problem(
     fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, buffers[d.name])]
     fixed += cache_shares(model.structure, devices, known.cache)
     fixed += _stages(model, devices) if settings.slots else ()
-    chooser = Chooser(prices, devices, Choices.of(request, settings, known), buffers)
     units = [u for _, g in model.groups for u in g]
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
     idle = [u for u in model.units if u.name not in loaded]
     asked = pinned(request.pins, units, [d.name for d in devices], idle)
     wanted |= asked
+    named = [each.what for each in asked.values() if isinstance(each.what, Site)]
+    chooser = Chooser(prices, devices, Choices.of(request, settings, known), buffers, named)
     sharing = Sharing(model.owners, model.kv, devices, prices, len(fixed))
     fixed += [(share, NOTHING) for share in sharing.shares()]
     every = {name: _every(chooser, model, name, units) for name, units in model.groups}

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from planner.constants import CPU, PPM
 from planner.cost.unit_time import Prices
@@ -25,6 +25,12 @@ from planner.plan.plan import FollowedLayer
 # Read-back of the choice and the input, rewritten ids, rows sent back: 28 to 40 us a layer on an H200 with 16
 # cores (docs/findings-hybrid.md). A profile that measured it says its own.
 SYNC_NS = 40_000
+# Without guests the device begins with what is resident before the host knows the choices: a layer that
+# misses nothing is done so much sooner, one that misses something so much later, since its rows are added
+# afterwards. From slots with and without guests side by side on H200s (docs/findings-hybrid.md); a profile
+# that measured it says its own.
+AHEAD_NS = 18_000
+JOINED_NS = 5_000
 # Choices of a ubatch for each expert from which on all experts are brought ahead of their layer: kEnough of
 # runtime/hybrid/native/prefetch.cpp.
 AHEAD = 4
@@ -39,6 +45,8 @@ class Lanes:
     upload_ns: int  # the bus brings one missing expert
     guests: int  # how many the bus may bring in a step
     sync_ns: int = SYNC_NS  # once a layer and step
+    ahead_ns: int = 0  # less of it where nothing is missed and the device began before the host knew that
+    joined_ns: int = 0  # more where it began so, and something is missed
     busy_ns: int = 0  # of the bus, with experts for later steps
     beside_ns: int = 0  # `pair_ns` while the bus reads host memory too; 0: the same
     pair_start_ns: int = 0  # once a step that the CPU has a part in
@@ -56,12 +64,21 @@ def lanes_of(prices: Prices, unit: Unit, device: Device, host: Device, guests: i
     chosen = max(min(unit.experts, unit.used * tokens), 1)
     found = measured(prices.profile, device.name, main_type(unit, prices.tensors))
     if found is not None:
-        return _scaled(found, each, gpu_ns, guests, unit.used * tokens / chosen)
-    pair_ns = prices.on(unit, host.name).decode_ns // chosen
-    upload_ns = prices.stream_ns(host.name, device.name, each)
-    taken = each * NS_PER_S // max(upload_ns, 1)
-    beside_ns = pair_ns + pair_ns * taken // host.bandwidth_bytes_per_s
-    return Lanes(gpu_ns, pair_ns, upload_ns, guests, beside_ns=beside_ns)
+        lanes = _scaled(found, each, gpu_ns, guests, unit.used * tokens / chosen)
+    else:
+        pair_ns = prices.on(unit, host.name).decode_ns // chosen
+        upload_ns = prices.stream_ns(host.name, device.name, each)
+        taken = each * NS_PER_S // max(upload_ns, 1)
+        beside_ns = pair_ns + pair_ns * taken // host.bandwidth_bytes_per_s
+        lanes = Lanes(gpu_ns, pair_ns, upload_ns, guests, beside_ns=beside_ns)
+    return _begun_ahead(lanes, found) if not guests and tokens == 1 else lanes
+
+
+def _begun_ahead(lanes: Lanes, found: SlotCosts | None) -> Lanes:
+    """The same where the device does not wait for the choices: single tokens, and no guests."""
+    ahead_ns = found.ahead_ns if found and found.ahead_ns is not None else AHEAD_NS
+    joined_ns = found.joined_ns if found and found.joined_ns is not None else JOINED_NS
+    return replace(lanes, ahead_ns=min(ahead_ns, lanes.sync_ns), joined_ns=joined_ns)
 
 
 def measured(profile: Profile, device: str, type_: str) -> SlotCosts | None:
@@ -110,6 +127,7 @@ class Slots:
     """One number of slots for a layer."""
 
     k: int
+    guests: int
     step_ns: int  # expected, one step
     cold_prefill_ppm: int  # of the bytes that a ubatch reads: those without a slot
 
@@ -127,7 +145,7 @@ def step_ns(lanes: Lanes, misses: int, comes: int = 0) -> int:
         bus = lanes.busy_ns + lanes.upload_start_ns + brought * lanes.upload_ns
         cpu = _cpu_ns(lanes, misses - brought, lanes.beside_ns or lanes.pair_ns)
         ways.append(max(bus + lanes.gpu_ns, cpu))
-    return min(ways) + lanes.sync_ns
+    return min(ways) + lanes.sync_ns + (lanes.joined_ns if misses else -lanes.ahead_ns)
 
 
 def _cpu_ns(lanes: Lanes, pairs: int, each_ns: int) -> int:
@@ -176,44 +194,75 @@ def binomial(n: int, p: float) -> tuple[float, ...]:
     return tuple(found)
 
 
-def widths(
-    n: int,
-    used: int,
-    tokens: int,
-    ubatch: int,
-    curve: Sequence[float],
-    lanes: Lanes,
-    steps: int,
-    followed: FollowedLayer | None = None,
-    least_misses: int = 0,
-) -> Iterator[Slots]:
-    """Up to `steps` numbers of slots, evenly spaced, of a layer of `n` experts with `used` chosen a token.
+@dataclass(frozen=True)
+class Routed:
+    """The experts of a layer, and what is known of their choices.
 
-    `curve[k]` is the share of choices that the k hottest serve on tokens not seen before; `followed` says
-    what slots serve whose experts change with the text, in steps of one token (of several nothing is known):
-    on demand in steps with `least_misses`, else at any time.
+    `curve[k]` is the share of choices that the k hottest of `n` serve on tokens not seen before; `followed`
+    says what slots serve whose experts change with the text, in steps of one token (of several nothing is
+    known): on demand in steps with `least_misses`, else at any time.
     """
-    if n < 2 or len(curve) != n + 1:
-        return
-    shares = [b - a for a, b in itertools.pairwise(curve)]
-    touched = [_touched(used * share, tokens) for share in shares]
-    in_prompt = [_touched(used * share, ubatch) for share in shares]
-    chosen = min(n, used * tokens)
-    for k in dict.fromkeys(round(n * step / steps) for step in range(1, steps)):
-        # Kernels for several tokens need a place of its own for each choice of a token, or all go to the CPU.
-        if 0 < k < n and (tokens == 1 or k + lanes.guests >= used):
-            cold = math.fsum(in_prompt[k:]) / max(math.fsum(in_prompt), 1e-12)
-            if followed is None or tokens > 1:
-                yield Slots(k, expected_ns(lanes, chosen, math.fsum(touched[k:])), round(cold * PPM))
-                continue
-            hit, admitted = served(followed, k, n)
-            missing = chosen * (1.0 - hit)
-            if least_misses:
-                ns = on_demand_ns(lanes, chosen, missing, least_misses, admitted)
-                yield Slots(k, ns, round(cold * PPM))
-                continue
-            busy = replace(lanes, busy_ns=round(lanes.upload_ns * admitted))
-            yield Slots(k, expected_ns(busy, chosen, missing), round(cold * PPM))
+
+    n: int
+    used: int  # by a token
+    tokens: int  # of a step
+    ubatch: int
+    curve: Sequence[float]
+    followed: FollowedLayer | None = None
+    least_misses: int = 0
+
+    @cached_property
+    def touched(self) -> tuple[float, ...]:
+        """How likely a step chooses the hottest expert, the next, and so on."""
+        return tuple(_touched(self.used * share, self.tokens) for share in self._shares)
+
+    @cached_property
+    def in_prompt(self) -> tuple[float, ...]:
+        """The same of a ubatch."""
+        return tuple(_touched(self.used * share, self.ubatch) for share in self._shares)
+
+    @property
+    def _shares(self) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(self.curve)]
+
+    @property
+    def follows(self) -> FollowedLayer | None:
+        """What slots serve that follow the text, if they do in such steps."""
+        return self.followed if self.tokens == 1 else None
+
+    def admits(self, k: int, guests: int) -> bool:
+        """Whether k slots can be had beside guests.
+
+        Kernels for several tokens need a place of its own for each choice of a token, or all go to the CPU.
+        """
+        fits = 0 < k < self.n and len(self.curve) == self.n + 1
+        return fits and (self.tokens == 1 or k + guests >= self.used)
+
+
+def grid(n: int, steps: int) -> tuple[int, ...]:
+    """Up to `steps` numbers of slots, evenly spaced, of a layer of `n` experts."""
+    return tuple(dict.fromkeys(round(n * step / steps) for step in range(1, steps)))
+
+
+def widths(routed: Routed, lanes: Lanes, ks: Iterable[int]) -> Iterator[Slots]:
+    """Those of some numbers of slots that a layer can have, with what its steps take."""
+    return (_slots(routed, lanes, k) for k in ks if routed.admits(k, lanes.guests))
+
+
+def _slots(routed: Routed, lanes: Lanes, k: int) -> Slots:
+    cold = math.fsum(routed.in_prompt[k:]) / max(math.fsum(routed.in_prompt), 1e-12)
+    chosen = min(routed.n, routed.used * routed.tokens)
+    if routed.follows is None:
+        ns = expected_ns(lanes, chosen, math.fsum(routed.touched[k:]))
+        return Slots(k, lanes.guests, ns, round(cold * PPM))
+    lanes = replace(lanes, ahead_ns=0, joined_ns=0)  # the device knows no slots that change
+    hit, admitted = served(routed.follows, k, routed.n)
+    missing = chosen * (1.0 - hit)
+    if routed.least_misses:
+        ns = on_demand_ns(lanes, chosen, missing, routed.least_misses, admitted)
+    else:
+        ns = expected_ns(replace(lanes, busy_ns=round(lanes.upload_ns * admitted)), chosen, missing)
+    return Slots(k, lanes.guests, ns, round(cold * PPM))
 
 
 def served(layer: FollowedLayer, k: int, n: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.constants import PPM
@@ -19,10 +19,9 @@ from planner.memory.memory import Memory
 from planner.model.units import BOUND, Kind, Unit
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
-from planner.plan.load_spec import HYBRID_GUESTS
 from planner.plan.plan import CachePoint, FollowedLayer
 from planner.plan.request import Request
-from planner.site import ON_CPU, Site, SiteKind
+from planner.site import GUESTS, ON_CPU, Site, SiteKind
 from planner.solver.problem import Option
 
 PER_DEVICE = 4  # shares of each device: in use, streams or has the head, streams, has the head
@@ -80,8 +79,11 @@ class Chooser:
         devices: tuple[Device, ...],
         choices: Choices,
         buffers: Mapping[str, BufferParts],
+        asked: Iterable[Site] = (),
     ) -> None:
+        """`asked`: sites of pins, whose numbers of slots are options too."""
         self.prices, self.devices, self.choices, self.buffers = prices, devices, choices, buffers
+        self.asked = tuple(sorted({s for s in asked if s.kind is SiteKind.HYBRID}, key=str))
         self.workload = prices.workload
         self._layers: dict[object, list[Placed]] = {}
         self.cpu = next((i for i, d in enumerate(devices) if d.kind == "cpu"), -1)
@@ -208,24 +210,62 @@ class Chooser:
         device, host = self.devices[d], self.devices[self.cpu]
         if not self.choices.hybrid or (device.memory_pool and device.memory_pool == host.memory_pool):
             return
-        tokens, moved = self.prices.step_tokens, self.prices.divisible_bytes(unit)
+        moved = self.prices.divisible_bytes(unit)
         each = moved // unit.experts
-        curve = self.choices.curves.get(unit.layer or 0) or hybrid_slots.flat(unit.experts)
-        lanes = hybrid_slots.lanes_of(self.prices, unit, device, host, HYBRID_GUESTS)
         copies = max(self._host_times(unit, d).prefill_ns - here.prefill_ns, 0)
-        work = self.workload.n_ubatch
-        followed = self.choices.followed.get(unit.layer if unit.layer is not None else -1)
-        least = self.choices.least_misses
-        ways = hybrid_slots.widths(
-            unit.experts, unit.used, tokens, work, curve, lanes, STEPS, followed, least
-        )
-        for slots in ways:
-            here_bytes = unit.size_bytes - moved + (slots.k + HYBRID_GUESTS) * each
+        for slots in self._slots(unit, d):
+            here_bytes = unit.size_bytes - moved + (slots.k + slots.guests) * each
             held = self._weights({d: here_bytes, self.cpu: moved})
             prefill = self._brought(unit, d, here.prefill_ns, copies, slots)
             times = Times(slots.step_ns, prefill, 0)
             share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)
-            yield Spot(Site(SiteKind.HYBRID, device.name, slots.k), held, times, shares=share)
+            yield Spot(Site(SiteKind.HYBRID, device.name, slots.k, slots.guests), held, times, shares=share)
+
+    def _slots(self, unit: Unit, d: int) -> Iterator[hybrid_slots.Slots]:
+        """Numbers of slots with guests; with fewer guests and as many more slots where that is faster.
+
+        And what pins name.
+        """
+        device, host = self.devices[d], self.devices[self.cpu]
+        layer = -1 if unit.layer is None else unit.layer
+        routed = hybrid_slots.Routed(
+            unit.experts,
+            unit.used,
+            self.prices.step_tokens,
+            self.workload.n_ubatch,
+            self.choices.curves.get(layer) or hybrid_slots.flat(unit.experts),
+            self.choices.followed.get(layer),
+            self.choices.least_misses,
+        )
+
+        def of(guests: int, ks: Iterable[int]) -> list[hybrid_slots.Slots]:
+            lanes = hybrid_slots.lanes_of(self.prices, unit, device, host, guests)
+            return list(hybrid_slots.widths(routed, lanes, ks))
+
+        usual = of(GUESTS, hybrid_slots.grid(unit.experts, STEPS))
+        yield from usual
+        fewer = [] if routed.follows else self._fewer_guests(usual, unit.experts, of)
+        yield from fewer
+        known = {(slots.k, slots.guests) for slots in (*usual, *fewer)}
+        for site in self.asked:
+            if site.device == device.name and (site.amount, site.guests) not in known:
+                yield from of(site.guests, [site.amount])
+
+    @staticmethod
+    def _fewer_guests(
+        usual: Sequence[hybrid_slots.Slots],
+        n: int,
+        of: Callable[[int, Iterable[int]], list[hybrid_slots.Slots]],
+    ) -> list[hybrid_slots.Slots]:
+        """In the memory of each number of slots, the fastest with fewer guests, if it is faster."""
+        found: dict[int, hybrid_slots.Slots] = {}
+        for guests in range(GUESTS):
+            places = {min(slots.k + GUESTS - guests, n - 1): slots for slots in reversed(usual)}
+            for slots in of(guests, places):
+                before = places[slots.k]
+                if slots.step_ns < found.get(before.k, before).step_ns:
+                    found[before.k] = slots
+        return list(found.values())
 
     def _brought(self, unit: Unit, d: int, here_ns: int, copies_ns: int, slots: hybrid_slots.Slots) -> int:
         """A prompt whose experts without a slot are brought: ahead of their layer, or when it has chosen.

@@ -94,6 +94,8 @@ class SlotCosts(Record):
     pair_start_ns: Nanoseconds  # once a layer that the CPU has a part in
     upload_ns: Nanoseconds  # the bus brings an expert
     upload_start_ns: Nanoseconds  # once a layer that the bus has a part in
+    ahead_ns: Nanoseconds | None = None  # less without guests, where nothing is missed; None: not measured
+    joined_ns: Nanoseconds | None = None  # more without guests, where something is
     staged_bytes_per_s: Rate = 0  # a prompt's experts brought ahead, computation beside; 0: not measured
     residual_ppm: Ppm = 0  # how far off a token with both lanes is, of which only the CPU's part was taken
 

@@ -268,9 +268,8 @@ def reason(problem: Problem, decision: Decision, option: Option, index: int, uni
     if site.kind is SiteKind.STRIPE:
         return f"{site.amount} hottest of {unit.experts} experts on {home}, the others across the bus"
     if site.kind is SiteKind.HYBRID:
-        return (
-            f"{site.amount} of {unit.experts} experts in slots of {home}, the others by CPU and bus beside it"
-        )
+        slots = f"{site.amount} of {unit.experts} experts in slots of {home}"
+        return f"{slots}, the others by {site.others} beside it"
     if site.kind is SiteKind.CACHE:
         return f"read through the engine's expert cache on {home}"
     if site == ON_CPU and problem.devices[option.entry].host:

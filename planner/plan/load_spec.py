@@ -17,10 +17,9 @@ from planner.machine.host_memory import HostMemory
 from planner.model.units import looked_up
 from planner.plan.adaptation import STAYS, Adaptation
 from planner.plan.plan import LayerRange, Plan
-from planner.site import NoSite, Site, SiteKind
+from planner.site import GUESTS, NoSite, Site, SiteKind
 from planner.workload import Workload
 
-HYBRID_GUESTS = 2  # slots of a layer for experts that the bus brings for one step
 HYBRID_BANKS = 2  # of memory for the experts of a layer that a prompt brings: one is read, the other filled
 
 
@@ -47,7 +46,7 @@ class LoadSpec:
     rollback: int = 0  # tokens that speculation may take back: as many more copies of a recurrent state
     notes: tuple[str, ...] = ()  # where the engine cannot be told the plan exactly
     residents: Residents = ()  # experts in slots, by original id
-    guests: int = HYBRID_GUESTS  # slots of each of these layers for experts of one step
+    guests: tuple[tuple[int, int], ...] = ()  # layer, slots for experts of one step where not site.GUESTS
     banks: int = HYBRID_BANKS  # layers whose experts a prompt may have on a device at a time
     adaptation: Adaptation = STAYS  # of the experts in slots to the text
     mapped: tuple[tuple[str, str], ...] = ()  # (the plan's device, the one here in its place)
@@ -105,6 +104,7 @@ def load_spec(plan: Plan) -> LoadSpec:
             use_mmap=not pins_host_weights(plan),
             notes=notes,
             residents=_residents(plan),
+            guests=_guests(plan),
             adaptation=plan.following.adaptation if plan.following else STAYS,
         ),
         runs,
@@ -131,6 +131,12 @@ def _residents(plan: Plan) -> Residents:
                 raise Unloadable("experts", f"layer {layer} has slots and no order that fills them")
             found.append((layer, len(orders[layer]), orders[layer][: placed.site.amount]))
     return tuple(found)
+
+
+def _guests(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """Layers that have more or fewer slots for experts of one step than a site without a number says."""
+    slotted = [(block_of(p.unit), p.site.guests) for p in plan.units if p.site.kind is SiteKind.HYBRID]
+    return tuple((layer, n) for layer, n in slotted if layer is not None and n != GUESTS)
 
 
 def pins_host_weights(plan: Plan) -> bool:

@@ -1,8 +1,9 @@
-"""What experts in slots cost here: a generated model with the experts' own shape, decoded in five ways.
+"""What experts in slots cost here: a generated model with the experts' own shape, decoded in seven ways.
 
 All in slots; nearly all, so that the graph is cut and little is missing; half with the CPU alone for the
-others, with the bus alone, with both. The formula that prices a plan is solved for one unknown after the
-other; how far it is off the token of the last way, whose CPU part it was fitted to, is its residual.
+others, with the bus alone, with both; nearly all and half without guests, where the device begins before the
+host knows the choices. The formula that prices a plan is solved for one unknown after the
+other; how far it is off the token with both, whose CPU part it was fitted to, is its residual.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from planner.errors import AtsplanError
 from planner.machine.profile import Device, SlotCosts
 from planner.model.inventory import Inventory
 from planner.model.units import Kind, Unit, divisible, units_of
-from planner.plan.load_spec import HYBRID_GUESTS, LoadSpec
+from planner.plan.load_spec import LoadSpec
+from planner.site import GUESTS
 from planner.workload import Workload
 from profiler import host
 from profiler.session import Found, Request, Watcher
@@ -37,11 +39,13 @@ ALL_BYTES = 2**30  # of experts: more than caches hold, and loaded in a second
 SHARE = 0.3  # of the time for the profile
 LEAST_S = 5.0
 FULL_SHARE = 0.8  # of free memory that the model may fill
-LEFT_STAGES = 8  # layers' experts: a wrapper lives as long as its process, with two banks for prompts
+LEFT_STAGES = 12  # layers' experts: a wrapper lives as long as its process, with two banks for prompts
 PROMPT, PROMPTS, GEN = 512, 2, 48
 ENOUGH_MORE = 0.5  # choices for the CPU in a layer, between the ways, that tell a choice from a start
 NEVER = 1  # bytes a microsecond: a lane so slow that the other takes everything
-WAYS = ("all", "cut", "cpu", "bus", "both")
+NEEDED = ("all", "cut", "cpu", "bus", "both")
+WAYS = (*NEEDED, "ahead", "joined")
+LEAST_APART = 0.2  # that the last two ways differ in how often nothing is missed, or they tell nothing
 _MODULE = "profiler.whole_model.slot_runs"
 
 
@@ -171,10 +175,12 @@ def config(way: str, shape: Shape) -> dict[str, Any]:
     n, half = shape.n_expert, shape.n_expert // 2
     ways: dict[str, dict[str, Any]] = {
         "all": {"slots": n, "guests": 0},
-        "cut": {"slots": n - 1, "guests": HYBRID_GUESTS, "bus_bytes_us": NEVER},
-        "cpu": {"slots": half, "guests": HYBRID_GUESTS, "bus_bytes_us": NEVER},
+        "cut": {"slots": n - 1, "guests": GUESTS, "bus_bytes_us": NEVER},
+        "cpu": {"slots": half, "guests": GUESTS, "bus_bytes_us": NEVER},
         "bus": {"slots": half, "guests": min(shape.n_used, n - half), "cpu_bytes_us": NEVER},
-        "both": {"slots": half, "guests": HYBRID_GUESTS},
+        "both": {"slots": half, "guests": GUESTS},
+        "ahead": {"slots": n - 1, "guests": 0},
+        "joined": {"slots": half, "guests": 0},
     }
     return {"name": f"SLOTS{WAYS.index(way)}", **ways[way]}
 
@@ -191,13 +197,14 @@ def _why(lines: Mapping[str, Line]) -> str:
 def costs_of(lines: Mapping[str, Line], device: str, shape: Shape) -> SlotCosts | None:
     """The costs that explain the runs, nanoseconds; None where one is missing or a lane had nothing to do.
 
-    The unknowns of `planner.cost.hybrid_slots.step_ns`, one from each way.
+    The unknowns of `planner.cost.hybrid_slots.step_ns`, one from each way; those of slots without guests are
+    left out where their ways were not run.
     """
-    if any("decode_ns" not in lines.get(way, {}) for way in WAYS):
+    if any("decode_ns" not in lines.get(way, {}) for way in NEEDED):
         return None
     if not (lines["cpu"]["cpu"] and lines["bus"]["uploaded"] and lines["both"]["expert_bytes"]):
         return None  # the engine has no kernel for the type, or no slot was made
-    seen = {way: _Seen(lines[way], shape) for way in WAYS}
+    seen = {way: _Seen(line, shape) for way, line in lines.items() if way in WAYS and "decode_ns" in line}
     gpu_ns, whole_ns = int(lines["both"]["device_ns"]), seen["all"].layer_ns
     lane = _lane(seen["cut"], seen["cpu"], gpu_ns, whole_ns)
     upload_start_ns = int(lines["both"]["bus_start_ns"])
@@ -209,7 +216,7 @@ def costs_of(lines: Mapping[str, Line], device: str, shape: Shape) -> SlotCosts 
         gpu_ns,
         lane.pair_ns,
         upload_ns,
-        HYBRID_GUESTS,
+        GUESTS,
         lane.sync_ns,
         beside_ns=max(round(beside_ns), lane.pair_ns),
         pair_start_ns=lane.start_ns,
@@ -226,6 +233,7 @@ def costs_of(lines: Mapping[str, Line], device: str, shape: Shape) -> SlotCosts 
         pair_start_ns=lanes.pair_start_ns,
         upload_ns=lanes.upload_ns,
         upload_start_ns=lanes.upload_start_ns,
+        **_begun_ahead(seen, lane.sync_ns),
         staged_bytes_per_s=_staged(lines, shape),
         residual_ppm=round(abs(told / seen["both"].layer_ns - 1) * PPM),
     )
@@ -260,6 +268,27 @@ def _lane(cut: _Seen, cpu: _Seen, gpu_ns: int, whole_ns: float) -> _Lane:
     start_ns = min(max((much - little) / often, 0.0), max(much, 0.0))
     sync_ns = max(little - start_ns * cut.any_missing, 0.0)
     return _Lane(round(sync_ns), round(start_ns), begin_ns, round(pair_ns))
+
+
+def _begun_ahead(seen: Mapping[str, _Seen], sync_ns: int) -> dict[str, int]:
+    """What no guests bring where nothing is missed, and cost where something is, from both kinds of layers.
+
+    Each way without guests has the slots of one with guests that the bus was kept from: of the layers that
+    miss nothing and those that do they have different shares.
+    """
+    if not {"ahead", "joined"} <= seen.keys():
+        return {}
+    few, many = (1.0 - seen[way].any_missing for way in ("ahead", "joined"))  # how often nothing is missed
+    if few - many < LEAST_APART:
+        return {}
+    sooner_ns = seen["cut"].layer_ns - seen["ahead"].layer_ns
+    later_ns = seen["joined"].layer_ns - seen["cpu"].layer_ns
+    ahead_ns = (sooner_ns * (1.0 - many) + later_ns * (1.0 - few)) / (few - many)
+    joined_ns = (later_ns * few + sooner_ns * many) / (few - many)
+    return {
+        "ahead_ns": round(min(max(ahead_ns, 0.0), sync_ns)),
+        "joined_ns": round(max(joined_ns, 0.0)),
+    }
 
 
 @dataclass(frozen=True, slots=True)

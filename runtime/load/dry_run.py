@@ -164,7 +164,7 @@ def to_json(spec: LoadSpec) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> LoadSpec:
     """A spec from the plain data that `to_json` made."""
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    for pairs in ("overrides", "mapped"):
+    for pairs in ("overrides", "mapped", "guests"):
         plain[pairs] = tuple((first, second) for first, second in data[pairs])
     plain["residents"] = tuple((a, n, tuple(ids)) for a, n, ids in data["residents"])
     plain["workload"] = Workload(**data["workload"])

@@ -12,7 +12,7 @@ from planner.errors import EngineProblem, MachineError
 from planner.model.gguf.expert_orders import damaged, expert_orders
 from planner.model.gguf.reader import read_model
 from planner.plan.load_spec import LoadSpec, Residents
-from planner.site import Site, SiteKind
+from planner.site import GUESTS, Site, SiteKind
 from runtime.hybrid.config import Config, Resident
 from runtime.hybrid.device import HybridDevice, Report
 from runtime.load.dry_run import Breakdown
@@ -136,12 +136,12 @@ def positions(path: Path, residents: Residents) -> Residents:
 
 def settings(spec: LoadSpec, device: str, residents: Residents, name: str) -> Config:
     """What the native device is told; the same text serves stock tools as a file."""
-    how = spec.adaptation
+    how, guests = spec.adaptation, dict(spec.guests)
     return Config(
         device=device,
         name=name,
-        residents={layer: Resident(n, experts) for layer, n, experts in residents},
-        guests=spec.guests,
+        residents={layer: Resident(n, experts, guests.get(layer)) for layer, n, experts in residents},
+        guests=GUESTS,
         banks=spec.banks,
         memory="mapped" if spec.use_mmap else "pinned",
         policy=how.policy.value,

@@ -27,7 +27,7 @@ def slot_bytes(inventory: Inventory, spec: LoadSpec) -> Mapping[str, tuple[int, 
         if site.kind is SiteKind.HYBRID:
             each = tensors[name].size_bytes // tensors[name].shape[-1]
             slots, whole = found.get(site.device, (0, 0))
-            here = (site.amount + spec.guests) * each
+            here = (site.amount + site.guests) * each
             found[site.device] = (slots + here, whole + tensors[name].size_bytes)
     return found
 
