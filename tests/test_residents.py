@@ -62,10 +62,15 @@ def test_other_habits_give_the_slots_to_other_experts(tmp_path: Path) -> None:
     was, now_in = load_spec(before).residents, load_spec(after).residents
     assert [(n, total, len(e)) for n, total, e in was] == [(n, total, len(e)) for n, total, e in now_in]
     # As hot here as the plan's experts were where it was made: so the prediction is the plan's own.
-    assert all(
-        {(e - 40) % 128 for e in old} == set(new)
-        for (_, _, old), (_, _, new) in zip(was, now_in, strict=True)
-    )
+    (part,) = counted().parts
+    for (layer, _, old), (_, _, new) in zip(was, now_in, strict=True):
+        here = [(e - 40) % 128 for e in old]
+        assert sorted(part.counts[layer][e] for e in old) == sorted(
+            part.counts[layer][(e + 40) % 128] for e in new
+        )
+        assert (
+            len(set(here) ^ set(new)) <= 2
+        )  # of two that were chosen alike often the lower number has a slot
     assert after.predicted.tpot_ns == before.predicted.tpot_ns and after.predicted.status == "edited"
     checked = atsplan("check", out, "--model", MODEL, "--heat", now)
     assert checked.exit_code == 0, checked.output

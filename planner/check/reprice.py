@@ -127,7 +127,7 @@ def reprice(
     same = decided == settings and loading.limits == case.request
     priced = _unopened(plan, loading, alone)
     priced = priced or (everything if same else loading.constrained(decided))
-    chosen = _chosen(plan, priced)
+    chosen = _chosen_with_its_slots(plan, loading, priced)
     made = record(chosen, baselines(alone, stock), profile, case.request, case.known)
     plain = untuned(loading, made)
     own = baseline_of(plain) if plain else None
@@ -170,7 +170,7 @@ def _token_ns(plan: Plan, loading: Loading) -> int:
     settings = replace(loading.settings, op_offload=plan.op_offload)
     alone = cpu_alone(loading, replace(settings, gpus=False)) if plan.op_offload else None
     priced = _unopened(plan, loading, alone) or loading.constrained(settings)
-    return _chosen(plan, priced).evaluation.decode_ns
+    return _chosen_with_its_slots(plan, loading, priced).evaluation.decode_ns
 
 
 def _unopened(plan: Plan, loading: Loading, alone: tuple[Priced, Candidate] | None) -> Priced | None:
@@ -194,6 +194,22 @@ def edited(plan: Plan, inventory: Inventory, profile: Profile, known: Known) -> 
         return plan
     predicted = again.plan.predicted.model_copy(update={"status": "edited"})
     return again.plan.model_copy(update={"predicted": predicted})
+
+
+def _chosen_with_its_slots(plan: Plan, loading: Loading, priced: Priced) -> Chosen:
+    """The placement, in a problem that has the plan's numbers of slots where `priced` has not.
+
+    Which numbers a solve tries depends on the routing and on what lanes take. Raises NotPlaceable.
+    """
+    try:
+        return _chosen(plan, priced)
+    except NotPlaceable:
+        slotted = {str(p.site): p.site for p in plan.units if p.site.kind is SiteKind.HYBRID}
+        if not slotted:
+            raise
+        own = tuple(slotted[text] for text in sorted(slotted))
+        case = replace(loading.case, request=replace(loading.case.request, sites=own))
+        return _chosen(plan, replace(loading, case=case).constrained(priced.settings))
 
 
 def _chosen(plan: Plan, priced: Priced) -> Chosen:

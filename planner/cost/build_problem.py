@@ -173,6 +173,7 @@ def build_problem(
     asked = pinned(request.pins, units, [d.name for d in devices], idle)
     wanted |= asked
     named = [each.what for each in asked.values() if isinstance(each.what, Site)]
+    named += request.sites
     chooser = Chooser(prices, devices, Choices.of(request, settings, known), buffers, named)
     sharing = Sharing(model.owners, model.kv, devices, prices, len(fixed))
     fixed += [(share, NOTHING) for share in sharing.shares()]

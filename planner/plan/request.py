@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.machine.host_memory import HostMemory
 from planner.memory.reserves import Extras
+from planner.site import Site
 from planner.workload import Workload
 
 
@@ -45,6 +46,7 @@ class Request:
     pinned_limit_bytes: int = 0  # where it does; 0: half of the host's memory
     stripes: bool = True  # single experts may live on a GPU
     hybrid: bool = False  # experts in slots, the others by CPU and bus at the same time
+    sites: tuple[Site, ...] = ()  # numbers of slots that are possible too, beside those that a solve tries
     extra_models: ExtraModels | None = None  # None: the settings that are given say it
     command: str = ""
 
