@@ -30,12 +30,20 @@ class TimedContext:
     def decode(self, tokens: Any, position: int) -> int:
         """Evaluate tokens (32-bit, an array) from a position on; nanoseconds. Raises EngineProblem."""
         n = len(tokens)
-        positions = np.arange(position, position + n, dtype=np.int32)
-        one = (c.c_int32 * 1)(0)
-        counts, wanted = np.ones(n, np.int32), np.zeros(n, np.int8)
+        wanted = np.zeros(n, np.int8)
         wanted[-1] = 1
-        sequences = (c.c_void_p * n)(*[c.addressof(one)] * n)
-        arrays = (positions.ctypes.data, counts.ctypes.data, c.addressof(sequences), wanted.ctypes.data)
+        positions = np.arange(position, position + n, dtype=np.int32)
+        return self.decode_rows(tokens, positions, np.zeros(n, np.int32), wanted)
+
+    def decode_rows(self, tokens: Any, positions: Any, sequences: Any, wanted: Any) -> int:
+        """Evaluate tokens of several sequences; nanoseconds. Raises EngineProblem.
+
+        All arrays of 32 bits but `wanted` (8), which asks for logits.
+        """
+        n = len(tokens)
+        counts = np.ones(n, np.int32)
+        each = (c.c_void_p * n)(*range(sequences.ctypes.data, sequences.ctypes.data + 4 * n, 4))
+        arrays = (positions.ctypes.data, counts.ctypes.data, c.addressof(each), wanted.ctypes.data)
         batch = Batch(n, tokens.ctypes.data, None, *arrays)
         start = time.perf_counter_ns()
         status = self.engine.lib.llama_decode(self.context, batch)

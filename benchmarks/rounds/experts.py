@@ -38,6 +38,8 @@ BASE: dict[str, Any] = {
     "link": None,
     "prompt": 512,
     "ubatch": 512,
+    "depth": None,  # as the command line says
+    "seqs": 1,  # that arrive together
 }
 _PRESETS = ("strong", "moderate", "uniform", "olmoe", "gpt-oss")
 CELLS = cells(
@@ -47,6 +49,8 @@ CELLS = cells(
     cores=[8, 4],
     link=[25.0, 12.0],
     prompt=[4096],
+    depth=[8192],
+    seqs=[4, 8],
 )
 # Each routing and shape with less, or more, in VRAM too.
 CELLS += [Cell(f"preset={name},residency=25", {**BASE, "preset": name, "residency": 25}) for name in _PRESETS]
@@ -80,9 +84,13 @@ class Setup:
         work, prompt = self.work, int(self.cell.factors["prompt"])
         cells = max(prompt, work.depth + work.gen + 64)
         ubatch = int(self.cell.factors["ubatch"])
-        n_ctx = -(-cells // 256) * 256
         return Workload(
-            n_ctx=n_ctx, prompt=prompt, depth=work.depth, n_ubatch=ubatch, n_batch=max(ubatch, 2048)
+            n_ctx=-(-cells // 256) * 256 * work.seqs,
+            prompt=prompt,
+            depth=work.depth,
+            n_seq=work.seqs,
+            n_ubatch=ubatch,
+            n_batch=max(ubatch, 2048),
         )
 
     def live(self, one: rules.Contender, environment: Mapping[str, str] | None = None) -> Live:
@@ -160,8 +168,10 @@ def contenders(
 
     def opened(make: Maker, cell: Cell) -> Session:
         path, inventory = models.ready(str(cell.factors["preset"]))
-        prompts = (int(cell.factors["prompt"]),)
-        return make(Setup(engine, path, inventory, cell, device, replace(work, prompts=prompts)))
+        prompt, seqs = (int(cell.factors[name]) for name in ("prompt", "seqs"))
+        depth = work.depth if cell.factors["depth"] is None else int(cell.factors["depth"])
+        own = replace(work, prompts=(prompt,), depth=depth, seqs=seqs)
+        return make(Setup(engine, path, inventory, cell, device, own))
 
     return [Contender(name, lambda cell, make=make: opened(make, cell)) for name, make in makers.items()]  # type: ignore[misc]
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Work:
     depth: int = 512  # tokens of the stream before decoding
     gen: int = 64
     threads: int = 0  # 0: as the spec says
+    seqs: int = 1  # that arrive together, and are decoded together
 
 
 @dataclass(slots=True)
@@ -88,9 +89,12 @@ class Live(paired.Session):
             self._process = None
 
     def measure(self, round_: int) -> Json:
-        """`decode_ns` (median of a token), `prefill<N>_ns`, `vram_bytes`, `digest` of the logits."""
-        work = self.work
-        asked = {"prompts": work.prompts, "depth": work.depth, "gen": work.gen, "threads": work.threads}
+        """`decode_ns` (median of a step), `prefill<N>_ns`, `vram_bytes`, `digest` of the logits.
+
+        Of several sequences that arrive together also `first<N>_ns` and `last<N>_ns`: until the first and the
+        last of them have their first token.
+        """
+        asked = asdict(self.work)
         return {**self.loaded, **self._ask({**asked, "seed": round_ + 1})}
 
     def _ask(self, request: Mapping[str, Any]) -> Json:
@@ -133,6 +137,32 @@ class _Run(TimedContext):
         size = self.engine.lib.llama_n_batch(self.context)
         return sum(self.decode(tokens[at : at + size], at) for at in range(0, len(tokens), size))
 
+    def arrivals(self, prompts: Any) -> list[int]:
+        """Prompts of sequences 0, 1, … that are there at once; nanoseconds until each has its first token.
+
+        Batches are filled with one sequence after the other, as a server fills its own.
+        """
+        self.clear()
+        size, done = self.engine.lib.llama_n_batch(self.context), list[int]()
+        lengths = [len(one) for one in prompts]
+        tokens = np.concatenate(prompts)
+        positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+        sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        wanted = np.zeros(len(tokens), np.int8)
+        wanted[np.cumsum(lengths) - 1] = 1
+        passed = 0
+        for at in range(0, len(tokens), size):
+            rows = slice(at, at + size)
+            passed += self.decode_rows(*(row[rows].copy() for row in (tokens, positions, sequences, wanted)))
+            done += [passed] * int(wanted[rows].sum())
+        return done
+
+    def together(self, tokens: Any, position: int) -> int:
+        """One step of as many sequences as there are tokens, all at a position; nanoseconds."""
+        n = len(tokens)
+        positions = np.full(n, position, np.int32)
+        return self.decode_rows(tokens.copy(), positions, np.arange(n, dtype=np.int32), np.ones(n, np.int8))
+
     def digest(self) -> str:
         """Of the last logits."""
         address = self.engine.lib.llama_get_logits_ith(self.context, -1)
@@ -155,6 +185,8 @@ def measured(run: _Run, request: Json) -> Json:
     seed, gen, depth = request["seed"], request["gen"], request["depth"]
     if count := request["threads"]:
         run.engine.lib.llama_set_n_threads(run.context, count, count)
+    if request["seqs"] > 1:
+        return _measured_together(run, request)
     found: Json = {}
     for length in request["prompts"]:
         found[f"prefill{length}_ns"] = run.prefill(run.tokens(length, 1000 + seed))
@@ -164,6 +196,24 @@ def measured(run: _Run, request: Json) -> Json:
     else:
         run.clear()
     times = [run.decode(stream[at : at + 1], at) for at in range(depth, len(stream))][WARM_UP:]
+    run.prefill(run.tokens(DIGEST_TOKENS, 1))
+    return found | {"decode_ns": int(np.median(times)), "digest": run.digest()}
+
+
+def _measured_together(run: _Run, request: Json) -> Json:
+    """One round of several sequences: prompts that arrive at once, then a token of each in every step."""
+    seed, gen, depth, seqs = (request[name] for name in ("seed", "gen", "depth", "seqs"))
+    found: Json = {}
+    for length in request["prompts"]:
+        done = run.arrivals([run.tokens(length, 1000 * n + seed) for n in range(1, seqs + 1)])
+        found |= {f"first{length}_ns": done[0], f"last{length}_ns": done[-1]}
+    count = depth + gen + WARM_UP
+    streams = np.stack([run.tokens(count, 1000 * (seqs + n) + seed) for n in range(1, seqs + 1)])
+    if depth:
+        run.arrivals(list(streams[:, :depth]))
+    else:
+        run.clear()
+    times = [run.together(streams[:, at], at) for at in range(depth, count)][WARM_UP:]
     run.prefill(run.tokens(DIGEST_TOKENS, 1))
     return found | {"decode_ns": int(np.median(times)), "digest": run.digest()}
 
