@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,43 @@ def test_a_layer_ahead_and_as_it_chooses(run: Run, node_engine: Path, tmp_path: 
         assert staged(answer) > 0
     one, two = (answer.report.stage_bytes for answer in ran[:2] if answer.report)
     assert two == 2 * one
+
+
+def test_mapped_pages_through_locked_memory_and_without(run: Run, node_engine: Path, tmp_path: Path) -> None:
+    """Small chunks are refilled many times in a layer; measured, either way may be the faster one here."""
+    mapped, settings = replace(run, mmap=True), {**STAGED, "memory": "mapped"}
+    ways: dict[str, dict[str, Any]] = {
+        "refused": {"ring": False},
+        "taken": {"ring": True},
+        "taken, small": {"ring": True, "ring_chunk": 5000},
+        "taken, one bank": {"ring": True, "ring_chunk": 5000, "banks": 1},
+        "measured": {},
+    }
+    runs = [mapped.on(**settings, **more) for more in ways.values()]
+    plain, *ran = run_all([mapped, *runs], tmp_path, node_engine)
+    for way, answer in zip(ways, ran, strict=True):
+        report = answer.report
+        assert report is not None
+        assert distance(plain.logits, answer.logits) < EXACT, way
+        assert staged(answer) > 0
+        measured = way == "measured"
+        assert report.ring == way.split(",")[0] or (measured and report.ring in ("slower", "taken"))
+        assert (report.ring_bytes_us > 0) == (report.paged_bytes_us > 0) == measured
+        assert (report.ring_bytes > 0) == (report.ring == "taken")
+
+
+def test_pinned_experts_need_no_detour(run: Run, node_engine: Path, tmp_path: Path) -> None:
+    (answer,) = run_all([run.on(**STAGED, ring=True, memory="pinned")], tmp_path, node_engine)
+    assert answer.report is not None
+    assert staged(answer) > 0
+    assert (answer.report.ring, answer.report.ring_bytes) == ("unused", 0)
+
+
+def test_a_device_without_locked_memory_goes_on_as_before(run: Run, tmp_path: Path) -> None:
+    on_cpu = replace(run, wraps="CPU", mmap=True)
+    settings = {**STAGED, "memory": "mapped", "ring": True}
+    plain, answer = run_all([on_cpu, on_cpu.on(**settings)], tmp_path)
+    assert distance(plain.logits, answer.logits) < EXACT
+    assert answer.report is not None
+    assert staged(answer) > 0
+    assert answer.report.ring == "refused"

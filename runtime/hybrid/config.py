@@ -41,6 +41,8 @@ class Config:
     guests: int = 0  # slots for experts that are uploaded for one step, where a line says no number
     stage: int = -1  # experts of a layer that a prompt may bring at once; -1 all, 0 none
     banks: int = 2  # of the stage; 2: a layer's experts arrive while the layer before computes
+    ring: bool | None = None  # whether prompts bring unlocked pages through locked memory; None: where faster
+    ring_chunk: int = 0  # bytes of one chunk of it (tests); 0: the library's own
     memory: str = "pinned"  # of the experts on the host: one of MEMORIES
     threads: int = 0  # of the CPU lane; 0: the engine's
     cpu_tokens: int = 64  # batches up to this many tokens may use the CPU lane
@@ -71,6 +73,8 @@ class Config:
         lines = [f"{key} {word(getattr(self, key))}" for key in texts if getattr(self, key)]
         lines += [f"{key} {getattr(self, key)}" for key in numbers]
         lines += [f"report_ms {self.report_ms}"] if self.report_ms else []
+        lines += [f"ring {self.ring:d}"] if self.ring is not None else []
+        lines += [f"ring_chunk {self.ring_chunk}"] if self.ring_chunk else []
         lines += [f"memory {self.memory}", f"quiet {self.quiet:d}", f"regions {self.regions:d}"]
         lines += [f"{key} 0" for key in ("ahead", "merge") if not getattr(self, key)]
         if self.policy != "static":

@@ -84,6 +84,10 @@ class Report:
     cpu_start_ns: int  # what a step costs besides, as soon as the lane is used
     bus_start_ns: int
     device_ns: int  # a layer's resident experts on the device
+    ring: str  # how prompts bring unlocked pages: "unused" (none yet), "refused", "slower", "taken"
+    ring_bytes: int  # of locked host memory that they go through
+    ring_bytes_us: int  # what was measured in a microsecond that way, 0: not measured
+    paged_bytes_us: int  # and by the driver's own
     order: int  # that came last, of those that change the residents while it runs; 0: none
     order_fault: str  # why it, or what was read since, was not followed; "": it was
     contexts: tuple[tuple[int, int], ...]  # choices and hits of each

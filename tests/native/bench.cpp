@@ -6,10 +6,11 @@ namespace trial {
 
 std::atomic<int> failures{0};
 
-Bench::Bench(const std::string & settings, bool slow, bool events, Device * other) : slow_device(host(), engine().cpu, events) {
+Bench::Bench(const std::string & settings, bool slow, bool events, Device * other, Fault fault) : slow_device(host(), engine().cpu, events) {
     std::vector<Config> configs;
     std::string error;
     CHECK(parse_config(settings + "\nquiet 1\nthreads 3\n", configs, error));
+    configs[0].fault = fault;
     Device * inner = other ? other : slow ? &slow_device.device : engine().cpu;
     wrapper = std::make_unique<Wrapper>(host(), inner, engine().cpu, configs[0], "TRIAL", inner->registry->api_version);
     shown.push_back(wrapper.get());

@@ -38,7 +38,7 @@ extern const Tests kParts, kLayers, kContexts, kPrompts, kMemory, kOrders;
 
 // The CPU, or a slow device before it, or `other`, wrapped with these settings.
 struct Bench {
-    Bench(const std::string & settings, bool slow, bool events = true, Device * other = nullptr);
+    Bench(const std::string & settings, bool slow, bool events = true, Device * other = nullptr, Fault fault = Fault::kNone);
 
     static const Host & host() { return engine().host; }
     // One thread of the engine's own: its pool spins, and is not instrumented. The lane has its number in the settings.

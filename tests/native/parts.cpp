@@ -22,8 +22,10 @@ void reads_settings() {
     CHECK(found[0].residents[1].guests == 3);
     CHECK(parse_config("device A\nslots 1\ndevice B\nreport /a folder/r.json\n", found, error));
     CHECK(found.size() == 2 && found[1].device == "B" && found[1].report == "/a folder/r.json" && found[1].slots == 0);
-    for (const char * wrong : {"slots", "slots x", "slots -1", "slots 3 4", "resident 1 8 8", "resident 1 8 1,1", "resident 1 8 1,",
-                               "resident 1 8", "resident 1 8 1 -1", "resident 1 8 1 x", "resident 1 8 1 1 1", "least_misses -1", "memory disk", "quiet yes", "unknown 1", "resident 1 8 1\nresident 1 8 2"}) {
+    CHECK(found[0].ring == -1 && parse_config("ring 1\nring_chunk 4096", found, error) && found[0].ring == 1 && found[0].ring_chunk == 4096);
+    for (const char * wrong : {"ring 2", "ring", "ring_chunk 0", "slots", "slots x", "slots -1", "slots 3 4", "resident 1 8 8", "resident 1 8 1,1",
+                               "resident 1 8 1,", "resident 1 8", "resident 1 8 1 -1", "resident 1 8 1 x", "resident 1 8 1 1 1", "least_misses -1",
+                               "memory disk", "quiet yes", "unknown 1", "resident 1 8 1\nresident 1 8 2"}) {
         CHECK(!parse_config(wrong, found, error) && error.find("line ") == 0);
     }
 }

@@ -1,4 +1,5 @@
 // Prompts whose experts are brought ahead.
+#include <cstdlib>
 #include <thread>
 
 #include "bench.h"
@@ -50,10 +51,54 @@ void prompts_ahead() {
     }
 }
 
+bool says(Bench & bench, const std::string & what) { return bench.wrapper->report().find(what) != std::string::npos; }
+
+// Pages that the device does not lock, through small chunks: parcels are divided, and share some. A layer ahead, and once
+// it has chosen.
+void prompts_through_the_ring() {
+    const std::string costs = "cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nguests 1\nmemory plain\n";
+    for (const char * banks : {"banks 1\n", "banks 2\n"}) {
+        for (const char * chunk : {"ring_chunk 5000\n", "ring_chunk 70000\n"}) {
+            Bench bench(costs + banks + "ring 1\nslots 3\n" + chunk, true);
+            const Layers layers(Shape(), 5, bench.wrapper->store.type, bench.inner_type);
+            pass_prompts(bench, layers, 8, 3);
+            CHECK(bench.counted("staged") > 0 && says(bench, "\"ring\":\"taken\""));
+            CHECK(bench.counted("ring_bytes") == 4 * std::atoll(chunk + 11) && bench.counted("ring_bytes_us") == 0);
+        }
+    }
+}
+
+// Which way is taken: both are right, and only what is taken has memory.
+void the_ring_is_measured() {
+    const std::string costs = "cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nslots 3\n";
+    for (const char * memory : {"memory plain\n", "memory plain\nbanks 1\n", "memory plain\nring 0\n", "memory pinned\n", "no events", "no memory"}) {
+        const bool lacks = memory[0] == 'n', measured = !lacks && std::string(memory).find("pinned") == std::string::npos &&
+                                                        std::string(memory).find("ring") == std::string::npos;
+        Bench bench(costs + (lacks ? "memory plain\n" : memory), true, std::string(memory) != "no events");
+        bench.slow_device.refuses_host = std::string(memory) == "no memory";
+        const Layers layers(Shape(), 5, bench.wrapper->store.type, bench.inner_type);
+        CHECK(says(bench, "\"ring\":\"unused\""));
+        pass_prompts(bench, layers, 4, 3);
+        CHECK(bench.counted("staged") > 0);
+        CHECK((bench.counted("ring_bytes_us") > 0) == measured && (bench.counted("paged_bytes_us") > 0) == measured);
+        CHECK(measured == (says(bench, "\"ring\":\"taken\"") || says(bench, "\"ring\":\"slower\"")));
+        CHECK((bench.counted("ring_bytes") > 0) == says(bench, "\"ring\":\"taken\""));
+        CHECK(measured || says(bench, std::string(memory).find("pinned") == std::string::npos ? "\"ring\":\"refused\"" : "\"ring\":\"unused\""));
+    }
+}
+
+// The seeded fault: what a chunk holds is replaced while the device has yet to take it.
+void a_chunk_is_refilled_early() {
+    Bench bench("cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nmemory plain\nring 1\nring_chunk 5000\nslots 3\n", true, true, nullptr,
+                Fault::kEarlyRefill);
+    const Layers layers(Shape(), 5, bench.wrapper->store.type, bench.inner_type);
+    pass_prompts(bench, layers, 8, 3);
+}
+
 // Contexts whose prompts take turns at the stage while the residents change, one of whose devices fails.
-void prompts_of_many() {
+void prompts_of_many(const char * memory) {
     Shape shape;
-    Bench bench("cpu_tokens 4\ncpu_bytes_us 1000\nbus_bytes_us 1000\nslots 3\nguests 2\n", true);
+    Bench bench(std::string("cpu_tokens 4\ncpu_bytes_us 1000\nbus_bytes_us 1000\nslots 3\nguests 2\n") + memory, true);
     const Layers layers(shape, 4, bench.wrapper->store.type, bench.inner_type);
     std::atomic<int> running{3};
     std::vector<std::thread> threads;
@@ -90,6 +135,11 @@ void prompts_of_many() {
     backend->iface.free(backend);
 }
 
+void prompts_of_many() {
+    prompts_of_many("");
+    prompts_of_many("memory plain\nring 1\nring_chunk 20000\n");
+}
+
 // Prompts whose experts are brought ahead, in contexts whose single tokens exchange them.
 void prompts_while_slots_follow() {
     for (const char * policy : {"policy lru\nupload_bytes 1000000000\n", "policy lfu\nhalf_life 4\nupload_bytes 60000\nleast_misses 2\nlockstep 1\n"}) {
@@ -112,6 +162,9 @@ void prompts_while_slots_follow() {
 const Tests kPrompts = {
     {"prompts_ahead", prompts_ahead},
     {"prompts_of_many", prompts_of_many},
+    {"prompts_through_the_ring", prompts_through_the_ring},
+    {"the_ring_is_measured", the_ring_is_measured},
+    {"a_chunk_is_refilled_early", a_chunk_is_refilled_early},
     {"prompts_while_slots_follow", prompts_while_slots_follow},
 };
 

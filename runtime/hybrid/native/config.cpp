@@ -65,6 +65,7 @@ bool fault(const std::string & word, Fault & value) {
             : word == "stale-row" ? Fault::kStaleRow
             : word == "exchanged" ? Fault::kExchanged
             : word == "bias"      ? Fault::kWrongBias
+            : word == "refill"    ? Fault::kEarlyRefill
                                   : Fault::kNone;
     return value != Fault::kNone || word == "none";
 #else
@@ -118,6 +119,8 @@ bool setting(const std::vector<std::string> & words, Config & config) {
            : key == "guests"       ? small(value, 0, config.guests)
            : key == "stage"        ? small(value, -1, config.stage)
            : key == "banks"        ? small(value, 1, config.banks) && config.banks <= 2
+           : key == "ring"         ? small(value, 0, config.ring) && config.ring <= 1
+           : key == "ring_chunk"   ? small(value, 1, config.ring_chunk)
            : key == "cpu_tokens"   ? small(value, 0, config.cpu_tokens)
            : key == "cpu_bytes_us" ? parse_whole(value, 0, LLONG_MAX, config.cpu_bytes_us)
            : key == "bus_bytes_us" ? parse_whole(value, 0, LLONG_MAX, config.bus_bytes_us)

@@ -21,7 +21,7 @@ struct Resident {
 };
 
 // Faults that the tests seed; they need a library built with ATSPLAN_HYBRID_FAULTS.
-enum class Fault { kNone, kWrongSlot, kStaleRow, kExchanged, kWrongBias };
+enum class Fault { kNone, kWrongSlot, kStaleRow, kExchanged, kWrongBias, kEarlyRefill };
 
 struct Config {
     std::string device;        // to wrap; "": the first that is a GPU
@@ -35,6 +35,8 @@ struct Config {
     int guests = 0;            // slots for experts that are uploaded for one step, where a block's line says no number
     int stage = -1;            // experts of a layer that a prompt may bring at once; -1: all, 0: none
     int banks = 2;             // of the stage; 2: a layer's experts arrive while the layer before computes
+    int ring = -1;             // whether pages that are not locked are brought through ring.h's chunks; -1: where that is faster
+    int ring_chunk = 4 << 20;  // bytes of one
     int cpu_tokens = 64;       // batches up to this many tokens may use the CPU lane beside the others
     int64_t cpu_bytes_us = 0;  // bytes of weights the CPU lane reads in a microsecond; 0: measured, now and then
     int64_t bus_bytes_us = 0;  // and the bus

@@ -386,6 +386,10 @@ class Builder {
 
 }  // namespace
 
+bool is_paged(const Region & region) {
+    return std::any_of(region.products.begin(), region.products.end(), [](const Product & product) { return !product.matrix->home->locked(); });
+}
+
 std::unique_ptr<Plan> make_plan(Store & store, Graph * graph, std::string & fault) {
     return Builder(store, graph).build(fault);
 }

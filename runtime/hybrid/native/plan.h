@@ -74,6 +74,9 @@ struct Region {
     int64_t n_tokens() const { return ids->ne[1]; }
 };
 
+// Whether the experts of a region lie, some of them, in pages that the device does not read by itself.
+bool is_paged(const Region & region);
+
 struct Plan {
     uint64_t uid = 0;
     int64_t version = 0;  // of the store, when it was made

@@ -105,22 +105,32 @@ void Prefetch::pump() {
     }
 }
 
+// Filling chunks of page-locked memory keeps a thread busy: not this one, which has the device to keep busy.
 void Prefetch::queue(const Region & region, int bank) {
+    banks_[bank] = stage_.tensors(region, bank);
+    sent_[bank] = 0;
+    if (store_.ring.taken() && is_paged(region)) {
+        sent_[bank] = loader_.put([this, &region, bank] { send(region, bank); });
+    } else {
+        send(region, bank);
+    }
+}
+
+void Prefetch::send(const Region & region, int bank) {
     const Group & group = *region.group;
     if (stage_.banks[bank].read) {
         uploads_->iface.event_wait(uploads_, stage_.banks[bank].read);
     }
-    banks_[bank] = stage_.tensors(region, bank);
     Status status = kSuccess;
     const bool copied = copy_residents(store_, uploads_, region, banks_[bank], kept_, status) && status == kSuccess;
+    std::vector<Parcel> parcels;
     int64_t n_cold = 0;
     for (size_t i = 0; i < region.products.size(); i++) {
-        const Tensor * tensor = region.products[i].matrix->tensor;
-        const size_t each = tensor->nb[2];
-        const auto * data = static_cast<const char *>(tensor->data);
+        const Matrix & matrix = *region.products[i].matrix;
+        const size_t each = matrix.tensor->nb[2];
         const auto bring = [&](int32_t expert, int64_t position, int64_t n) {
-            uploads_->iface.set_tensor_async(uploads_, banks_[bank][i], data + static_cast<size_t>(expert) * each,
-                                             static_cast<size_t>(position) * each, static_cast<size_t>(n) * each);
+            parcels.push_back(Parcel{banks_[bank][i], static_cast<size_t>(position) * each, matrix.host() + static_cast<size_t>(expert) * each,
+                                     static_cast<size_t>(n) * each});
         };
         for (int32_t slot = 0; !copied && slot < group.n_slots; slot++) {
             bring(std::max(group.expert_in[static_cast<size_t>(slot)], 0), slot, 1);
@@ -138,13 +148,22 @@ void Prefetch::queue(const Region & region, int bank) {
             n_cold += n;
         }
     }
+    if (is_paged(region)) {
+        store_.ring.upload(uploads_, parcels);
+    } else {
+        Ring::directly(uploads_, parcels);
+    }
     uploads_->iface.event_record(uploads_, stage_.banks[bank].arrived);
     region.group->counters.uploads += n_cold;
     region.group->counters.upload_bytes += n_cold * region.expert_bytes;
     region.group->counters.staged++;
 }
 
-void Prefetch::await(Backend * inner) { inner->iface.event_wait(inner, stage_.banks[bank()].arrived); }
+// An event that is yet to be recorded holds up nobody: the thread that records it is waited for first.
+void Prefetch::await(Backend * inner) {
+    loader_.wait(sent_[bank()]);
+    inner->iface.event_wait(inner, stage_.banks[bank()].arrived);
+}
 
 void Prefetch::done() {
     stage_.banks[bank()].owner = &stream_;
@@ -155,6 +174,7 @@ void Prefetch::end() {
     if (!active() && held_.empty()) {
         return;
     }
+    loader_.drain();
     if (uploads_ && at_ < next_) {
         try {
             uploads_->iface.synchronize(uploads_);  // an end in the middle: nobody waits for what is on its way

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <vector>
 
+#include "loader.h"
 #include "stage.h"
 
 namespace hybrid {
@@ -53,7 +54,7 @@ class Prefetch {
     // Where the experts of the present region are: its bank, by product; residents first, then the others by number.
     const std::vector<Tensor *> & banks() const { return banks_[at_ % Stage::kBanks]; }
     int bank() const { return static_cast<int>(at_ % Stage::kBanks); }
-    // What the stream queues next waits until the present region's experts have arrived.
+    // What the stream queues next waits until the present region's experts have arrived. Throws what bringing them threw.
     void await(Backend * inner);
     // The present region's reads are queued; `read` was recorded behind them.
     void done();
@@ -66,6 +67,7 @@ class Prefetch {
     bool able();
     bool pays(const Region & region) const;
     void queue(const Region & region, int bank);
+    void send(const Region & region, int bank);
     void let_go();
 
     Store & store_;
@@ -77,8 +79,10 @@ class Prefetch {
     std::vector<Residency *> held_;        // whose tables stay meanwhile
     size_t at_ = 0, next_ = 0;             // the present one, and the first whose uploads are not queued
     std::vector<Tensor *> banks_[Stage::kBanks];
+    uint64_t sent_[Stage::kBanks] = {};    // by bank: the loader's task that fills it
     std::unique_lock<std::mutex> lock_;
     Kept kept_;  // of the uploads' queue
+    Loader loader_;  // the last member: its tasks use the others
 };
 
 // Copy a region's residents to a bank of the stage, by the queue of `by`, whose graphs `kept` has; whether the device can do

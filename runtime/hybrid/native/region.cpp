@@ -390,21 +390,30 @@ Status Stream::on_stage(Graph * graph, Region & region, const std::vector<Tensor
     if (status != kSuccess) {
         return status;
     }
+    std::vector<Parcel> parcels;
     for (size_t i = 0; i < region.products.size(); i++) {
-        const Tensor * tensor = region.products[i].matrix->tensor;
-        const size_t each = tensor->nb[2];
-        const auto * data = static_cast<const char *>(tensor->data);
+        const Matrix & matrix = *region.products[i].matrix;
+        const size_t each = matrix.tensor->nb[2];
+        const auto bring = [&](int32_t expert, int32_t position, size_t n) {
+            parcels.push_back(Parcel{banks[i], static_cast<size_t>(position) * each, matrix.host() + static_cast<size_t>(expert) * each, n * each});
+        };
         for (int32_t slot = 0; !copied && slot < group.n_slots; slot++) {
             const int32_t expert = in_slots_[static_cast<size_t>(slot)];
             if (expert >= 0) {
-                set_async(banks[i], data + static_cast<size_t>(expert) * each, static_cast<size_t>(slot) * each, each);
+                bring(expert, slot, 1);
             }
         }
         const auto & uploads = routing_.uploads;
         for (size_t first = 0, n; first < uploads.size(); first += n) {
             for (n = 1; first + n < uploads.size() && uploads[first + n].expert == uploads[first].expert + static_cast<int32_t>(n); n++) {
             }
-            bring(*region.products[i].matrix, banks[i], uploads[first], n);
+            bring(uploads[first].expert, uploads[first].position, n);
+        }
+        group.counters.upload_bytes += static_cast<int64_t>(uploads.size() * each);
+    }
+    if (!is_paged(region) || !store_.ring.upload(inner_, parcels)) {
+        for (const Parcel & parcel : parcels) {
+            set_async(parcel.to, parcel.from, parcel.offset, parcel.size);
         }
     }
     group.counters.uploads += static_cast<int64_t>(routing_.uploads.size());

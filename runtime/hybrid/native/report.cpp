@@ -53,6 +53,8 @@ std::string Store::report() {
     std::ostringstream out;
     out << "\"host_bytes\":" << host_bytes_ << ",\"cpu_bytes_us\":" << cpu_bytes_us << ",\"bus_bytes_us\":" << bus_bytes_us
         << ",\"cpu_start_ns\":" << cpu_start_ns << ",\"bus_start_ns\":" << bus_start_ns << ",\"device_ns\":" << device_ns
+        << ",\"ring\":" << quoted(name_of(ring.state())) << ",\"ring_bytes\":" << ring.bytes()
+        << ",\"ring_bytes_us\":" << ring.ring_bytes_us() << ",\"paged_bytes_us\":" << ring.paged_bytes_us()
         << "," << orders_.report() << ",\"blocks\":[";
     const char * comma = "";
     for (const auto & model : models_) {

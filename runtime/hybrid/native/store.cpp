@@ -49,7 +49,8 @@ Weights Matrix::weights() const {
 }
 
 Store::Store(const Host & h, Device * device, const Config & c)
-    : host(h), inner(device), inner_type(device->iface.get_buffer_type(device)), config(c), courier(h, device, bus_bytes_us), orders_(c.orders) {
+    : host(h), inner(device), inner_type(device->iface.get_buffer_type(device)), config(c), courier(h, device, bus_bytes_us),
+      ring(h, device, config), orders_(c.orders) {
     voice.set_quiet(c.quiet);
     cpu_bytes_us = c.cpu_bytes_us;
     bus_bytes_us = c.bus_bytes_us;

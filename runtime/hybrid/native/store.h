@@ -18,6 +18,7 @@
 #include "pace.h"
 #include "pages.h"
 #include "residency.h"
+#include "ring.h"
 #include "route.h"
 #include "say.h"
 #include "ticker.h"
@@ -106,6 +107,9 @@ struct ExpertBuffer {
     Model * model = nullptr;
     std::unordered_map<const void *, std::unique_ptr<Matrix>> matrices;  // by data
     std::vector<Buffer *> beside;  // of tensors that are no experts: on the device
+
+    // Whether the device reads it by itself. Locking that is in progress is waited for.
+    bool locked() const { return real || (pages && pages->ready()); }
 };
 
 class Store {
@@ -157,6 +161,7 @@ class Store {
     // and the time of the device for what is resident.
     std::atomic<int64_t> cpu_bytes_us{0}, bus_bytes_us{0}, cpu_start_ns{0}, bus_start_ns{0}, device_ns{0};
     Courier courier;
+    Ring ring;  // of who holds the stage
     Pace cpu_pace, bus_pace;
     std::atomic<int> device_samples{64};
 
