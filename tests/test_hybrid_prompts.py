@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hybrid_runs import Ran, Run, distance, run_all
 
+from planner.plan.load_spec import HYBRID_RING_BYTES
 from profiler.synth.synth import SynthSpec, write
 
 EXACT = 2e-4
@@ -74,6 +75,7 @@ def test_mapped_pages_through_locked_memory_and_without(run: Run, node_engine: P
         assert report.ring == way.split(",")[0] or (measured and report.ring in ("slower", "taken"))
         assert (report.ring_bytes_us > 0) == (report.paged_bytes_us > 0) == measured
         assert (report.ring_bytes > 0) == (report.ring == "taken")
+        assert way != "taken" or report.ring_bytes == HYBRID_RING_BYTES
 
 
 def test_pinned_experts_need_no_detour(run: Run, node_engine: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.findings import Finding
 from planner.cost.hybrid_slots import Lanes, Routed, binomial, expected_ns, flat, step_ns, widths
 from planner.cost.pins import parse_pin
+from planner.machine.host_memory import HostMemory
 from planner.model.inventory import Inventory
-from planner.plan.plan import Plan, from_text, to_text
+from planner.plan.load_spec import HYBRID_RING_BYTES
+from planner.plan.plan import DeviceUse, Plan, from_text, to_text
 from planner.site import Site, SiteKind
 from planner.workload import Workload
 
@@ -105,6 +108,19 @@ def test_slots_and_guests_are_in_the_budget() -> None:
     assert host.weights_bytes >= sum(p.size_bytes for p in experts)
     assert gpu.compute_bytes >= max(p.size_bytes for p in experts)  # where prompts bring the others
     assert gpu.used_bytes <= 1500 * 2**20
+
+
+def test_what_mapped_experts_are_brought_through_is_in_the_host_s_budget() -> None:
+    def host(memory: HostMemory, **asked: Any) -> DeviceUse:
+        made = plan(moe(), "1500", host_memory=memory, **asked)
+        return next(use for use in made.devices if use.name == "CPU")
+
+    asked = {"hybrid": True, "pins": (parse_pin("blk.*.experts=hybrid"),)}
+    pinned, mapped = host(HostMemory.PINNED, **asked), host(HostMemory.MAPPED, **asked)
+    assert mapped.weights_bytes == pinned.weights_bytes
+    assert mapped.compute_bytes - pinned.compute_bytes == HYBRID_RING_BYTES
+    without_slots = {host(memory).compute_bytes for memory in HostMemory}
+    assert len(without_slots) == 1
 
 
 def test_check_derives_a_plan_with_slots_again() -> None:

@@ -16,7 +16,7 @@ from planner.cost.shared_kv import Sharing
 from planner.cost.unit_time import Prices, Timed, state_case
 from planner.errors import InputError
 from planner.machine import op_time
-from planner.machine.host_memory import OFFLOAD_BATCH
+from planner.machine.host_memory import OFFLOAD_BATCH, HostMemory
 from planner.machine.profile import Device, Profile
 from planner.machine.unknown_types import host_bound
 from planner.memory import kv_cache
@@ -28,7 +28,7 @@ from planner.model.structure import Structure
 from planner.model.units import Kind, Unit, divisible
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
-from planner.plan.load_spec import HYBRID_BANKS
+from planner.plan.load_spec import HYBRID_BANKS, HYBRID_RING_BYTES
 from planner.plan.request import Request
 from planner.site import ON_CPU, Site, sites
 from planner.solver.problem import Capacity, Decision, Edge, Matrix, Mixed, Option, Pool, Problem
@@ -166,6 +166,7 @@ def build_problem(
     fixed = [once for i, d in enumerate(devices) for once in _shares(i, d, buffers[d.name])]
     fixed += cache_shares(model.structure, devices, known.cache)
     fixed += _stages(model, devices) if settings.slots else ()
+    fixed += _rings(devices) if settings.slots and memory is HostMemory.MAPPED else ()
     units = [u for _, g in model.groups for u in g]
     wanted = dict.fromkeys(host_bound(model.inventory, units, profile), Wanted(ON_CPU))
     loaded = {u.name for u in units}
@@ -338,6 +339,13 @@ def _stages(model: Model, devices: tuple[Device, ...]) -> tuple[Once, ...]:
     largest = max((sum(tensors[name].size_bytes for name in names) for names in experts), default=0)
     staged = Memory(compute=HYBRID_BANKS * largest)
     return tuple(once(f"{d.name} stages experts", i, staged) for i, d in enumerate(devices))
+
+
+def _rings(devices: tuple[Device, ...]) -> tuple[Once, ...]:
+    """Locked host memory through which mapped experts come to each device's stage."""
+    host = next(i for i, d in enumerate(devices) if d.kind == "cpu")
+    ring = Memory(compute=HYBRID_RING_BYTES)
+    return tuple(once(f"{d.name} is brought mapped experts", host, ring) for d in devices)
 
 
 def _edges(prices: Prices, devices: tuple[Device, ...], n: int) -> tuple[Edge, ...]:

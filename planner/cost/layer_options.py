@@ -218,8 +218,10 @@ class Chooser:
             held = self._weights({d: here_bytes, self.cpu: moved})
             prefill = self._brought(unit, d, here.prefill_ns, copies, slots)
             times = Times(slots.step_ns, prefill, 0)
-            share = (PER_DEVICE * len(self.devices) + self._n_cache() + d,)
-            yield Spot(Site(SiteKind.HYBRID, device.name, slots.k, slots.guests), held, times, shares=share)
+            stage = PER_DEVICE * len(self.devices) + self._n_cache() + d
+            is_mapped = self.prices.host_memory is HostMemory.MAPPED
+            shares = (stage, stage + len(self.devices)) if is_mapped else (stage,)  # the ring on the host
+            yield Spot(Site(SiteKind.HYBRID, device.name, slots.k, slots.guests), held, times, shares=shares)
 
     def _slots(self, unit: Unit, d: int) -> Iterator[hybrid_slots.Slots]:
         """Numbers of slots with guests; with fewer guests and as many more slots where that is faster.

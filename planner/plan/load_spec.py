@@ -21,6 +21,8 @@ from planner.site import GUESTS, NoSite, Site, SiteKind
 from planner.workload import Workload
 
 HYBRID_BANKS = 2  # of memory for the experts of a layer that a prompt brings: one is read, the other filled
+# Locked host memory, at most, through which a device's prompts bring mapped experts: chunks of native/ring.h.
+HYBRID_RING_BYTES = 16 * 2**20
 
 
 # Layer, its number of experts, and those that have slots, hot first.

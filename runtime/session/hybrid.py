@@ -99,7 +99,8 @@ class HybridSession(Session):
         return tuple(replace(w, device=home[w.buffer]) if w.buffer in home else w for w in found)
 
     def memory(self) -> dict[str, Breakdown]:
-        """Bytes per device: experts on the host, slots, guests and stage on the device that is wrapped."""
+        """Bytes per device: experts, and what mapped ones come through, on the host; slots, guests and stage
+        on the device that is wrapped."""
         none, found = Breakdown(0, 0, 0), super().memory()
         here = {device.name for device in self.engine.ggml.devices() if device.kind != "accel"}
         lent = [name for name in found if name not in here]
@@ -109,6 +110,8 @@ class HybridSession(Session):
             slots = sum(block.device_bytes for block in report.blocks)
             moved = Breakdown(slots, 0, report.stage_bytes + report.stream_device_bytes)
             found[name] = found.get(name, none) + moved
+            if report.ring_bytes:
+                found[CPU] = found.get(CPU, none) + Breakdown(0, 0, report.ring_bytes)
         return found
 
 
