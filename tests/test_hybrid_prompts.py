@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import python
 from hybrid_runs import Ran, Run, distance, run_all
 
 from planner.plan.load_spec import HYBRID_RING_BYTES
@@ -93,3 +95,17 @@ def test_a_device_without_locked_memory_goes_on_as_before(run: Run, tmp_path: Pa
     assert answer.report is not None
     assert staged(answer) > 0
     assert answer.report.ring == "refused"
+
+
+def test_the_benchmark_has_every_way_in_one_process(tmp_path: Path) -> None:
+    ways = [f"hybrid:8+1@{way}" for way in ("pinned", "mapped", "ring", "paged")]
+    words = ["--device", "CPU", "--small", "--layers", 2, "--work", tmp_path, "--contenders", ",".join(ways)]
+    few = ["--rounds", 2, "--tokens", 4, "--prompt", 64, "--ubatch", 64, "--threads", 1]
+    done = python("-m", "benchmarks.rounds.hybrid_device", *words, *few, limit_s=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {row["name"]: row for row in json.loads(done.stdout)["contenders"]}
+    assert list(rows) == ways
+    assert {row["ring"] for row in rows.values()} == {"refused"}  # the CPU locks no memory
+    for name, row in rows.items():
+        assert len(row["prompt_tps"]) == 2
+        assert set(row["prompts_over"]) == set(ways) - {name}

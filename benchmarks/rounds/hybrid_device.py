@@ -10,6 +10,13 @@ measures them in turn in every round, so that a machine that changes its pace ch
     ncmoe:N      experts of the first N layers on the CPU
     hybrid:K     K slots a layer, the rest by the CPU
     hybrid:K+G   and up to G uploads a layer and token
+    …@WAY        with the experts in host memory so: pinned, mapped (the faster of the two that follow, as the
+                 library measures), ring (mapped, through locked memory), paged (mapped, by the driver alone)
+
+Mapped, with the ring and without, beside pinned, is one command, whose prompts are what to look at:
+
+    python -m benchmarks.rounds.hybrid_device --engine BUILD_FOLDER --prompt 4096 --ubatch 2048 \\
+        --contenders plain,hybrid:64+2@pinned,hybrid:64+2@ring,hybrid:64+2@paged,hybrid:64+2@mapped
 
 Prints JSON: milliseconds a token (median of each round), VRAM, hit rate, waits, and how near the bound each
 comes: the time wholly in VRAM plus the bytes of experts without a slot over CPU and bus together.
@@ -24,6 +31,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +49,12 @@ from runtime.hybrid.config import Config
 from runtime.hybrid.device import HybridDevice, Report
 from runtime.session.session import Session
 
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "pinned": {"memory": "pinned"},
+    "mapped": {"memory": "mapped"},
+    "ring": {"memory": "mapped", "ring": True},
+    "paged": {"memory": "mapped", "ring": False},
+}
 EXPERTS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight$"
 WARM_UP = 6
 PROMPT = 24  # tokens before the measured ones
@@ -111,7 +125,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a measured prompt; 0: none")
-    parser.add_argument("--memory", default="pinned")
+    parser.add_argument("--ubatch", type=int, default=512)
+    parser.add_argument("--memory", choices=sorted(WAYS), default="pinned", help="where no contender says it")
     return parser.parse_args()
 
 
@@ -161,17 +176,18 @@ def _load(engine: Engine, stack: ExitStack, model: Path, name: str, given: argpa
         blocks = "|".join(map(str, range(int(rest))))
         overrides = ((rf"^blk\.({blocks}){EXPERTS}", "CPU"),) if blocks else ()
     elif kind in ("hybrid", "forward"):
+        rest, _, way = rest.partition("@")
         slots, _, guests = rest.partition("+")
+        lies = WAYS[way or given.memory]
         wrapper = "HYBRID" + "".join(letter for letter in name if letter.isalnum())
-        config = Config(
-            name=wrapper, slots=int(slots or 0), guests=int(guests or 0), memory=given.memory, quiet=False
-        )
+        config = Config(name=wrapper, slots=int(slots or 0), guests=int(guests or 0), quiet=False, **lies)
         hybrid = HybridDevice(engine.ggml, given.device, config)
         device, own = hybrid.name, {hybrid.buffer_name: hybrid.buffer_type}
         overrides = ((EXPERTS, hybrid.buffer_name),) if kind == "hybrid" else ()
     elif kind != "plain":
         raise SystemExit(f"no contender {name}")
-    workload = Workload(n_ctx=4096, n_batch=2048, n_ubatch=512)
+    n_ctx = max(4096, given.prompt)
+    workload = Workload(n_ctx=n_ctx, n_batch=max(2048, given.ubatch), n_ubatch=given.ubatch)
     spec = LoadSpec((device,), (1,), 999, overrides, workload, threads=_threads(given)[0])
     before, begin = _used_mib(engine, given.device), time.perf_counter()
     session = stack.enter_context(Session(engine, model, spec, own=own))
@@ -258,7 +274,7 @@ def _results(
 ) -> dict[str, Any]:
     plain = next((c for c in contenders if c.name == "plain"), None)
     stock = [c for c in contenders if c.name.startswith("ncmoe")]
-    rows = [_row(each, plain, stock) for each in contenders]
+    rows = [_row(each, plain, stock) | _prompts(each, contenders) for each in contenders]
     return {
         "engine": engine_name(engine.build),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -295,6 +311,8 @@ def _row(each: Contender, plain: Contender | None, stock: list[Contender]) -> di
     if each.hybrid is not None:
         report = each.hybrid.report()
         row |= {"lanes": each.lanes, "cpu_bytes_us": report.cpu_bytes_us, "bus_bytes_us": report.bus_bytes_us}
+        row |= {"ring": report.ring, "ring_mib": report.ring_bytes >> 20}
+        row |= {"ring_bytes_us": report.ring_bytes_us, "paged_bytes_us": report.paged_bytes_us}
         row |= {"host_mib": report.host_bytes >> 20, "stage_mib": report.stage_bytes >> 20}
         together = report.cpu_bytes_us + (report.bus_bytes_us if "+" in each.name else 0)
         if plain is not None and each.lanes and together:
@@ -302,6 +320,21 @@ def _row(each: Contender, plain: Contender | None, stock: list[Contender]) -> di
             row["bound_ms"] = round(statistics.median(plain.rounds) + cold_ms, 3)
             row["of_bound"] = round(row["bound_ms"] / row["ms"], 3)
     return row
+
+
+def _prompts(each: Contender, contenders: list[Contender]) -> dict[str, Any]:
+    """How many times as fast its prompts are as each other's: the median of ratios within a round."""
+    if not each.prompt_tps:
+        return {}
+    return {
+        "prompts_over": {
+            other.name: round(
+                statistics.median(e / o for e, o in zip(each.prompt_tps, other.prompt_tps, strict=True)), 3
+            )
+            for other in contenders
+            if other is not each
+        }
+    }
 
 
 def _paired(base: Contender, each: Contender) -> float:
