@@ -26,6 +26,7 @@ from runtime.tools.llama_server import free_port
 MODEL = ROOT / "tests" / "data" / "tiny-moe.gguf"
 HERE = ("--device-map", "CUDA0=CPU")
 MIB = 2**20
+_SIMULATE = ("simulate", "--policy", "static", "--slots", "4")  # every policy and size takes a minute
 _LEFT = r"\d:\d\d:\d\d|-:--:--"  # as a bar shows the time that is left
 
 
@@ -65,7 +66,7 @@ def test_a_reader_of_routing_says_how_far_it_is(name: str) -> None:
     assert told == sorted(told) and told[-1] == 1.0 and any(0 < share < 1 for share in told)
 
 
-@pytest.mark.parametrize("words", [("heat", "import"), ("heat", "report"), ("simulate",)])
+@pytest.mark.parametrize("words", [("heat", "import"), ("heat", "report"), _SIMULATE])
 def test_a_large_file_of_routing_is_watched(words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(routing(60_000))
