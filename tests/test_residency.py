@@ -37,6 +37,7 @@ def by_hand(
 ) -> tuple[list[int], list[int]]:
     """Hits and admissions of one layer, step by step: the words of the module as plain loops."""
     slots, fixed, credit, tick = list(seed), set(seed[: how.protect]), 0, 0
+    halved = 0
     ghost, ghost_credit, lead, back = list(seed), 0, 0, False
     never = float("-inf")
     score: list[float] = [0.0 if how.policy is Policy.LFU else never] * n
@@ -49,15 +50,18 @@ def by_hand(
         admitted.append(0)
         if how.policy is Policy.STATIC:
             continue
-        for token in tokens:
-            if how.policy is Policy.LFU and tick and tick % how.half_life == 0:
+        moment = tick
+        for number, token in enumerate(tokens):
+            moment = tick + number if len(tokens) > 16 else tick  # of a prompt, or all at once
+            while how.policy is Policy.LFU and halved < moment // how.half_life:
                 score = [one // 2 for one in score]
+                halved += 1
             for place, expert in enumerate(token):
                 if how.policy is Policy.LRU:
-                    score[expert] = tick * 1024 + 1023 - place
+                    score[expert] = moment * 1024 + 1023 - place
                 else:
-                    score[expert] += round((1 << 16) * 2 ** (tick % how.half_life / how.half_life))
-            tick += 1
+                    score[expert] += round((1 << 16) * 2 ** (moment % how.half_life / how.half_life))
+        tick += len(tokens)
         if len(tokens) > 16:
             credit = max(credit, how.refill_bytes)
             continue
@@ -65,9 +69,9 @@ def by_hand(
         for token in tokens if how.least_misses else ():
             lead += (sum(e in seed for e in token) - sum(e in ghost for e in token)) * 65536 - lead // 256
         back = lead > (0 if back else len(tokens[0]) * 65536 * 2)
-        ghost_credit, _ = exchanged(ghost, ghost_credit, None, how, chosen, fixed, score, tick)
+        ghost_credit, _ = exchanged(ghost, ghost_credit, None, how, chosen, fixed, score, moment)
         credit, admitted[-1] = exchanged(
-            slots, credit, seed if back else None, how, chosen, fixed, score, tick
+            slots, credit, seed if back else None, how, chosen, fixed, score, moment
         )
     return hits, admitted
 
@@ -80,14 +84,14 @@ def exchanged(
     chosen: set[int],
     fixed: set[int],
     score: Sequence[float],
-    tick: int,
+    moment: int,
 ) -> tuple[int, int]:
     """One step's exchanges: what is left of the credit, and how many there were."""
     credit = max(credit, min(credit + how.upload_bytes, max(how.upload_bytes, EACH)))
     missed = chosen - set(slots)
     fresh: set[int] = set()
     few = len(missed) < how.least_misses
-    use = (1 << 16) * 2 ** ((tick - 1) % how.half_life / how.half_life)
+    use = (1 << 16) * 2 ** (moment % how.half_life / how.half_life)
     ahead = (2 * round(use) if how.policy is Policy.LFU else float("inf")) if few else 0
     while credit >= EACH:
         inside = [e for e in sorted(slots) if e not in chosen | fixed | fresh | set(back or ())]

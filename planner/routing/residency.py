@@ -73,7 +73,7 @@ class _Slots:
         expert_bytes: Sequence[int],
     ) -> None:
         n = len(seed)
-        self.how, self.tick = adaptation, 0
+        self.how, self.tick, self.halved = adaptation, 0, 0
         self.rows = np.arange(n)
         self.bytes = np.asarray(expert_bytes, np.int64)
         self.credit = np.zeros(n, np.int64)
@@ -83,6 +83,7 @@ class _Slots:
         self.fixed = np.zeros((n, n_expert + 1), bool)
         self.lead = np.zeros(n, np.int64)  # choices that the seed served and the ghost did not, fading
         self.back = np.zeros(n, bool)  # whether the slots go back to the seed
+        self.last_gain = 0
         self.gains = [round(ONE * 2 ** (t / adaptation.half_life)) for t in range(adaptation.half_life)]
         for layer, experts in enumerate(seed):
             self.resident[layer, list(experts)] = True
@@ -98,9 +99,12 @@ class _Slots:
         asked = valid.sum(axis=(1, 2))
         if self.how.policy is Policy.STATIC:
             return asked, hits, np.zeros_like(hits)
+        # Tokens that are decoded together are of one moment: none of their sequences is more recent.
+        is_prompt = ids.shape[1] > PROMPT
         for token in range(ids.shape[1]):
-            self._touch(ids[:, token])
-        if ids.shape[1] > PROMPT:
+            self._touch(ids[:, token], self.tick + token * is_prompt)
+        self.tick += ids.shape[1]
+        if is_prompt:
             self.credit = np.maximum(self.credit, self.how.refill_bytes)
             return asked, hits, np.zeros_like(hits)
         self.credit = self._earned(self.credit)
@@ -117,8 +121,7 @@ class _Slots:
 
     def _least_lead(self) -> int:
         """By how much a score must be above another where a step misses few."""
-        last = (self.tick - 1) % self.how.half_life
-        return USES * self.gains[last] if self.how.policy is Policy.LFU else -NEVER
+        return USES * self.last_gain if self.how.policy is Policy.LFU else -NEVER
 
     def _duel(self, ids: Ints, valid: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> None:
         """What the step says of seed and ghost; then the ghost's own exchanges."""
@@ -129,17 +132,17 @@ class _Slots:
         self.ghost_credit = self._earned(self.ghost_credit)
         self._exchange(self.ghost, self.ghost_credit, chosen, np.zeros_like(self.back))
 
-    def _touch(self, ids: Ints) -> None:
+    def _touch(self, ids: Ints, moment: int) -> None:
         """One token; a layer's choices differ from each other."""
-        t = self.tick % self.how.half_life
+        epoch, t = divmod(moment, self.how.half_life)
+        self.last_gain = self.gains[t]
         if self.how.policy is Policy.LRU:
-            order = self.tick * PLACES + PLACES - 1 - np.arange(ids.shape[1])
+            order = moment * PLACES + PLACES - 1 - np.arange(ids.shape[1])
             self.score[self.rows[:, None], ids] = order
         else:
-            if t == 0 and self.tick:
-                self.score >>= 1
+            self.score >>= epoch - self.halved
+            self.halved = epoch
             self.score[self.rows[:, None], ids] += self.gains[t]
-        self.tick += 1
 
     def _exchange(
         self, held: NDArray[np.bool_], credit: Ints, chosen: NDArray[np.bool_], back: NDArray[np.bool_]

@@ -55,11 +55,12 @@ void Scores::step(const Choices & choices, int64_t expert_bytes, const std::vect
     rest();
     expert_bytes_ = expert_bytes;
     chosen_.clear();
-    for (int64_t t = 0; t < choices.n_tokens; t++) {
-        touch(choices, t);
-    }
-    step_++;
     open_ = choices.n_tokens <= kPrompt;
+    for (int64_t t = 0; t < choices.n_tokens; t++) {
+        touch(choices, t, open_ ? tick_ : tick_ + t);
+    }
+    tick_ += choices.n_tokens;
+    step_++;
     if (!open_) {
         credit_ = std::max(credit_, how_.refill_bytes);
         return;
@@ -112,9 +113,11 @@ void Scores::rest() {
     }
 }
 
-void Scores::touch(const Choices & choices, int64_t token) {
-    const int64_t t = tick_ % how_.half_life;
-    if (how_.policy == Policy::kLfu && t == 0 && tick_) {
+// Tokens that are decoded together are of one moment, or the sequence that comes last in every step would crowd out the
+// others: what it chose would be the most recent, and count most.
+void Scores::touch(const Choices & choices, int64_t token, int64_t moment) {
+    const int64_t t = moment % how_.half_life;
+    for (; how_.policy == Policy::kLfu && n_halved_ < moment / how_.half_life; n_halved_++) {
         for (int64_t & score : scores_) {
             score >>= 1;
         }
@@ -126,12 +129,12 @@ void Scores::touch(const Choices & choices, int64_t token) {
             chosen_.push_back(static_cast<int32_t>(expert));
         }
         if (how_.policy == Policy::kLru) {
-            scores_[expert] = tick_ * kPlaces + kPlaces - 1 - p;
+            scores_[expert] = moment * kPlaces + kPlaces - 1 - p;
         } else if (how_.policy == Policy::kLfu) {
             scores_[expert] += gains_[static_cast<size_t>(t)];
         }
     }
-    tick_++;
+    last_gain_ = gains_[static_cast<size_t>(t)];
 }
 
 bool Scores::spent() const { return credit_ < expert_bytes_; }
@@ -149,7 +152,7 @@ bool Scores::next(const std::vector<int32_t> & slot_of, const std::vector<int32_
 }
 
 int64_t Scores::least_lead() const {
-    return how_.policy == Policy::kLfu ? kUses * gains_[static_cast<size_t>((tick_ - 1) % how_.half_life)] : -kNever;
+    return how_.policy == Policy::kLfu ? kUses * last_gain_ : -kNever;
 }
 
 // This stands between the choices and the device's work: on demand only the step's few choices may come, and most

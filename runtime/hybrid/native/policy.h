@@ -68,7 +68,7 @@ class Scores {
         int64_t credit = 0;
     };
 
-    void touch(const Choices & choices, int64_t token);
+    void touch(const Choices & choices, int64_t token, int64_t moment);
     void earn(int64_t & credit) const;
     int64_t missed(const std::vector<int32_t> & slot_of) const;
     bool chosen(size_t expert) const { return chosen_at_[expert] == step_ - 1; }
@@ -86,6 +86,7 @@ class Scores {
     std::vector<char> fixed_, seeded_;  // by expert: of the seed, and protected; of the seed
     std::vector<int64_t> chosen_at_;  // by expert: step that chose it last
     std::vector<int32_t> chosen_;     // by the step in hand, each once
+    int64_t n_halved_ = 0, last_gain_ = 0;  // of the scores; of the token that came last
     int64_t tick_ = 0, step_ = 0, credit_ = 0, expert_bytes_ = 0;
     size_t move_ = 0;
     bool open_ = false;  // whether this step may exchange
