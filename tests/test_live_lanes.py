@@ -6,6 +6,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,18 +44,20 @@ def slots(folder: Path, device: str) -> SlottedServer:
 
 
 @contextmanager
-def served(engine: Path, made: SlottedServer, folder: Path) -> Iterator[Server]:
+def served(engine: Path, made: SlottedServer, folder: Path, *more: str) -> Iterator[Server]:
     """The settings of a GPU on the CPU instead, where a server starts in seconds."""
     path = folder / "slots"
     path.write_text(path.read_text().replace("device Vulkan0", "device CPU").replace(" 1000", " 20"))
-    words = [*USUAL, "-dev", ",".join(made.spec.devices)]
+    words = [*USUAL, *more, "-dev", ",".join(made.spec.devices)]
     words += ["-ot", ",".join("=".join(each) for each in made.spec.overrides)]
     with serving(engine / "llama-server", words, more=made.variables) as server:
         yield server
 
 
-def complete(url: str) -> int:
-    asked = json.dumps({"prompt": list(range(40, 60)), "n_predict": 8, "temperature": 0}).encode()
+def complete(url: str, n_predict: int = 8) -> int:
+    asked = json.dumps(
+        {"prompt": list(range(40, 60)), "n_predict": n_predict, "temperature": 0, "ignore_eos": True}
+    ).encode()
     request = urllib.request.Request(f"{url}/completion", asked, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return int(json.load(answer)["tokens_predicted"])
@@ -94,11 +97,38 @@ def test_a_scrape_of_a_running_server_has_the_work_of_each_layer(
     assert choices(metrics) == {}  # the model is gone, and with it what is loaded
 
 
+def rows(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """Choices, and those with a slot, by rank in a step."""
+    return {
+        (sample.labels["row"], family.name.removeprefix("atsplan_expert_row_")): sample.value
+        for family in text_string_to_metric_families(metrics.text())
+        if "_row_" in family.name
+        for sample in family.samples
+    }
+
+
+def test_sequences_that_decode_together_are_told_by_rank(computing_server: Path, tmp_path: Path) -> None:
+    made = slots(tmp_path, "Vulkan0")
+    metrics = Metrics(server_plan(MODEL), "digest")
+    metrics.lanes_now(made.reports.blocks)
+    with served(computing_server, made, tmp_path, "-np", "2", "-c", "1024") as server:
+        deadline = time.monotonic() + 60
+        while ("1", "hits") not in rows(metrics) and time.monotonic() < deadline:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(complete, [server.url] * 2, [100] * 2))
+        found = rows(metrics)
+    assert sorted(found) == [(row, what) for row in "01" for what in ("choices", "hits")]
+    assert all(0 < found[row, "hits"] <= found[row, "choices"] for row in "01")
+    # Steps of two, wherever they came from: as many choices of the first as of the second.
+    assert found["0", "choices"] == found["1", "choices"]
+
+
 def block(**changed: Any) -> dict[str, Any]:
     from runtime.hybrid.device import Block
 
     counts: dict[str, Any] = dict.fromkeys(Block.__dataclass_fields__, 0)
-    return {**counts, "kind": "exps", "experts": 4, "resident": [1, -1], "chosen": [0] * 4, **changed}
+    lists = {"resident": [1, -1], "chosen": [0] * 4, "row_choices": [4, 2], "row_hits": [4, 0]}
+    return {**counts, **lists, "kind": "exps", "experts": 4, **changed}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +142,10 @@ def block(**changed: Any) -> dict[str, Any]:
         {"experts": 0},
         {"chosen": [0] * 5},
         {"resident": [4]},
+        {"row_hits": [5, 0]},
+        {"row_hits": [4]},
+        {"row_choices": [0] * 17, "row_hits": [0] * 17},
+        {"row_choices": [4, -1], "row_hits": [4, -2]},
     ],
     ids=str,
 )

@@ -141,23 +141,28 @@ def test_numbers_in_a_log_that_none_can_be_do_not_end_the_counting(made: Plan) -
 
 def block(layer: int, hits: int) -> Block:
     counts: dict[str, Any] = dict.fromkeys(Block.__dataclass_fields__, 0)
-    texts = {"kind": "exps", "resident": (), "chosen": ()}
+    rows = {"row_choices": (8, 8, 0), "row_hits": (8, hits, 0)}
+    texts = {"kind": "exps", "resident": (), "chosen": (), **rows}
     return Block(**{**counts, **texts, "block": layer, "hits": hits, "cpu": 3, "wait_ns": 2_000_000_000})
 
 
 def test_experts_in_slots_are_told_layer_by_layer(made: Plan) -> None:
     metrics = metrics_of(made)
     fields: dict[str, Any] = dict.fromkeys(Report.__dataclass_fields__, 0)
-    blocks = (block(0, 5), block(7, 9))
+    blocks = (block(0, 5), block(7, 7))
     told = {"name": "HYBRID0", "wraps": "CUDA0", "contexts": (), "blocks": blocks, "freed": ()}
     report = Report(**{**fields, **told})
     assert read_report(json.dumps(asdict(report))) == report  # as a child process hands it over
     metrics.lanes([report])
     found = samples(metrics.text())
-    assert found["atsplan_expert_choices_total", "CUDA0", "7", "slot"] == 9
+    assert found["atsplan_expert_choices_total", "CUDA0", "7", "slot"] == 7
     assert found["atsplan_expert_choices_total", "CUDA0", "0", "cpu"] == 3
     assert found["atsplan_expert_wait_seconds_total", "CUDA0", "0", "router"] == 2
     assert found["atsplan_expert_uploads_total", "CUDA0", "0"] == 0
+    # All layers together, by rank in a step; no step had a third token.
+    assert found["atsplan_expert_row_choices_total", "CUDA0", "1"] == 16
+    assert found["atsplan_expert_row_hits_total", "CUDA0", "1"] == 5 + 7
+    assert ("atsplan_expert_row_hits_total", "CUDA0", "2") not in found
 
 
 @pytest.mark.parametrize("name", ['a "b" c', "back\\slash", "new\nline", 'x"} 1\nfake_metric 9', "\udcff"])

@@ -97,7 +97,8 @@ def test_what_gives_no_other_experts_is_one_line(tmp_path: Path) -> None:
 def block(number: int, chosen: tuple[int, ...], model: int = 0) -> Block:
     zeros: dict[str, Any] = dict.fromkeys(Block.__dataclass_fields__, 0)
     given = {"model": model, "block": number, "kind": "exps", "experts": len(chosen)}
-    return Block(**{**zeros, **given, "resident": (), "chosen": chosen})
+    lists = {"resident": (), "row_choices": (), "row_hits": ()}
+    return Block(**{**zeros, **given, **lists, "chosen": chosen})
 
 
 def served(order: tuple[int, ...] | None = None) -> Any:

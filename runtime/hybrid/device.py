@@ -18,6 +18,7 @@ from runtime.hybrid.build import HybridRefused
 from runtime.hybrid.config import Config
 
 _VERSION = 1
+ROWS = 16  # tokens of a step that are counted one by one
 _ROOM = 1000  # bytes of a message
 _PROTOTYPES = {
     "atsplan_hybrid_version": "i",
@@ -66,6 +67,11 @@ class Block:
     waited: int  # steps in lockstep that waited for one
     late: int  # steps that went on without one that was sent
     chosen: tuple[int, ...]  # by expert
+    # Of steps of 2 to 16 tokens, by a token's place in its step: choices, and those whose expert had a slot.
+    # Sequences that decode together have a token each, in the order of the server's slots: the place is the
+    # rank among those that decode in the step. Short prompts and checked drafts are such steps too.
+    row_choices: tuple[int, ...] = ()
+    row_hits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +194,8 @@ def read_blocks(text: str) -> tuple[Block, ...]:
 
 
 def _block(said: dict[str, Any]) -> Block:
-    return Block(**{**said, "resident": tuple(said["resident"]), "chosen": tuple(said["chosen"])})
+    lists: dict[str, Any] = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
+    return Block(**{**said, **lists})
 
 
 def _cpu(ggml: Ggml) -> Handle:

@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from planner.constants import MAX_LAYERS
 from planner.plan.plan import MAX_EXPERTS
-from runtime.hybrid.device import Block
+from runtime.hybrid.device import ROWS, Block
 
 EVERY_MS = 1000
 MAX_REPORT = 32 * 2**20  # 512 layers of 4096 experts, with a count of nine digits each
@@ -82,5 +82,8 @@ def _possible(block: Block) -> bool:
     counts = [v for name in Block.__dataclass_fields__ if isinstance(v := getattr(block, name), int)]
     experts = 0 < block.experts <= MAX_EXPERTS and len(block.chosen) == block.experts
     slots = len(block.resident) <= block.experts and all(-1 <= e < block.experts for e in block.resident)
+    rows = len(block.row_choices) == len(block.row_hits) <= ROWS
+    rows &= all(hits <= choices for hits, choices in zip(block.row_hits, block.row_choices, strict=False))
     named = block.kind.isascii() and block.kind.isalpha() and len(block.kind) <= 16
-    return experts and slots and named and all(0 <= n < 2**63 for n in (*counts, *block.chosen))
+    numbers = (*counts, *block.chosen, *block.row_choices, *block.row_hits)
+    return experts and slots and rows and named and all(0 <= n < 2**63 for n in numbers)

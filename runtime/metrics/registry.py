@@ -27,6 +27,11 @@ _COUNTED = (
     ("expert_upload_bytes", "Bytes of experts copied to the device.", 1, "upload_bytes"),
     ("expert_cpu_seconds", "Time that the CPU computed experts.", _NS, "cpu_ns"),
 )
+# Of steps of 2 to 16 tokens, by a token's place in its step: the rank among sequences that decode together.
+_BY_ROW = (
+    ("expert_row_choices", "Choices of experts by rank among the sequences of a step.", "row_choices"),
+    ("expert_row_hits", "Those whose expert had a slot.", "row_hits"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,7 @@ class _Lanes:
             for device, block in found:
                 family.add_metric([utf8(device), str(block.block)], getattr(block, field) / scale)
             yield family
+        yield from _by_row(found)
         waits = CounterMetricFamily(
             "atsplan_expert_wait_seconds", "Time the host waited.", labels=("device", "layer", "for")
         )
@@ -207,6 +213,20 @@ class _Lanes:
             for what, ns in _waits(block):
                 waits.add_metric([utf8(device), str(block.block), what], ns / _NS)
         yield waits
+
+
+def _by_row(found: Sequence[tuple[str, Block]]) -> Iterator[Metric]:
+    """Choices and hits of all layers by a token's place in its step; none of places that no step had."""
+    for name, text, field in _BY_ROW:
+        sums: dict[tuple[str, int], int] = {}
+        for device, block in found:
+            for row, number in enumerate(getattr(block, field)):
+                if block.row_choices[row]:
+                    sums[device, row] = sums.get((device, row), 0) + number
+        family = CounterMetricFamily(f"atsplan_{name}", text, labels=("device", "row"))
+        for (device, row), number in sorted(sums.items()):
+            family.add_metric([utf8(device), str(row)], number)
+        yield family
 
 
 def _waits(block: Block) -> tuple[tuple[str, int], ...]:

@@ -197,6 +197,7 @@ void Stream::count(Region & region, const Choices & choices) {
     counters.hits += routing_.n_hits;
     progress_->asked += choices.n_places * choices.n_tokens;
     progress_->hits += routing_.n_hits;
+    counters.count_rows(choices.n_tokens, choices.n_places, [&](size_t row) { return routing_.row_hits[row]; });
     counters.uploaded += routing_.n_uploaded;
     counters.cpu += routing_.n_cpu;
     if (region.products[0].matrix->role == Role::kDown) {

@@ -43,7 +43,7 @@ std::string Store::describe(const Group & group, int model) const {
         << ",\"ahead_ns\":" << c.ahead_ns << ",\"decide_ns\":" << c.decide_ns << ",\"rows_ns\":" << c.rows_ns
         << ",\"admitted\":" << (r ? r->admitted.load() : 0) << ",\"admitted_bytes\":" << (r ? r->bytes.load() : 0)
         << ",\"waited\":" << (r ? r->waited.load() : 0) << ",\"late\":" << (r ? r->late.load() : 0)
-        << ",\"chosen\":" << list(c.chosen) << "}";
+        << ",\"row_choices\":" << list(c.row_choices) << ",\"row_hits\":" << list(c.row_hits) << ",\"chosen\":" << list(c.chosen) << "}";
     return out.str();
 }
 

@@ -11,6 +11,7 @@ void Routing::clear() {
     uploads.clear();
     pairs.clear();
     n_hits = n_uploaded = n_cpu = 0;
+    row_hits.fill(0);
 }
 
 std::string Router::route(const Choices & choices, const Table & table, const Costs & costs, Routing & result) {
@@ -84,7 +85,7 @@ std::string Router::rename(const Choices & choices, const Table & table, Routing
             repeated = repeated || last_token_[e] == t;
             last_token_[e] = t;
             result.positions[static_cast<size_t>(i)] = position_[e];
-            (position_[e] < table.n_slots ? result.n_hits : result.n_uploaded)++;
+            position_[e] < table.n_slots ? result.hit(t) : void(result.n_uploaded++);
         }
     }
     return "";
@@ -171,7 +172,7 @@ void Router::place(const Choices & choices, const Table & table, Routing & resul
             taken_[static_cast<size_t>(position)] = t;
             favourite_ = position;
             any = true;
-            ((*table.slot_of)[e] >= 0 ? result.n_hits : result.n_uploaded)++;
+            (*table.slot_of)[e] >= 0 ? result.hit(t) : void(result.n_uploaded++);
         }
         cursor_ = 0;
         for (int64_t p = 0; result.device && p < choices.n_places; p++) {

@@ -1,6 +1,7 @@
 // Which lane computes each choice of the router: resident slots, uploads, or the CPU.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -54,6 +55,10 @@ struct Upload {
 
 enum class Bank { kSlots, kStage };
 
+// Tokens of a step, at most, that are counted one by one: sequences that decode together have one each, in the order of the
+// program's slots.
+constexpr int64_t kRows = 16;
+
 struct Routing {
     Bank bank = Bank::kSlots;
     bool device = false;               // whether the device computes anything
@@ -63,7 +68,15 @@ struct Routing {
     std::vector<Pair> pairs;           // for the CPU, those of an expert together; `input` is not set
     int64_t n_hits = 0, n_uploaded = 0, n_cpu = 0;  // choices by resident slots, by uploads, by the CPU
 
+    std::array<int64_t, kRows> row_hits{};               // of n_hits, by token
+
     void clear();  // keeps the memory
+    void hit(int64_t token) {
+        n_hits++;
+        if (token < kRows) {
+            row_hits[static_cast<size_t>(token)]++;
+        }
+    }
 };
 
 class Router {

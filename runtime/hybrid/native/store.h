@@ -58,6 +58,17 @@ struct Counters {
     // The host alone: queueing what leads to the choices, dividing them until the lane begins, queueing the lane's rows.
     std::atomic<int64_t> ahead_ns{0}, decide_ns{0}, rows_ns{0};
     std::vector<std::atomic<int64_t>> chosen;  // by expert
+    // Of steps of 2 to kRows tokens, by token: choices, and those whose expert had a slot.
+    std::atomic<int64_t> row_choices[kRows] = {}, row_hits[kRows] = {};
+
+    // A step's choices, `n_places` of each token.
+    template <typename Hits>
+    void count_rows(int64_t n_tokens, int64_t n_places, const Hits & hits) {
+        for (int64_t row = 0; n_tokens >= 2 && n_tokens <= kRows && row < n_tokens; row++) {
+            row_choices[row].fetch_add(n_places, std::memory_order_relaxed);
+            row_hits[row].fetch_add(hits(static_cast<size_t>(row)), std::memory_order_relaxed);
+        }
+    }
 };
 
 // The experts of one block that the router chooses together.

@@ -256,7 +256,12 @@ void Stream::count_resident(const Plan & plan) {
         Counters & counters = region->group->counters;
         const int64_t n = region->n_places() * region->n_tokens();
         counters.steps++;
-        (region->n_places() == region->group->n_experts ? counters.all_at_once : counters.hits) += n;
+        if (region->n_places() == region->group->n_experts) {
+            counters.all_at_once += n;
+            continue;
+        }
+        counters.hits += n;
+        counters.count_rows(region->n_tokens(), region->n_places(), [&](size_t) { return region->n_places(); });
     }
 }
 
