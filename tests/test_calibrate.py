@@ -67,6 +67,21 @@ def test_a_models_calibration_starts_from_the_machines(table: Inventory) -> None
     assert found.calibrations[1].residual_ppm < 2_000
 
 
+def test_what_tokens_told_of_a_device_says_nothing_of_prompts(table: Inventory) -> None:
+    full = Placement("all on the GPU", ("CUDA0",) * 25)
+    found = []
+    for ppm in (1_000_000, 1_300_000):
+        known = Calibration(model="", split_ns=0, mixed_ns=0, token_ns=0, scale_ppm={"CUDA0": ppm})
+        found.append(
+            Predictor(table, WORK).evaluate(BASE.model_copy(update={"calibrations": (known,)}), full)
+        )
+    plain, scaled = found
+    assert scaled.decode_ns == pytest.approx(1.3 * plain.decode_ns, rel=0.02)
+    assert scaled.prefill_ns == pytest.approx(
+        plain.prefill_ns, rel=0.02
+    )  # but for the rounding of the search
+
+
 def test_least_squares_is_never_negative_and_keeps_to_the_prior_when_told_nothing() -> None:
     parameters = [Parameter("a", 1.0, 0.5), Parameter("b", 3.0, 0.5)]
     silent = solve(np.zeros((1, 2)), np.zeros(1), np.ones(1), parameters)

@@ -17,7 +17,9 @@ from planner.check.check import CheckOptions, Inputs, check_plan
 from planner.check.reprice import reprice
 from planner.machine.budgets import budgets_for, parse_budget
 from planner.machine.host_memory import HostMemory, can_be_pinned, copy_rate
+from planner.machine.op_time import experts_touched
 from planner.machine.profile import Link, Profile
+from planner.model.units import units_of
 from planner.passes.stock_rules import candidates
 from planner.plan.engine_settings import EngineSettings
 from planner.plan.known import Known
@@ -89,7 +91,9 @@ def test_a_prompt_of_mapped_weights_is_priced_at_the_rate_of_mapped_pages() -> N
     assert pinned.setting == mapped.setting and pinned.evaluation.decode_ns == mapped.evaluation.decode_ns
     n_moved = int(pinned.setting.rpartition(" ")[2])
     experts = next(p.size_bytes for p in made().units if p.unit == "blk.0.experts")
-    longer = n_moved * experts * (7 - 1) / (link.bandwidth_bytes_per_s / 1e9)
+    unit = next(unit for unit in units_of(moe()).units if unit.experts)
+    touched = experts_touched(unit.experts, unit.used, LONG.n_ubatch) / unit.experts
+    longer = n_moved * touched * experts * (7 - 1) / (link.bandwidth_bytes_per_s / 1e9)
     assert mapped.evaluation.prefill_ns - pinned.evaluation.prefill_ns == pytest.approx(longer, rel=0.02)
 
 

@@ -31,7 +31,7 @@ from runtime.load import dry_run
 
 
 @pytest.mark.parametrize(
-    ("gb_per_s", "prompt", "copied"), [(3, 34, False), (3, 8192, False), (50, 8192, True)]
+    ("gb_per_s", "prompt", "copied"), [(2, 34, False), (2, 8192, False), (50, 8192, True)]
 )
 def test_a_slow_link_keeps_prompts_on_the_cpu_and_a_fast_one_does_not(
     gb_per_s: float, prompt: int, copied: bool
@@ -128,7 +128,7 @@ def test_what_fits_only_without_copies_is_no_refusal() -> None:
 
 
 def test_explain_says_it_in_a_sentence() -> None:
-    made = plan(moe(), "1500", on=linked(3), workload=prompting(8192))
+    made = plan(moe(), "1500", on=linked(2), workload=prompting(8192))
     rules = [f"{b.name} ({b.setting})" for b in made.baselines]
     told = list(sentences(made))
     own = [line for line in told if not line.startswith(("A request is answered", *rules))]

@@ -124,3 +124,59 @@ def test_more_rows_never_cost_less(rows: int, batch: int, kind: str) -> None:
 def test_an_unknown_device_is_an_error() -> None:
     with pytest.raises(KeyError):
         lookup(BASE, "MUL_MAT", "q4_K", (256, 256), 1, "CUDA7")
+
+
+def of_experts(experts: int, batch: int, used: int = 8, device: str = "CUDA0", known: Profile = BASE) -> int:
+    return lookup(known, "MUL_MAT_ID", "q4_K", (2048, 768, experts), batch, device, used=used).ns
+
+
+def test_an_expert_s_few_rows_cost_a_gpu_a_whole_tile() -> None:
+    small = BASE.device("CUDA0").op_overhead_ns
+    few, many = (of_experts(experts, 4096, used=1) - small for experts in (1, 64))
+    assert many == pytest.approx(2 * few, rel=0.05)  # of one expert all tiles are full, of 64 half of each
+    half, full = (of_experts(experts, 512) - small for experts in (64, 128))
+    assert full == pytest.approx(2 * half, rel=0.05)  # 64 and 32 rows each: as many products, twice the tiles
+    narrow, wide = (of_experts(128, batch) - small for batch in (64, 128))
+    assert wide == pytest.approx(2 * narrow, rel=0.15)  # tiles are no wider than the batch
+
+
+def test_tiles_of_metal_are_narrow_and_the_cpu_has_none() -> None:
+    named = {"CUDA0": "MTL0"}
+    devices = tuple(d.model_copy(update={"name": named.get(d.name, d.name)}) for d in BASE.devices)
+    apple = BASE.model_copy(update={"devices": devices, "links": ()})
+    assert of_experts(128, 512, device="MTL0", known=apple) < 0.6 * of_experts(128, 512)
+    dense = lookup(BASE, "MUL_MAT", "q4_K", (2048, 768), 512 * 8, "CPU").ns
+    assert dense < of_experts(128, 512, device="CPU") < 2.1 * dense
+
+
+def test_measured_experts_are_scaled_by_their_tiles() -> None:
+    """An H200: 512 tokens by 64 experts in 185.8 us, by 128 in 332.6."""
+    base = {"type": "q4_K", "device": "CUDA0", "buffer": "CUDA0", "batch": 512, "used": 8}
+    known = profile(case("MUL_MAT_ID", 185_763, shape=(2048, 768, 64), **base))
+    assert of_experts(128, 512, known=known) == pytest.approx(332_643, rel=0.15)
+
+
+def test_a_recurrence_goes_token_by_token_on_a_gpu() -> None:
+    def ns(batch: int) -> int:
+        return lookup(BASE, "GATED_DELTA_NET", "f32", (128, 128, 32), batch, "CUDA0").ns
+
+    assert ns(1024) == pytest.approx(2 * ns(512), rel=0.02)
+    assert (
+        0.3e3 < (ns(1024) - ns(512)) / 512 < 3e3
+    )  # ns a token: not what so many operations take in a product
+
+
+def test_of_two_measured_shapes_the_one_with_as_many_outputs_counts_for_a_prompt() -> None:
+    """As of an H200: transposed matrices, as much work, at other rates for one token and for many."""
+    base = {"type": "q4_K", "device": "CUDA0", "buffer": "CUDA0"}
+    known = profile(
+        case(time_ns=9_522, shape=(8192, 3072), **base),
+        case(time_ns=11_728, shape=(3072, 8192), **base),
+        case(time_ns=182_198, shape=(8192, 3072), batch=512, **base),
+        case(time_ns=148_477, shape=(3072, 8192), batch=512, **base),
+    )
+    work = 5120 * 25600 / (3072 * 8192)
+    many = lookup(known, "MUL_MAT", "q4_K", (5120, 25600), 512, "CUDA0").ns
+    one = lookup(known, "MUL_MAT", "q4_K", (5120, 25600), 1, "CUDA0").ns
+    assert many == pytest.approx(148_477 * work, rel=0.02)
+    assert one == pytest.approx(9_522 * work, rel=0.12)

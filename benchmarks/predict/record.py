@@ -3,9 +3,10 @@
     python -m benchmarks.predict --all [--runs] [--json]
 
 On an H200 the operators were timed and a generated model calibrated; its other placements, and the cells of
-later visits, are predicted. Of a public set one run is fitted and the rest predicted. And of the same sets
-nothing is fitted: what a named machine alone is worth. Intervals hold 80 % if they are honest; below each
-table is by how much the other machines would widen them, and what they then hold of the one left out.
+later visits, are predicted. Of a public set one run is fitted and the rest predicted; sets whose runs differ
+in the batch of their prompts alone are a part of their own. And of the same sets nothing is fitted: what a
+named machine alone is worth. Intervals hold 80 % if they are honest; below each table is by how much the
+other machines would widen them, and what they then hold of the one left out.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _FAMILIES = {
     "dense": "dense",
 }
 H200, VISITS, ONE, NONE = "H200, calibrated", "H200, later visits", "one run fitted", "nothing fitted"
+BATCHES = "one run fitted, prompts in batches of another size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +149,10 @@ def public(used: int) -> Iterator[Entry]:
     """Published runs, with one run of each set fitted or none."""
     for found in replay.replay_all(used):
         family = replay.SETUPS[found.name].family
+        part = (BATCHES if found.name in replay.BY_BATCH else ONE) if used else NONE
         for o in found.outcomes:
             yield Entry(
-                ONE if used else NONE,
+                part,
                 found.name,
                 family,
                 o.placement,
@@ -267,17 +270,13 @@ def _row(label: str, s: Summary) -> str:
 
 def left_out() -> Iterator[str]:
     """Public runs that are not predicted, and sets that are not expected to fit."""
-    points = replay.read_points(replay.HERE / "data" / "replay_runs.csv")
-    for name, group in points.items():
-        setup = replay.SETUPS.get(name)
-        if setup is None:
-            yield f"{name}: {replay.NOT_REPLAYED[name]}"
-            continue
-        for p in group:
-            if p.status != "ok":
-                yield f"{name}: {p.label}: {p.status}"
-        if setup.unexplained:
-            yield f"{name}: {setup.unexplained}"
+    for name, why in replay.NOT_REPLAYED.items():
+        yield f"{name}: {why}"
+    for found in replay.replay_all(1):
+        for p in found.left_out:
+            yield f"{found.name}: {p.label}: {p.status}"
+        if replay.SETUPS[found.name].unexplained:
+            yield f"{found.name}: {replay.SETUPS[found.name].unexplained}"
 
 
 def readme_rows(found: Iterable[Entry]) -> dict[str, str]:
@@ -288,13 +287,17 @@ def readme_rows(found: Iterable[Entry]) -> dict[str, str]:
         (H200, "Predicted against measured, H200, placements the calibration never saw"),
         (VISITS, "Predicted against measured, later visits to an H200, by the profile of another visit"),
         (ONE, "Other people's published runs, one run of a set fitted, the rest predicted"),
+        (BATCHES, "Prompts in batches of 16 to 2048 tokens, one size fitted, the other sizes predicted"),
         (NONE, "The same with nothing fitted, on an assumed machine"),
     ):
         words = []
         if all(e.part != part for e in listed):
             continue
         for prompt in (False, True):
-            s = Summary.of([e for e in listed if e.part == part and e.prompt is prompt])
+            mine = [e for e in listed if e.part == part and e.prompt is prompt]
+            if not mine:
+                continue
+            s = Summary.of(mine)
             what = "prompts" if prompt else "tokens"
             words.append(
                 f"{s.times} {what}: median {s.median:.1%}, 90 % within {s.p90:.1%}, worst {s.worst:.1%}, "

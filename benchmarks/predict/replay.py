@@ -6,7 +6,8 @@ The figures in data/replay_runs.csv were typed from public reports. Hosts' memor
 them; a card starts at the share of its vendor's memory rate that its generation reaches. Nothing else is
 fitted than what `profiler.whole_model.published` fits for anyone. The run used is the one in the middle of
 those that state most; with two, the fastest and the slowest. Runs that their authors mark as spilling or
-thrashing are not predicted but named, and so are those that another run of the same placement contradicts.
+thrashing are not predicted but named, and so are those that another run of the same placement contradicts
+and those that need more than a card's whole memory by the planner's own count, as it would refuse them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import csv
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.predict.published_models import gemma_12b, gemma_e2b, llama_7b
@@ -32,6 +33,7 @@ from profiler.whole_model.placements import Placement, movable
 
 HERE = Path(__file__).resolve().parent.parent
 INPUTS = HERE.parent / "plans" / "inputs"
+BY_BATCH = ("ubatch 4090", "ubatch 3090")  # of one model, batches of 16 to 2048 tokens
 LINEAR = ("S05c", "S12")  # sets that lie on a straight line: here 5 % is asked
 # Memory rate of batch-1 kernels over the vendor's: 0.85 is what all descriptions assume. Before tensor cores:
 # LLaMA 7B Q4_0 at 56.8 tokens/s on a P40, 217 of 346 GB/s (ggml-org/llama.cpp#4766); its prompts there, 934
@@ -67,9 +69,7 @@ SETUPS = {
         again=0.06,  # its table has -ngl 10 six times and -ngl 16 thirteen times: 7.9 and 5.4 %
     ),
     "S04": Setup("Qwen3-30B-A3B-Q4_K_M", "mixture", "rtx4090-ddr5", unexplained="its CPU was throttled"),
-    "S05": Setup(
-        _35B, _MOE, "rx9070xt-ddr5", unexplained="the card is nearly full at 8: spill begins unmarked"
-    ),
+    "S05": Setup(_35B, _MOE, "rx9070xt-ddr5"),
     "S05c": Setup(_35B, _MOE, "rx9070xt-ddr5"),
     "S07": Setup(
         _35B,
@@ -92,6 +92,8 @@ SETUPS = {
     "S24": Setup("llama-7b", "dense", "rtx4090-ddr5", 1008, tflops=64),
     "S26a": Setup(_35B, _MOE, "rtx4060ti-16gb-ddr5", 896),
     "S30": Setup("gpt-oss-120b-MXFP4", "sliding window", "rtx3090-rtx3060-ddr4"),
+    "ubatch 4090": Setup(_35B, _MOE, "rtx4090-ddr5"),
+    "ubatch 3090": Setup("gemma-4-26B-A4B-Q4_K_M", "sliding window", "rtx3090-rtx3060-ddr4"),
 }
 
 
@@ -226,9 +228,17 @@ def replay(name: str, setup: Setup, points: Sequence[Point], n_used: int) -> Rep
     others = [(p, t) for p in good if p not in used for t in times[p]]
     priced = published.predict(made, [t for _, t in others])
     outcomes = tuple(
-        Outcome(p, t.prompt, e.ns, t.ns, e.error_ppm) for (p, t), e in zip(others, priced, strict=True)
+        Outcome(p, t.prompt, e.ns, t.ns, e.error_ppm)
+        for (p, t), e in zip(others, priced, strict=True)
+        if not e.beyond
     )
-    return Replay(name, used, made, outcomes, tuple(p for p in points if p.status != "ok"))
+    beyond = {
+        p: replace(p, status=f"needs more than all of {e.beyond[0]}")
+        for (p, _), e in zip(others, priced, strict=True)
+        if e.beyond
+    }
+    left_out = (*beyond.values(), *(p for p in points if p.status != "ok"))
+    return Replay(name, used, made, outcomes, left_out)
 
 
 def _stated(point: Point) -> int:

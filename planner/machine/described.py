@@ -24,8 +24,8 @@ _MIB, _GIB, _GB = 2**20, 2**30, 10**9
 _VRAM_SHARE = 0.85
 _PROMPT = {  # FLOP/s at prompts, per nominal TFLOPS
     "ampere": 58e12 / 36,
-    "ada": 166e12 / 82.58,
-    "blackwell": 166e12 / 82.58,
+    "ada": 195e12 / 82.58,
+    "blackwell": 195e12 / 82.58,
     "radeon": 55e12 / 48.66,
     "arc": 35.6e12 / 13.67,
 }

@@ -56,6 +56,7 @@ class Predicted:
     ns: int
     parts: tuple[Part, ...]
     error_ppm: int
+    beyond: tuple[str, ...] = ()  # GPUs that it asks more of than all their memory: such a run cannot be
 
     @property
     def shares(self) -> Mapping[str, float]:
@@ -84,8 +85,13 @@ def predict(profile: Profile, points: Sequence[Point]) -> list[Predicted]:
                 parts.prefill_ns if prompt else parts.tpot_ns,
                 parts.prompt if prompt else parts.token,
                 parts.prefill_error_ppm if prompt else parts.error_ppm,
+                tuple(d.name for d in profile.devices if _exceeds(d, parts.memory.get(d.name, 0))),
             )
     return [found[i] for i in range(len(points))]
+
+
+def _exceeds(device: Device, used: int) -> bool:
+    return device.kind == "gpu" and used > device.memory_bytes > 0
 
 
 def fitted(profile: Profile, points: Sequence[Point], again: float = 0.0) -> Profile:
