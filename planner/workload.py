@@ -26,6 +26,7 @@ class CacheType(Record):
 
 
 _MOST = 2**31 - 1  # the engine counts in 32 bits and takes what is above without a word
+ENGINE_BATCH, ENGINE_UBATCH = 2048, 512  # tokens handed over and computed at once, where it is not told
 
 
 class Workload(Record):
@@ -36,8 +37,8 @@ class Workload(Record):
     prompt: int = Field(512, ge=0, le=_MOST)  # tokens of a typical prompt
     gen: int = Field(256, gt=0, le=_MOST)  # tokens of a typical answer
     n_seq: int = Field(1, gt=0, le=MAX_SEQUENCES)
-    n_batch: int = Field(2048, gt=0, le=_MOST)
-    n_ubatch: int = Field(512, gt=0, le=_MOST)
+    n_batch: int = Field(ENGINE_BATCH, gt=0, le=_MOST)
+    n_ubatch: int = Field(ENGINE_UBATCH, gt=0, le=_MOST)
     # Of a fork; absent: the engine's own alone. Before the types that may be of it.
     cache_types: Annotated[Many[CacheType], Field(max_length=64)] | None = None
     type_k: KvType = "f16"

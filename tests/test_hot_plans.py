@@ -85,7 +85,7 @@ def test_layers_that_touch_few_experts_go_to_the_cpu_when_prompts_count(tmp_path
         parts.append(Part(f"prompt-{source}", Phase.PREFILL, 4000, counts))
     file = tmp_path / "late.csv"
     file.write_text(heats.to_text(heats.make("", 128, 8, parts)))
-    asked = ("--heat", file, "--no-stripes", "--workload")
+    asked = ("--heat", file, "--no-stripes", "-ub", 512, "--workload")
     reading, writing = solve(*asked, "prompt=4000,gen=1"), solve(*asked, "prompt=1,gen=500")
     assert min(on_cpu(reading)) >= 24
     assert any(layer < 24 for layer in on_cpu(writing))

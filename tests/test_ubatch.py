@@ -1,4 +1,4 @@
-"""`-ub auto`: the batch of prompts is chosen with the placement, and is the best of its sizes."""
+"""Without -ub, or with auto: the batch of prompts is chosen with the placement, the best of its sizes."""
 
 from __future__ import annotations
 
@@ -57,6 +57,57 @@ def test_the_best_size_is_chosen_with_its_placement(model: Path, tmp_path: Path)
     assert words[words.index("--ubatch-size") + 1] == str(size)
 
 
+def test_unless_stated_it_is_chosen(model: Path) -> None:
+    use = ("--workload", "prompt=2048,gen=64")
+    chosen, stated = plan(model, *use), plan(model, *use, "-ub", "auto")
+    for made in (chosen, stated):
+        made.pop("command")
+    assert chosen == stated and chosen["workload"]["n_ubatch"] > 512
+    short = solve(model, "--json")
+    assert json.loads(short.stdout)["workload"]["n_ubatch"] == 512 and "batches" not in short.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (("-b", "1024"), 1024),
+        (("-b", "300"), 300),  # of more the engine would compute no more at once
+        (("-c", "max"), 512),  # the largest context: larger batches would take of its memory
+        (("-c", "16k", "--ctx-min", "4096"), 512),
+    ],
+)
+def test_what_bounds_it(model: Path, words: tuple[str, ...], size: int) -> None:
+    assert plan(model, "--workload", "prompt=2048,gen=64", *words)["workload"]["n_ubatch"] == size
+
+
+def test_a_sweep_chooses_as_solve_does(model: Path) -> None:
+    use = ("--workload", "prompt=2048,gen=64")
+    words = ("sweep", model, "--machine", "rtx3060-12gb-ddr4", "-c", "8k", *use, "--json")
+    done = CliRunner().invoke(main, [*map(str, words), "--budgets", "1300M:2500M:1200M"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    assert len(rows) == 2
+    for row in rows:
+        single = solve(model, *use, "--json", budget=f"{row['budget_bytes'] >> 20}MiB")
+        assert row["tpot_ns"] == json.loads(single.stdout)["predicted"]["tpot_ns"]
+
+
+def test_what_the_batch_brings_is_told_apart_from_the_placement(model: Path, tmp_path: Path) -> None:
+    """And a plan of before, which does not tell it, is as good as it was."""
+    path = tmp_path / "plan.yaml"
+    use = ("--workload", "prompt=2048,gen=64")
+    made, usual = plan(model, *use, "-o", path), plan(model, *use, "-ub", 512)
+    assert made["untuned"] == usual["untuned"]  # whose other flags are not the engine's own either
+    assert f" -ub {made['workload']['n_ubatch']}, which it could be given too" in solve(model, *use).stdout
+    text = path.read_text()
+    (line,) = (each for each in text.splitlines(keepends=True) if each.startswith("untuned:"))
+    older = tmp_path / "older.yaml"
+    older.write_text(text.replace(line, ""))
+    for each in (path, older):
+        checked = CliRunner().invoke(main, ["check", str(each), "--model", str(model), "--no-resolve"])
+        assert checked.exit_code == 0, checked.output
+
+
 def test_every_size_is_said(model: Path) -> None:
     said = solve(model, "--workload", "prompt=1024,gen=64", "-ub", "auto").stderr
     assert "prompts in batches of 1024" in said and "512: " in said and "1024: " in said
@@ -73,7 +124,7 @@ def test_what_fits_with_no_size_is_refused_as_with_the_first(model: Path) -> Non
     [
         (("solve", "-ub", "much"), "much"),
         (("solve", "-ub", "0"), "0"),
-        (("sweep", "--budgets", "1G:2G:1G", "-ub", "auto"), "give a number: only solve chooses it"),
+        (("sweep", "--budgets", "1G:2G:1G", "-ub", "none"), "none"),
     ],
 )
 def test_other_words_are_one_line(model: Path, words: tuple[str, ...], said: str) -> None:

@@ -183,8 +183,7 @@ def workload_of(asked: Stated, inventory: Inventory, profile: Profile) -> Worklo
 
     from planner.machine.attention_kernels import kv_problem
 
-    if asked.ubatch == UBATCH_AUTO:
-        raise OptionProblem("--ubatch", "auto", "give a number: only solve chooses it")
+    assert asked.ubatch != UBATCH_AUTO  # commands.solve.ubatch tries its sizes
     type_k, slash, type_v = asked.kv_type.partition("/")
     use = _use(asked.use) if asked.use is not None else {}
     trained = (inventory.number("context_length") or 4096) * max(use.get("n_seq", 1), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,8 @@ from commands.shared.refusals import refusal_data
 from commands.shared.spellings import ask_unit, tokens
 from commands.shared.verdicts import rates
 from commands.solve.options import SolveOptions, solve_options
-from commands.solve.request import Inputs, inputs_of, workload_of
+from commands.solve.request import Inputs, workload_of
+from commands.solve.ubatch import Way, best_of, sizes_of
 from planner.constants import MIB, PPM
 from planner.errors import AnswerIsNo, OptionProblem
 from planner.quoting import mathtext
@@ -126,11 +127,12 @@ def command(
 
     check_name(plot, "--plot")
     asked = replace(asked, ctx=str(parse_contexts(contexts)[0])) if contexts is not None else asked
-    inputs, swept = _asked(asked, budgets, contexts, device)
+    ways, swept = _asked(asked, budgets, contexts, device)
+    inputs = ways[0][1]
     points: list[Point] = []
     ended: BaseException | None = None
     try:
-        _solve(inputs, asked, swept, points)
+        _solve(ways, swept, points)
     except (KeyboardInterrupt, OutOfTime) as early:
         if not points:
             raise
@@ -163,14 +165,15 @@ def _to_solve(asked: SolveOptions, swept: Range, points: Sequence[Point]) -> lis
 
 def _asked(
     asked: SolveOptions, budgets: str | None, contexts: str | None, device: str | None
-) -> tuple[Inputs, Range]:
-    """What the command line asks for; OptionProblem for what makes no sense."""
+) -> tuple[list[Way], Range]:
+    """What the command line asks for, by size of batch; OptionProblem for what makes no sense."""
     from planner.machine.budgets import parse_budget
 
     if budgets is None and contexts is None:
         raise OptionProblem("--budgets", "", "say what to sweep: --budgets 4G:24G:1G, --contexts 4k,16k,64k")
     sizes = parse_range(budgets) if budgets is not None else ()
-    inputs = inputs_of(asked)
+    ways = sizes_of(asked)
+    inputs = ways[0][1]
     swept = _device(inputs, device)
     if sizes and asked.budget is not None and swept in parse_budget(asked.budget):
         raise OptionProblem("--budget", asked.budget, f"{swept} is what --budgets sweeps")
@@ -181,7 +184,7 @@ def _asked(
     )
     if len(found.budgets) * len(found.contexts) > _MOST:
         raise OptionProblem("--contexts", contexts or "", f"with these budgets are more than {_MOST} plans")
-    return inputs, found
+    return ways, found
 
 
 def parse_contexts(text: str) -> tuple[int, ...]:
@@ -229,33 +232,52 @@ def _device(inputs: Inputs, asked: str | None) -> str:
     return asked or gpus[0]
 
 
-def _solve(inputs: Inputs, asked: SolveOptions, swept: Range, points: list[Point]) -> None:
+def _solve(ways: Sequence[Way], swept: Range, points: list[Point]) -> None:
     """A plan for each budget and context, added to `points` as it is found."""
-    from planner.passes.refusal import OutOfTime
-
     pairs = [(size, n_ctx) for n_ctx in swept.contexts for size in swept.budgets]
     with progress() as bar:
         task = bar.add_task("plans", total=len(pairs), rate="")
         for n, (size, n_ctx) in enumerate(pairs):
             bar.update(task, rate=f"{mib(size)}, context {n_ctx}")
-            request = replace(inputs.request, budgets={**inputs.request.budgets, swept.device: size})
-            if n_ctx != request.workload.n_ctx:
-                use = workload_of(replace(asked, ctx=str(n_ctx)), inputs.inventory, inputs.profile)
-                request = replace(request, workload=use)
-            here = replace(inputs.within(1 / (len(pairs) - n)), request=request)
 
-            def watch(done: int, total: int, before: int = n) -> None:
-                bar.update(task, completed=before + done / max(total, 1))
+            def watch(done: float, before: int = n) -> None:
+                bar.update(task, completed=before + done)
 
             # What would help is tried once, where nothing fitted: for the last of all, which has most memory.
             last = n + 1 == len(pairs) and all(point.plan is None for point in points)
-            try:
-                points.append(Point(size, n_ctx, here.plan(advise=last, watch=watch)))
-            except OutOfTime:  # nothing is known of this budget
-                raise
-            except AnswerIsNo as refusal:
-                points.append(Point(size, n_ctx, None, refusal))
+            shared = [_with(way, swept.device, size, n_ctx, 1 / (len(pairs) - n)) for way in ways]
+            points.append(_point(Point(size, n_ctx, None), shared, watch, advise=last))
             bar.update(task, completed=n + 1)
+
+
+def _with(way: Way, device: str, size: int, n_ctx: int, share: float) -> Inputs:
+    """What is asked with a budget and a context, and a share of the time that is left."""
+    asked, inputs = way
+    request = replace(inputs.request, budgets={**inputs.request.budgets, device: size})
+    if n_ctx != request.workload.n_ctx:
+        use = workload_of(replace(asked, ctx=str(n_ctx)), inputs.inventory, inputs.profile)
+        request = replace(request, workload=use)
+    return replace(inputs.within(share), request=request)
+
+
+def _point(point: Point, ways: Sequence[Inputs], watch: Callable[[float], None], *, advise: bool) -> Point:
+    """The best of some sizes of batches, as `solve` chooses among them; raises OutOfTime."""
+    from planner.passes.refusal import OutOfTime
+
+    found, refusal = [], None
+    for n, inputs in enumerate(ways):
+
+        def part(done: int, total: int, before: int = n) -> None:
+            watch((before + done / max(total, 1)) / len(ways))
+
+        try:
+            here = inputs.within(1 / (len(ways) - n))
+            found.append(here.plan(advise=advise and not n, watch=part))
+        except OutOfTime:  # nothing is known of this budget
+            raise
+        except AnswerIsNo as no:
+            refusal = refusal or no
+    return replace(point, plan=best_of(found)) if found else replace(point, refusal=refusal)
 
 
 def _write(

@@ -1,7 +1,8 @@
-"""How many tokens of a prompt are computed at once, where that is left to be chosen: `-ub auto`.
+"""How many tokens of a prompt are computed at once, where that is not stated: `-ub auto`.
 
 Host weights are read, or cross the bus, once for every batch of a prompt: larger batches read them less often
 and take more compute memory, which is then lost to weights. So each size has its own best placement.
+A context that is to be as large as possible keeps the smallest: that memory is the cache's.
 """
 
 from __future__ import annotations
@@ -15,15 +16,43 @@ from commands.solve.request import Inputs, inputs_of
 from planner.errors import AnswerIsNo
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from planner.plan.plan import Plan
 
 SIZES = (512, 1024, 2048, 4096, 8192)
+Way = tuple[SolveOptions, Inputs]  # with a size, and what they ask for
 _WORTH = 100  # a larger batch is to save a hundredth of a request
 
 
 def smallest_batch(asked: SolveOptions) -> SolveOptions:
     """The same with the first size, where the size is left to be chosen."""
-    return replace(asked, ubatch=SIZES[0]) if asked.ubatch == UBATCH_AUTO else asked
+    if asked.ubatch != UBATCH_AUTO:
+        return asked
+    return replace(asked, ubatch=min(SIZES[0], asked.batch or SIZES[0]))
+
+
+def sizes_of(asked: SolveOptions) -> list[Way]:
+    """The options with each size that is worth trying, and what they ask for; with the stated one alone."""
+    least = smallest_batch(asked)
+    first = inputs_of(least)
+    if asked.ubatch != UBATCH_AUTO:
+        return [(least, first)]
+    most = 0 if asked.ctx == "max" or asked.ctx_min else asked.batch or SIZES[-1]
+    more = [size for size in worth_trying(first.request.workload.prompt)[1:] if size <= most]
+    larger = [replace(asked, ubatch=size) for size in more]
+    return [(least, first), *((one, replace(inputs_of(one), deadline=first.deadline)) for one in larger)]
+
+
+def worth_trying(prompt: int) -> tuple[int, ...]:
+    """The sizes up to the first that holds the prompt."""
+    return tuple(size for n, size in enumerate(SIZES) if not n or SIZES[n - 1] < prompt)
+
+
+def best_of(plans: Sequence[Plan]) -> Plan:
+    """The plan of the smallest size that is not a hundredth of a request slower than the best."""
+    best = min(plan.predicted.objective_ns for plan in plans)
+    return next(plan for plan in plans if _WORTH * plan.predicted.objective_ns <= (_WORTH + 1) * best)
 
 
 def solved(asked: SolveOptions, share: float = 1, *, advise: bool = True) -> tuple[Inputs, Plan]:
@@ -31,35 +60,25 @@ def solved(asked: SolveOptions, share: float = 1, *, advise: bool = True) -> tup
 
     `advise`: a refusal says what was tried and fits. Raises what the first size is refused for where all are.
     """
-    if asked.ubatch != UBATCH_AUTO:
-        inputs = inputs_of(asked)
+    ways = sizes_of(asked)
+    if len(ways) == 1:
+        (inputs,) = (inputs for _, inputs in ways)
         with planning("planning", inputs.deadline.left_s) as watch:
             return inputs, inputs.within(share).plan(advise=advise, watch=watch)
-    first = inputs_of(smallest_batch(asked))
-    sizes = worth_trying(first.request.workload.prompt)
-    found: list[tuple[int, Inputs, Plan]] = []
+    found: list[tuple[Inputs, Plan]] = []
     refusal: AnswerIsNo | None = None
-    for number, size in enumerate(sizes):
-        inputs = inputs_of(replace(asked, ubatch=size)) if number else first
-        inputs = replace(inputs, deadline=first.deadline)
+    for number, (_, inputs) in enumerate(ways):
+        part = inputs.within(share / (len(ways) - number))
+        size = inputs.request.workload.n_ubatch
         try:
-            part = inputs.within(share / (len(sizes) - number))
             with planning(f"batches of {size}", inputs.deadline.left_s) as watch:
-                found.append((size, inputs, part.plan(advise=advise and not number, watch=watch)))
+                found.append((inputs, part.plan(advise=advise and not number, watch=watch)))
         except AnswerIsNo as no:
             refusal = refusal or no
     if not found:
         assert refusal is not None
         raise refusal
-    best = min(plan.predicted.objective_ns for _, _, plan in found)
-    size, inputs, plan = next(
-        one for one in found if _WORTH * one[2].predicted.objective_ns <= (_WORTH + 1) * best
-    )
-    told = ", ".join(f"{n}: {ms(made.predicted.objective_ns)}" for n, _, made in found)
-    say(f"prompts in batches of {size}; time of a request by size: {told}")
-    return inputs, plan
-
-
-def worth_trying(prompt: int) -> tuple[int, ...]:
-    """The sizes up to the first that holds the prompt."""
-    return tuple(size for n, size in enumerate(SIZES) if not n or SIZES[n - 1] < prompt)
+    plan = best_of([plan for _, plan in found])
+    each = [f"{made.workload.n_ubatch}: {ms(made.predicted.objective_ns)}" for _, made in found]
+    say(f"prompts in batches of {plan.workload.n_ubatch}; time of a request by size: {', '.join(each)}")
+    return next(inputs for inputs, made in found if made is plan), plan

@@ -8,6 +8,7 @@ from planner.check.recorded_rules import objective_ns
 from planner.plan.load_spec import pins_host_weights
 from planner.plan.plan import Baseline, Plan
 from planner.plan.stock_rule import PLAIN
+from planner.workload import ENGINE_UBATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ def flags_of(plan: Plan) -> tuple[str, ...]:
         "--no-mmap": pins_host_weights(plan),
         PLAIN: not plan.op_offload,
         "--no-repack": plan.repack is False,
+        f"-ub {plan.workload.n_ubatch}": plan.workload.n_ubatch != ENGINE_UBATCH,
     }
     return tuple(flag for flag, given in told.items() if given)
 

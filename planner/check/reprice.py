@@ -27,6 +27,7 @@ from planner.plan.plan import Plan
 from planner.plan.request import Request
 from planner.site import Site, SiteKind
 from planner.solver.problem import Decision
+from planner.workload import ENGINE_UBATCH
 
 
 @dataclass(eq=False)
@@ -129,7 +130,9 @@ def reprice(
     priced = priced or (everything if same else loading.constrained(decided))
     chosen = _chosen_with_its_slots(plan, loading, priced)
     made = record(chosen, baselines(alone, stock), profile, case.request, case.known)
-    plain = untuned(loading, made)
+    # Plans of before do not tell what the engine's own batches take: that is no difference.
+    batched = plan.workload.n_ubatch != ENGINE_UBATCH and plan.untuned is None
+    plain = None if batched else untuned(loading, made)
     own = baseline_of(plain) if plain else None
     told = made.model_copy(update={"notes": plan.notes, "search": plan.search, "untuned": own})
     if plan.speculation is not None and plan.speculation.step_ns:

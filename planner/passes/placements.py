@@ -12,7 +12,7 @@ from planner.cost.paged import resident_problem
 from planner.cost.pins import pinned
 from planner.cost.placed import evaluate_placed
 from planner.machine.host_memory import HostMemory
-from planner.passes.case import Case, Loading, Tried
+from planner.passes.case import Case, Loading, Tried, loading_of
 from planner.passes.chosen import Chosen
 from planner.passes.margin import choice, prompt_doubt_ppm
 from planner.passes.refusal import OutOfTime, because, overfilled_by_extras, refuse, unavoidable
@@ -25,6 +25,7 @@ from planner.site import ON_CPU
 from planner.solver.problem import Option, Solution
 from planner.solver.solve import Solved, price_of, solve
 from planner.solver.tie_break import break_ties
+from planner.workload import ENGINE_BATCH, ENGINE_UBATCH
 
 _AFTER = 4  # CPU alone, record, rules without flags, in terms of pricing a problem and its stock rules
 
@@ -157,10 +158,13 @@ def _all_on_host(loading: Loading) -> bool:
 
 def untuned(loading: Loading, plan: Plan) -> Candidate | None:
     """The best stock rule as the engine runs it unless told: host weights mapped and repacked, prompts
-    copied to a GPU. None where the plan runs it no other way, or none fits.
+    copied to a GPU in batches of 512. None where the plan runs it no other way, or none fits.
     """
-    if plan.op_offload and plan.repack is not False and not pins_host_weights(plan):
+    batched = plan.workload.n_ubatch != ENGINE_UBATCH
+    if plan.op_offload and plan.repack is not False and not pins_host_weights(plan) and not batched:
         return None
+    if batched:
+        loading = _in_usual_batches(loading)
     own = replace(loading.settings, op_offload=True, repack=True, host_memory=HostMemory.MAPPED)
     # Where no GPU is open, how host weights are held is a matter of looked-up tables alone.
     held = own.host_memory if loading.model.tables_bytes else loading.settings.host_memory
@@ -168,6 +172,16 @@ def untuned(loading: Loading, plan: Plan) -> Candidate | None:
     stock = loading.case.built.stock(loading.asked(own), loading.case.known.fit)
     found = baselines(alone, stock)
     return min((c for c in found if c.feasible), key=request_ns, default=None)
+
+
+def _in_usual_batches(loading: Loading) -> Loading:
+    """The same with the engine's own size of batches; what its --fit placed was for another."""
+    case = loading.case
+    work = case.request.workload
+    batches = {"n_ubatch": ENGINE_UBATCH, "n_batch": ENGINE_BATCH}
+    request = replace(case.request, workload=work.model_copy(update=batches))
+    case = replace(case, request=request, known=replace(case.known, fit=None))
+    return loading_of(case, case.analysed(loading.settings), loading.settings)
 
 
 def baselines(alone: tuple[Priced, Candidate] | None, stock: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
