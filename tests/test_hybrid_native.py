@@ -31,6 +31,7 @@ TESTS = (
     "prompts_of_many",
     "prompts_through_the_ring",
     "the_ring_is_measured",
+    "few_experts_decide_nothing",
     "slots_follow",
     "prompts_while_slots_follow",
     "scores_are_kept",

@@ -90,7 +90,7 @@ class Report:
     cpu_start_ns: int  # what a step costs besides, as soon as the lane is used
     bus_start_ns: int
     device_ns: int  # a layer's resident experts on the device
-    ring: str  # how prompts bring unlocked pages: "unused" (none yet), "refused", "slower", "taken"
+    ring: str  # how prompts bring unlocked pages: "unused" (few yet), "refused", "slower", "taken"
     ring_bytes: int  # of locked host memory that they go through
     ring_bytes_us: int  # what was measured in a microsecond that way, 0: not measured
     paged_bytes_us: int  # and by the driver's own

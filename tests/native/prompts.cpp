@@ -70,7 +70,7 @@ void prompts_through_the_ring() {
 
 // Which way is taken: both are right, and only what is taken has memory.
 void the_ring_is_measured() {
-    const std::string costs = "cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nslots 3\n";
+    const std::string costs = "cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nslots 3\nring_chunk 5000\n";
     for (const char * memory : {"memory plain\n", "memory plain\nbanks 1\n", "memory plain\nring 0\n", "memory pinned\n", "no events", "no memory"}) {
         const bool lacks = memory[0] == 'n', measured = !lacks && std::string(memory).find("pinned") == std::string::npos &&
                                                         std::string(memory).find("ring") == std::string::npos;
@@ -85,6 +85,14 @@ void the_ring_is_measured() {
         CHECK((bench.counted("ring_bytes") > 0) == says(bench, "\"ring\":\"taken\""));
         CHECK(measured || says(bench, std::string(memory).find("pinned") == std::string::npos ? "\"ring\":\"refused\"" : "\"ring\":\"unused\""));
     }
+}
+
+// Of less than two chunks nothing is told: the device's own way, until more comes.
+void few_experts_decide_nothing() {
+    Bench bench("cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nslots 3\nmemory plain\n", true);
+    const Layers layers(Shape(), 5, bench.wrapper->store.type, bench.inner_type);
+    pass_prompts(bench, layers, 4, 3);
+    CHECK(bench.counted("staged") > 0 && bench.counted("ring_bytes") == 0 && says(bench, "\"ring\":\"unused\""));
 }
 
 // The seeded fault: what a chunk holds is replaced while the device has yet to take it.
@@ -164,6 +172,7 @@ const Tests kPrompts = {
     {"prompts_of_many", prompts_of_many},
     {"prompts_through_the_ring", prompts_through_the_ring},
     {"the_ring_is_measured", the_ring_is_measured},
+    {"few_experts_decide_nothing", few_experts_decide_nothing},
     {"a_chunk_is_refilled_early", a_chunk_is_refilled_early},
     {"prompts_while_slots_follow", prompts_while_slots_follow},
 };

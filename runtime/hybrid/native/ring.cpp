@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <thread>
 
 namespace hybrid {
@@ -11,6 +12,7 @@ namespace {
 
 constexpr size_t kPiece = size_t{256} << 10;  // bytes that a thread copies before it looks for more
 constexpr size_t kSample = size_t{64} << 20;   // bytes that are measured, at most: 8 ms at 8 GB/s
+constexpr size_t kLeastChunks = 2;             // that what is measured fills, at least
 constexpr int kTimed = 3;
 constexpr int64_t kPercent = 90;  // of the driver's time that the ring may take at most: less is told from noise
 constexpr int kMostFillers = 4;
@@ -100,16 +102,16 @@ void Ring::free() {
     bytes_ = 0;
 }
 
-// Memory that the device reads by itself, and events that tell when it has.
-bool Ring::make(Backend * queue) {
+// Whether there is memory that the device reads by itself, and events that tell when it has.
+bool Ring::is_able(Backend * queue) const {
     const DeviceInterface & device = inner_->iface;
-    const bool able = device.event_new && device.event_synchronize && queue->iface.event_record && queue->iface.synchronize &&
-                      queue->iface.set_tensor_async;
-    const auto host_type = device.get_host_buffer_type;
-    if (!able || !host_type || !host_type(inner_)) {
-        return false;
-    }
-    memory_ = host_.ggml_backend_buft_alloc_buffer(host_type(inner_), chunk_ * kChunks);
+    const bool events = device.event_new && device.event_synchronize && queue->iface.event_record && queue->iface.synchronize;
+    return events && queue->iface.set_tensor_async && device.get_host_buffer_type && device.get_host_buffer_type(inner_);
+}
+
+bool Ring::make() {
+    const DeviceInterface & device = inner_->iface;
+    memory_ = host_.ggml_backend_buft_alloc_buffer(device.get_host_buffer_type(inner_), chunk_ * kChunks);
     auto * base = memory_ ? static_cast<char *>(host_.ggml_backend_buffer_get_base(memory_)) : nullptr;
     bool made = base != nullptr;
     for (int i = 0; made && i < kChunks; i++) {
@@ -139,8 +141,15 @@ bool Ring::upload(Backend * queue, const std::vector<Parcel> & parcels) {
     return true;
 }
 
+// A few experts say little of a layer's: what a chunk costs besides its bytes would decide.
 void Ring::decide(Backend * queue, const std::vector<Parcel> & parcels) {
-    if (config_.ring == 0 || !make(queue)) {
+    const auto add = [](size_t sum, const Parcel & parcel) { return sum + parcel.size; };
+    const bool few = std::accumulate(parcels.begin(), parcels.end(), size_t{0}, add) < kLeastChunks * chunk_;
+    const bool able = config_.ring != 0 && is_able(queue);
+    if (able && few && config_.ring < 0) {
+        return;
+    }
+    if (!able || !make()) {
         state_ = State::kRefused;
         return;
     }

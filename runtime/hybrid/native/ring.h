@@ -26,7 +26,7 @@ struct Parcel {
 class Ring {
   public:
     enum class State {
-        kUnused,   // nothing was brought from such pages yet
+        kUnused,   // nothing was brought from such pages yet, or too little to tell
         kRefused,  // the device has no page-locked memory, events or queued copies; or it is told not to be used
         kSlower,   // than the driver by itself, as measured
         kTaken,
@@ -37,8 +37,8 @@ class Ring {
     Ring(const Ring &) = delete;
     Ring & operator=(const Ring &) = delete;
 
-    // Queue copies of pages that are not locked, the faster way: the first time both are timed with these. Afterwards
-    // nothing waits for them, but what `queue` is given next comes after them. false: it takes no copies.
+    // Queue copies of pages that are not locked, the faster way: with the first that are enough both are timed.
+    // Afterwards nothing waits for them, but what `queue` is given next comes after them. false: it takes no copies.
     bool upload(Backend * queue, const std::vector<Parcel> & parcels);
     // Whether the next upload() goes through the chunks, and keeps its thread busy meanwhile.
     bool taken() const { return state() == State::kTaken; }
@@ -63,7 +63,8 @@ class Ring {
     };
 
     void decide(Backend * queue, const std::vector<Parcel> & parcels);
-    bool make(Backend * queue);
+    bool is_able(Backend * queue) const;
+    bool make();
     void free();
     bool is_faster(Backend * queue, const std::vector<Parcel> & parcels);
     void through(Backend * queue, const std::vector<Parcel> & parcels);
