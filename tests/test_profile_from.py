@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,96 @@ def test_a_model_is_needed(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "name the MODEL that was run" in done.output
     alone = CliRunner().invoke(atsplan.main, ["profile", "--machine", "rtx4090-ddr5"])
     assert alone.exit_code == 2 and "is for --from" in alone.output
+
+
+def told_of(rows: list[dict[str, Any]], machine: str) -> llama_bench.Results:
+    table = inventories.from_text(INVENTORY.read_text(), INVENTORY.name)
+    return llama_bench.read(json.dumps(rows), "x.json").of(table, presets.load(machine), "x.json")
+
+
+SIZE = sum(t.size_bytes for t in inventories.from_text(INVENTORY.read_text(), INVENTORY.name).tensors)
+PROMPT, TOKEN = {"n_prompt": 512, "n_gen": 0, "avg_ts": 900.0}, {"n_prompt": 0, "n_gen": 128, "avg_ts": 60.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model_size": 2 * SIZE}, "its model has"),
+        ({"gpu_info": "NVIDIA A, NVIDIA B"}, "it ran on 2 GPUs, the machine has 1"),
+        ({"devices": "CUDA0/CUDA1"}, "it ran on 2 GPUs, the machine has 1"),
+        ({"backends": "CPU", "n_prompt": 512, "n_gen": 0}, "the CPU alone computed its prompt (CPU)"),
+        ({"n_threads": 4, "n_cpu_moe": 5}, "4 threads, where other rows have 16"),
+        ({"flash_attn": False}, "it is without flash attention, where other rows are with it"),
+    ],
+)
+def test_a_row_of_another_model_or_machine_is_left_out_and_said(changes: dict[str, Any], why: str) -> None:
+    of_it = {"model_size": SIZE, "backends": "CUDA", "gpu_info": "NVIDIA A", "n_threads": 16}
+    base = {**TOKEN, **of_it, "n_gpu_layers": 99, "flash_attn": True, "n_cpu_moe": 5}
+    found = told_of([base, {**base, "avg_ts": 61.0}, {**base, **changes}], "rtx4090-ddr5")
+    assert [row.number for row in found.rows] == [1, 2]
+    assert len(found.notes) == 1 and found.notes[0].startswith(f"row 3 is left out: {why}")
+    if not {"n_threads", "flash_attn"} & set(changes):
+        with pytest.raises(FileProblem, match="no row is of this model on this machine"):
+            told_of([{**base, **changes}], "rtx4090-ddr5")
+
+
+def test_a_build_without_a_gpu_computes_all_layers_on_the_cpu() -> None:
+    """It says ngl 99 all the same."""
+    table = inventories.from_text(INVENTORY.read_text(), INVENTORY.name)
+    row = {**TOKEN, "backends": "BLAS,CPU", "n_gpu_layers": 99}
+    for machine in ("rtx4090-ddr5", "cpu-only-ddr5"):
+        found = told_of([row], machine)
+        (point,) = llama_bench.points(found.rows, table, presets.load(machine))
+        assert set(point.placement.layer_devices) == {"CPU"}
+    assert len(told_of([{**row, **PROMPT}], "cpu-only-ddr5").rows) == 1
+    with pytest.raises(FileProblem, match="it ran on a GPU"):
+        told_of([{**row, "backends": "Vulkan"}], "cpu-only-ddr5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({}, {"CUDA0": 13, "CUDA1": 12}),
+        ({"gpu_info": "A, B", "split_mode": "layer"}, {"CUDA0": 13, "CUDA1": 12}),
+        ({"gpu_info": "A"}, {"CUDA0": 25}),
+        ({"gpu_info": "A, B", "split_mode": "none"}, {"CUDA0": 25}),
+        ({"gpu_info": "A, B", "devices": "CUDA1"}, {"CUDA1": 25}),
+    ],
+)
+def test_layers_are_dealt_to_the_gpus_that_a_row_ran_on(
+    changes: dict[str, Any], counts: dict[str, int]
+) -> None:
+    table = inventories.from_text(INVENTORY.read_text(), INVENTORY.name)
+    found = told_of([{**TOKEN, "n_gpu_layers": 99, **changes}], "2x-rtx4060ti-16gb")
+    (point,) = llama_bench.points(found.rows, table, presets.load("2x-rtx4060ti-16gb"))
+    assert Counter(point.placement.layer_devices) == counts
+
+
+def test_a_row_a_line_is_read_too() -> None:
+    lines = "\n".join(json.dumps({**row, "n_gpu_layers": 99}) for row in (PROMPT, TOKEN))
+    assert len(llama_bench.read(lines + "\n", "x.jsonl").rows) == 2
+
+
+def test_a_step_that_goes_too_far_is_taken_again_shorter() -> None:
+    """A faster rate makes a product bound by memory: from there its slope leads nowhere."""
+    table = inventories.from_text(INVENTORY.read_text(), INVENTORY.name)
+    profile = presets.load("rtx4090-ddr5")
+    rows = [{**PROMPT, "n_gpu_layers": 99}, {**TOKEN, "n_gpu_layers": 99, "n_depth": 4096}]
+    found = told_of(rows, "rtx4090-ddr5").rows
+    points = llama_bench.points(found, table, profile)
+    told = published.predict(profile, points)
+    wanted = [replace(p, ns=round(e.ns / f)) for p, e, f in zip(points, told, (1.5, 0.7), strict=True)]
+    after = published.predict(published.fitted(profile, wanted), wanted)
+    assert [e.ns / p.ns for p, e in zip(wanted, after, strict=True)] == pytest.approx([1, 1], abs=0.2)
+
+
+def test_rows_that_no_figures_explain_are_refused(tmp_path: Path) -> None:
+    rows = rows_of("rtx4090-ddr5", 1.0)
+    for number, row in enumerate(rows):
+        row["avg_ts"] *= 30 if number % 2 else 1 / 30
+    bench, out = tmp_path / "bench.json", tmp_path / "fitted.yaml"
+    bench.write_text(json.dumps(rows))
+    words = ["profile", str(INVENTORY), "--from", str(bench), "--machine", "rtx4090-ddr5", "-o", str(out)]
+    done = CliRunner().invoke(atsplan.main, words)
+    assert done.exit_code == 2 and "no figures of rtx4090-ddr5 explain these rows" in done.output
+    assert not out.exists()

@@ -33,12 +33,17 @@ def fitted(source: Path, inventory: Inventory | None, assumed: Profile, name: st
         raise OptionProblem("--from", str(source), "name the MODEL that was run, a file or its inventory")
     if assumed.timings:
         raise OptionProblem("--from", str(source), "fits assumed figures: name --machine, or its parts")
-    found = llama_bench.read(console.read_text(source), str(source))
+    found = llama_bench.read(console.read_text(source), str(source)).of(inventory, assumed, str(source))
     for note in found.notes:
         console.say(f"{source}: {note}")
     points = llama_bench.points(found.rows, inventory, assumed)
     made = published.fitted(assumed, points, again=median(row.spread for row in found.rows))
-    _show_rows(found.rows, published.predict(made, points))
+    told = published.predict(made, points)
+    _show_rows(found.rows, told)
+    off = median(abs(priced.ns / row.ns - 1) for row, priced in zip(found.rows, told, strict=True))
+    if off > _FAR:
+        why = f"no figures of {assumed.name} explain these rows: half of them stay {off:.0%} off or more"
+        raise FileProblem(str(source), f"{why}; is it that machine and that model?")
     known = {one.figure: one.covariance[-1] for one in made.doubts or () if one.figure != AGAIN}
     learnt = [figure for figure, variance in known.items() if variance < 0.25e6 * doubt(figure, assumed) ** 2]
     console.say(f"now known from these runs: {', '.join(learnt) or 'no single figure, only their sums'}")

@@ -18,6 +18,8 @@ from planner.model.inventory import Inventory
 from planner.model.layers import layers_of
 from planner.plan.engine_rules import layers_by_ngl
 from planner.workload import Workload
+from profiler.whole_model import bench_machine
+from profiler.whole_model.bench_machine import Ran
 from profiler.whole_model.placements import Placement, movable
 from profiler.whole_model.published import ERROR, Point
 
@@ -27,6 +29,11 @@ _COLUMNS = {"ngl": "n_gpu_layers", "n_cpu_moe": "n_cpu_moe", "ncmoe": "n_cpu_moe
 _COLUMNS |= {name: name for name in ("n_batch", "type_k", "type_v")} | {
     "fa": "flash_attn",
     "mmap": "use_mmap",
+    "threads": "n_threads",
+    "size": "model_size",
+    "backend": "backends",
+    "dev": "devices",
+    "sm": "split_mode",
 }
 # Settings that change what is computed where, in ways that a fit of one GPU and its host does not know.
 _OTHERS = ("tensor_split", "tensor_buft_overrides", "no_kv_offload", "embeddings", "no_op_offload")
@@ -50,6 +57,7 @@ class Row:
     rate: float
     spread: float  # standard deviation over rate
     mapped: bool
+    ran: Ran
 
     @property
     def ns(self) -> int:
@@ -58,8 +66,8 @@ class Row:
 
     @property
     def use(self) -> str:
-        """What is computed, wherever it is."""
-        return f"{self.prompt} {self.mapped} {self.workload.model_dump_json()}"
+        """What is computed and by what, wherever it is."""
+        return f"{self.prompt} {self.mapped} {self.ran} {self.workload.model_dump_json()}"
 
     @property
     def words(self) -> str:
@@ -75,6 +83,20 @@ class Results:
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+
+    def of(self, inventory: Inventory, profile: Profile, path: str) -> Results:
+        """Those of one model on one machine; FileProblem where none is, with why the first is not."""
+        layers = layers_of(inventory).n_all
+        asked = [(r.ran, r.prompt, r.n_gpu_layers <= layers or r.n_cpu_moe > 0) for r in self.rows]
+        whys = bench_machine.refusals(asked, inventory, profile)
+        kept = tuple(row for row, why in zip(self.rows, whys, strict=True) if not why)
+        if not kept:
+            raise FileProblem(path, f"no row is of this model on this machine: {whys[0]}")
+        left = (
+            f"row {row.number} is left out: {why}" for row, why in zip(self.rows, whys, strict=True) if why
+        )
+        told = (note for note in self.notes if "left out" in note)
+        return Results(kept, (*told, *left, *contradictions(kept)))
 
 
 def read(text: str, path: str) -> Results:
@@ -99,13 +121,12 @@ def read(text: str, path: str) -> Results:
 
 
 def points(rows: Sequence[Row], inventory: Inventory, profile: Profile) -> list[Point]:
-    """The measurements that rows state, for the first GPU of a machine."""
-    gpu = next((d.name for d in profile.devices if d.kind == "gpu"), "")
+    """The measurements that rows state, on the GPUs of a machine that each used."""
     layers, units = layers_of(inventory).n_all, movable(inventory)
     made = []
     for row in rows:
-        on_gpu = min(row.n_gpu_layers, layers + 1) if gpu else 0
-        devices = layers_by_ngl(layers, on_gpu, [(gpu, 1)] if gpu else [])
+        gpus = bench_machine.gpus_of(row.ran, profile)
+        devices = layers_by_ngl(layers, min(row.n_gpu_layers, layers + 1) if gpus else 0, gpus)
         placement = Placement(row.words, devices, units[: row.n_cpu_moe])
         memory = HostMemory.MAPPED if row.mapped else HostMemory.PINNED
         error = max(ERROR, row.spread)
@@ -170,12 +191,13 @@ def _counted(number: int, values: Mapping[str, Any], path: str) -> Row | None:
         float(rate),
         float(spread) / float(rate) if isinstance(spread, int | float) and 0 <= spread < 1e9 else 0.0,
         values.get("use_mmap", True) not in (False, 0),
+        bench_machine.ran(values),
     )
 
 
 def _from_json(text: str, path: str) -> Iterator[Mapping[str, Any]]:
     try:
-        data = json.loads(text)
+        data = _parsed(text)
     except (ValueError, RecursionError):
         raise FileProblem(path, "no JSON of llama-bench (-o json): it does not parse") from None
     listed = data if isinstance(data, list) else [data]
@@ -183,6 +205,16 @@ def _from_json(text: str, path: str) -> Iterator[Mapping[str, Any]]:
         if not isinstance(each, dict) or "avg_ts" not in each:
             raise FileProblem(path, "no JSON of llama-bench (-o json): rows with avg_ts are missing")
         yield each
+
+
+def _parsed(text: str) -> Any:
+    """JSON, or a value a line (-o jsonl)."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and all(
+        line.lstrip().startswith("{") and line.rstrip().endswith("}") for line in lines
+    ):
+        return [json.loads(line) for line in lines[: _MOST_ROWS + 1]]
+    return json.loads(text)
 
 
 def _from_table(text: str, path: str) -> Iterator[Mapping[str, Any]]:

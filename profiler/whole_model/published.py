@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 ERROR = (
     0.008  # of one published number: placements that sets hold twice lie 0.8 % apart (five groups, pooled)
 )
-_STEPS = 6
-_NEAR = 1e-4  # a step that changes no factor by more ends the search
+_STEPS, _HALVINGS = 12, 6
+_LEAST = 0.01  # of twice the log likelihood: a step that gains less ends the search
 _MOST = math.log(50)  # a factor beyond it is another machine
 
 
@@ -106,17 +106,8 @@ def fitted(profile: Profile, points: Sequence[Point], again: float = 0.0) -> Pro
     names = sorted({figure for each in priced for figure in each.shares if _settable(figure)})
     prior = np.diag([1 / error_bar.doubt(name, start) ** 2 for name in names])
     weight = np.array([1 / point.error**2 for point in points])
-    factors, made = np.zeros(len(names)), start
-    for _ in range(_STEPS):
-        slopes = np.array([[each.shares.get(name, 0.0) for name in names] for each in priced])
-        missing = np.array([math.log(p.ns / max(e.ns, 1)) for p, e in zip(points, priced, strict=True)])
-        normal = slopes.T @ (weight[:, None] * slopes) + prior
-        step = np.linalg.solve(normal, slopes.T @ (weight * missing) - prior @ factors)
-        factors = np.clip(factors + step, -_MOST, _MOST)
-        made = _applied(start, dict(zip(names, factors.tolist(), strict=True)))
-        priced = predict(made, points)
-        if float(np.abs(step).max()) < _NEAR:
-            break
+    search = _Search(start, points, names, prior, weight)
+    made, priced = search.run()
     # What cannot be set is as unknown afterwards as before, but the figures that were set made up for it.
     names = sorted({*names, *(f for each in priced for f in each.shares if _shared_by_runs(f))})
     prior = np.diag([1 / error_bar.doubt(name, start) ** 2 for name in names])
@@ -134,6 +125,69 @@ def fitted(profile: Profile, points: Sequence[Point], again: float = 0.0) -> Pro
         variance = again**2 * (1 + 1 / len(points))
         doubts += (Doubt(figure=error_bar.AGAIN, covariance=(*(0 for _ in doubts), round(variance * PPM))),)
     return made.model_copy(update={"calibrations": (calibration,), "doubts": doubts})
+
+
+@dataclass(slots=True)
+class _Search:
+    """The likeliest factors of some figures: damped Gauss-Newton, one figure at a time where that is stuck.
+
+    A product is bound by memory or by arithmetic. Beyond the point where it changes sides its time no longer
+    follows the figure that a step is taken of, so a step is halved until it helps.
+    """
+
+    start: Profile
+    points: Sequence[Point]
+    names: Sequence[str]
+    prior: Array
+    weight: Array
+
+    def run(self) -> tuple[Profile, list[Predicted]]:
+        """The profile found, and what it makes of the points."""
+        import numpy as np
+
+        factors = np.zeros(len(self.names))
+        made, priced = self._at(factors)
+        for _ in range(_STEPS):
+            slopes = np.array([[each.shares.get(name, 0.0) for name in self.names] for each in priced])
+            normal = slopes.T @ (self.weight[:, None] * slopes) + self.prior
+            downhill = slopes.T @ (self.weight * self._missing(priced)) - self.prior @ factors
+            each = np.diag(downhill / np.diag(normal))
+            for step in (np.linalg.solve(normal, downhill), *each[np.argsort(-np.abs(downhill))]):
+                found = self._better(factors, step, self._cost(priced, factors))
+                if found is not None:
+                    break
+            else:
+                break
+            gained = self._cost(priced, factors) - self._cost(found[2], found[0])
+            factors, made, priced = found
+            if gained < _LEAST:
+                break
+        return made, priced
+
+    def _better(
+        self, factors: Array, step: Array, cost: float
+    ) -> tuple[Array, Profile, list[Predicted]] | None:
+        import numpy as np
+
+        for _ in range(_HALVINGS):
+            at = np.clip(factors + step, -_MOST, _MOST)
+            made, priced = self._at(at)
+            if self._cost(priced, at) < cost:
+                return at, made, priced
+            step = step / 2
+        return None
+
+    def _at(self, factors: Array) -> tuple[Profile, list[Predicted]]:
+        made = _applied(self.start, dict(zip(self.names, factors.tolist(), strict=True)))
+        return made, predict(made, self.points)
+
+    def _missing(self, priced: Sequence[Predicted]) -> Array:
+        import numpy as np
+
+        return np.array([math.log(p.ns / max(e.ns, 1)) for p, e in zip(self.points, priced, strict=True)])
+
+    def _cost(self, priced: Sequence[Predicted], at: Array) -> float:
+        return float(self.weight @ self._missing(priced) ** 2 + at @ self.prior @ at)
 
 
 def _begun(profile: Profile) -> Profile:
