@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,9 @@ def test_parts_add_up_to_the_predicted_times(table: Inventory, measured: Profile
         found = Predictor(table, WORK).explain_all(profile, [half(table)])[0]
         assert sum(part.ns for part in found.token) == found.tpot_ns
         assert sum(part.ns for part in found.prompt) == found.prefill_ns
-        assert sum(evidence.by_basis(found.token).values()) == pytest.approx(10**6, abs=4)
+        assert sum(evidence.by_basis(found.token).values()) == 10**6
+        percents = re.findall(r"(\d+) % ", evidence.in_words(evidence.by_basis(found.token)))
+        assert sum(map(int, percents)) == 100
 
 
 def test_deleted_measurements_widen_the_bar_and_are_named(table: Inventory, measured: Profile) -> None:
@@ -134,3 +137,12 @@ def test_attention_is_doubted_where_its_share_is_not_that_of_the_fitted_run(tabl
     figure = f"{evidence.ATTENTION} CUDA0"
     assert far.shares[figure] > 5 * near.shares[figure]
     assert far.error_ppm > 1.5 * near.error_ppm
+
+
+def test_percentages_of_what_a_time_stands_on_add_up() -> None:
+    thirds = {"measured": 333_333, "scaled": 333_333, "assumed": 333_334}
+    assert evidence.in_words(thirds) == "33 % measured, 33 % scaled, 34 % assumed"
+    assert evidence.in_words({"measured": 999_000, "assumed": 1_000}) == "100 % measured, <1 % assumed"
+    parts = [evidence.Part("timed", basis, 1, str(n)) for n, basis in enumerate(thirds)]
+    assert sorted(evidence.by_basis(parts).values()) == [333_333, 333_333, 333_334]
+    assert evidence.by_basis([]) == {}

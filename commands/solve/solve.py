@@ -141,9 +141,11 @@ def show(plan: Plan) -> None:
 
 def _certainty(plan: Plan) -> str:
     """How far the times may be off, and what they stand on."""
+    from planner.cost.evidence import in_words
+
     p = plan.predicted
     prompt = f", the prompt ±{p.prefill_error_ppm / 1e4:.0f} %" if p.prefill_error_ppm is not None else ""
-    stands = ", ".join(f"{ppm / 1e4:.0f} % {basis}" for basis, ppm in (p.basis_ppm or {}).items())
+    stands = in_words(p.basis_ppm or {})
     return f"error bar ±{p.error_ppm / 1e4:.0f} % of a token{prompt}" + (
         f"; stands on: {stands}" if stands else ""
     )

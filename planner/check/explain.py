@@ -12,7 +12,7 @@ from planner.check.gains import gains_text
 from planner.check.reprice import known_of, request_of, settings_of
 from planner.constants import PPM
 from planner.cost import hybrid_slots
-from planner.cost.evidence import ASSUMED, SLOTS, Part, by_basis, unmeasured
+from planner.cost.evidence import ASSUMED, SLOTS, Part, by_basis, in_words, unmeasured
 from planner.errors import AnswerIsNo
 from planner.machine.profile import Profile
 from planner.memory.kv_cache import checkpoint_bytes
@@ -179,8 +179,7 @@ def _basis(plan: Plan, parts: Breakdown | None) -> Iterator[str]:
     shares = by_basis(parts.token) if parts else plan.predicted.basis_ppm
     if not shares:
         return
-    found = ", ".join(f"{ppm / 1e4:.0f} % {basis}" for basis, ppm in shares.items())
-    yield f"Of that time is, by what it stands on: {found}."
+    yield f"Of that time is, by what it stands on: {in_words(shares)}."
     if plan.machine.measured and parts and any(_put_together(part) for part in parts.token):
         yield (
             "What layers with slots take is put together from what CPU and bus take apart; atsplan profile "

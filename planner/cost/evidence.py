@@ -220,12 +220,28 @@ def _joined(parts: Iterable[Part]) -> tuple[Part, ...]:
 
 
 def by_basis(parts: Iterable[Part]) -> dict[str, int]:
-    """Share of the time on each basis, in millionths."""
+    """Share of the time on each basis, in millionths that add up to one."""
     times = dict.fromkeys((MEASURED, INTERPOLATED, SCALED, ASSUMED), 0)
     for part in parts:
         times[part.basis] += part.ns
-    total = max(sum(times.values()), 1)
-    return {basis: ns * PPM // total for basis, ns in times.items() if ns}
+    return {basis: share for basis, share in _shared(times, PPM).items() if times[basis]}
+
+
+def in_words(basis_ppm: Mapping[str, int]) -> str:
+    """Such shares as percentages that add up to 100: `61 % measured, 39 % scaled`."""
+    return ", ".join(f"{share or '<1'} % {basis}" for basis, share in _shared(basis_ppm, 100).items())
+
+
+def _shared(amounts: Mapping[str, int], whole: int) -> dict[str, int]:
+    """`whole` in proportion to amounts, what rounding leaves to the largest remainders."""
+    total = sum(amounts.values())
+    if total <= 0:
+        return dict.fromkeys(amounts, 0)
+    found = {name: amount * whole // total for name, amount in amounts.items()}
+    left = whole - sum(found.values())
+    for name in sorted(amounts, key=lambda name: (-(amounts[name] * whole % total), name))[:left]:
+        found[name] += 1
+    return found
 
 
 def unmeasured(parts: Iterable[Part]) -> tuple[tuple[str, int], ...]:
