@@ -51,6 +51,18 @@ def test_sixteen_times_the_work_in_the_same_time_is_a_stall() -> None:
     assert attention(256).key in found and "times the work" in found[attention(256).key]
 
 
+def test_a_small_matrix_is_no_slower_than_a_larger_one() -> None:
+    """Too short for the device's figures to say anything of it: 0.9 ms where 3 us were right."""
+    small, large, long = (
+        Job(Case("MUL_MAT", "q4_K", shape, 1), OWN) for shape in ((2048, 512), (2048, 4096), (4096, 256))
+    )
+    found = judged((small, 900_000), (large, 6_000), (long, 900_000))
+    assert found == {small.key: "900.0 us for 2048x512 beside 6.0 us for 2048x4096"}
+    few, many = (Job(Case("MUL_MAT_ID", "q4_K", (2048, 768, n), 1, 8), OWN) for n in (64, 128))
+    assert list(judged((few, 90_000), (many, 8_000))) == [few.key]
+    assert not judged((small, 5_000), (large, 6_000), (few, 8_500), (many, 8_600))
+
+
 def test_a_case_alone_is_held_against_the_device() -> None:
     assert "50 times what CUDA0 needs" in judged((product(1), 24_000_000))[product(1).key]
     assert not judged((product(1), 12_000))
@@ -62,7 +74,14 @@ def test_passes_that_lie_apart_are_not_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["plans/inputs/h200.profile.yaml", "benchmarks/data/h200-dense/profile.yaml"]
+    "path",
+    [
+        "plans/inputs/h200.profile.yaml",
+        "benchmarks/data/h200-dense/profile.yaml",
+        "benchmarks/results/h200-2026-11-30-pace.profile.yaml",
+        "benchmarks/results/h200-2026-11-30-slots.profile.yaml",
+        "benchmarks/results/h200-2026-12-01-cells.profile.yaml",
+    ],
 )
 def test_a_quiet_machine_is_believed(path: str) -> None:
     """Every timing of an H200 stands: kernels change with the batch, and none of that looks like a stall."""

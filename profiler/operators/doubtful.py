@@ -56,17 +56,19 @@ def doubtful(jobs: Iterable[Job], lines: Sequence[Line]) -> dict[str, str]:
 
 
 def _alike(jobs: Iterable[Job]) -> Iterator[list[Job]]:
-    """Cases that differ in batch and depth only."""
+    """Cases that differ in batch and depth only, and cases that differ in their size only."""
     groups: dict[object, list[Job]] = {}
     for job in jobs:
         case = job.case
         groups.setdefault((case.op, case.type, case.shape, case.used, job.place), []).append(job)
+        size = len(case.shape), case.batch, case.depth
+        groups.setdefault((case.op, case.type, size, case.used, job.place), []).append(job)
     yield from groups.values()
 
 
 def _contradicted(one: Case, ns: int, more: Case, more_ns: int) -> str:
     """Why `one` cannot take so long beside a case of more work; "" when it can."""
-    if one.batch > more.batch or one.depth > more.depth:
+    if one.batch > more.batch or one.depth > more.depth or not _within(one.shape, more.shape):
         return ""
     if ns > SHRINKS * more_ns:
         return f"{_us(ns)} for {_size(one, more)} beside {_us(more_ns)} for {_size(more, one)}"
@@ -74,6 +76,11 @@ def _contradicted(one: Case, ns: int, more: Case, more_ns: int) -> str:
     if ns > _LONG_NS and grown >= GROWS and more_ns < SHOWS * ns:
         return f"{_us(ns)} for {_size(one, more)} as for {_size(more, one)}, {grown:.0f} times the work"
     return ""
+
+
+def _within(small: Sequence[int], large: Sequence[int]) -> bool:
+    """Whether no side of one shape is longer than that of the other."""
+    return all(one <= other for one, other in zip(small, large, strict=True))
 
 
 def _beyond(job: Job, line: Line, device: Line | None) -> str:
@@ -91,6 +98,7 @@ def _beyond(job: Job, line: Line, device: Line | None) -> str:
 def _size(case: Case, other: Case) -> str:
     words = [f"batch {case.batch}"] if case.batch != other.batch else []
     words += [f"depth {case.depth}"] if case.depth != other.depth else []
+    words += ["x".join(map(str, case.shape))] if case.shape != other.shape else []
     return " and ".join(words)
 
 
