@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,14 @@ def test_what_the_batch_brings_is_told_apart_from_the_placement(model: Path, tmp
 def test_every_size_is_said(model: Path) -> None:
     said = solve(model, "--workload", "prompt=1024,gen=64", "-ub", "auto").stderr
     assert "prompts in batches of 1024" in said and "512: " in said and "1024: " in said
+
+
+def test_a_size_that_does_not_fit_is_said_and_left(model: Path) -> None:
+    use = ("--workload", "prompt=8192,gen=64", "-c", "9k", "--no-cpu")
+    done = solve(model, *use, "--json", budget="3500MiB")
+    assert done.exit_code == 0, done.output
+    chosen = json.loads(done.stdout)["workload"]["n_ubatch"]
+    assert re.search(r"512: [\d.]+ ms", done.stderr) and "8192: does not fit" in done.stderr and chosen < 8192
 
 
 def test_what_fits_with_no_size_is_refused_as_with_the_first(model: Path) -> None:

@@ -65,20 +65,24 @@ def solved(asked: SolveOptions, share: float = 1, *, advise: bool = True) -> tup
         (inputs,) = (inputs for _, inputs in ways)
         with planning("planning", inputs.deadline.left_s) as watch:
             return inputs, inputs.within(share).plan(advise=advise, watch=watch)
+    from planner.passes.refusal import OutOfTime
+
     found: list[tuple[Inputs, Plan]] = []
     refusal: AnswerIsNo | None = None
+    told: list[str] = []
     for number, (_, inputs) in enumerate(ways):
         part = inputs.within(share / (len(ways) - number))
         size = inputs.request.workload.n_ubatch
         try:
             with planning(f"batches of {size}", inputs.deadline.left_s) as watch:
                 found.append((inputs, part.plan(advise=advise and not number, watch=watch)))
+            told.append(f"{size}: {ms(found[-1][1].predicted.objective_ns)}")
         except AnswerIsNo as no:
             refusal = refusal or no
+            told.append(f"{size}: {'no time' if isinstance(no, OutOfTime) else 'does not fit'}")
     if not found:
         assert refusal is not None
         raise refusal
     plan = best_of([plan for _, plan in found])
-    each = [f"{made.workload.n_ubatch}: {ms(made.predicted.objective_ns)}" for _, made in found]
-    say(f"prompts in batches of {plan.workload.n_ubatch}; time of a request by size: {', '.join(each)}")
+    say(f"prompts in batches of {plan.workload.n_ubatch}; time of a request by size: {', '.join(told)}")
     return next(inputs for inputs, made in found if made is plan), plan
