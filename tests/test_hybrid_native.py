@@ -32,6 +32,7 @@ TESTS = (
     "prompts_through_the_ring",
     "the_ring_is_measured",
     "few_experts_decide_nothing",
+    "slots_are_filled_through_the_ring",
     "slots_follow",
     "prompts_while_slots_follow",
     "scores_are_kept",

@@ -87,6 +87,18 @@ void the_ring_is_measured() {
     }
 }
 
+// Slots are filled that way too, before any prompt; then every token is right.
+void slots_are_filled_through_the_ring() {
+    const Shape shape;
+    for (const char * chunk : {"ring_chunk 5000\n", "ring_chunk 70000\n"}) {
+        Bench bench(std::string("slots 5\nguests 1\nstage 0\nmemory plain\nring 1\n") + chunk, true);
+        Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
+        CHECK(layer.ok);
+        one_and_many(bench, shape, layer, 2, {6, 7, 4, 9, 3});
+        CHECK(says(bench, "\"ring\":\"taken\"") && bench.counted("staged") == 0 && bench.counted("hits") > 0);
+    }
+}
+
 // Of less than two chunks nothing is told: the device's own way, until more comes.
 void few_experts_decide_nothing() {
     Bench bench("cpu_tokens 4\ncpu_bytes_us 1\nbus_bytes_us 1000000\nslots 3\nmemory plain\n", true);
@@ -172,6 +184,7 @@ const Tests kPrompts = {
     {"prompts_of_many", prompts_of_many},
     {"prompts_through_the_ring", prompts_through_the_ring},
     {"the_ring_is_measured", the_ring_is_measured},
+    {"slots_are_filled_through_the_ring", slots_are_filled_through_the_ring},
     {"few_experts_decide_nothing", few_experts_decide_nothing},
     {"a_chunk_is_refilled_early", a_chunk_is_refilled_early},
     {"prompts_while_slots_follow", prompts_while_slots_follow},

@@ -22,7 +22,7 @@ struct Parcel {
     size_t size;
 };
 
-// One caller at a time: who holds the stage.
+// One caller at a time: who holds the stage, in a step; who fills slots, while nobody is in one.
 class Ring {
   public:
     enum class State {

@@ -205,9 +205,12 @@ std::vector<Group *> Store::unfilled_in(const Graph & graph) const {
     return found;
 }
 
-// Neighbours in the file that are neighbours in the slots go in one copy.
+// Neighbours in the file that are neighbours in the slots go in one copy. Nobody else is in a step: the ring is free.
 void Store::fill_group(Group & group, Stream & stream, int64_t & bytes) {
+    std::vector<Parcel> parcels;
+    bool paged = false;
     for (Matrix * matrix : group.matrices) {
+        paged = paged || !matrix->home->locked();
         const size_t each = matrix->tensor->nb[2];
         const auto * data = static_cast<const char *>(matrix->tensor->data);
         const auto & in = group.expert_in;
@@ -217,10 +220,16 @@ void Store::fill_group(Group & group, Stream & stream, int64_t & bytes) {
                 n++;
             }
             if (in[slot] >= 0) {
-                stream.set_async(matrix->slots, data + static_cast<size_t>(in[slot]) * each, slot * each, n * each);
+                parcels.push_back(Parcel{matrix->slots, slot * each, data + static_cast<size_t>(in[slot]) * each, n * each});
                 bytes += static_cast<int64_t>(n * each);
             }
             slot += n;
+        }
+    }
+    const std::lock_guard<std::recursive_mutex> lock(stream.api());
+    if (!paged || !ring.upload(stream.inner(), parcels)) {
+        for (const Parcel & parcel : parcels) {
+            stream.set_async(parcel.to, parcel.from, parcel.offset, parcel.size);
         }
     }
     write_table(group);

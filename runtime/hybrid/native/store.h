@@ -172,7 +172,7 @@ class Store {
     // and the time of the device for what is resident.
     std::atomic<int64_t> cpu_bytes_us{0}, bus_bytes_us{0}, cpu_start_ns{0}, bus_start_ns{0}, device_ns{0};
     Courier courier;
-    Ring ring;  // of who holds the stage
+    Ring ring;
     Pace cpu_pace, bus_pace;
     std::atomic<int> device_samples{64};
 
