@@ -475,7 +475,7 @@ def test_one_card_is_among_the_stock_rules_of_two() -> None:
 def test_layers_of_one_device_stand_together_where_that_costs_nothing() -> None:
     from planner.solver.evaluate import evaluate
     from planner.solver.problem import Capacity, Decision, Edge, Option, Problem, Solution
-    from planner.solver.tie_break import break_ties
+    from planner.solver.stretches import break_ties
 
     def option(device: int, host: bool) -> Option:
         return Option(device, 0 if host else device, (str(device),), 10, 0, (0, 0, 0))

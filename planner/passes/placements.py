@@ -24,7 +24,7 @@ from planner.plan.stock_rule import NOT_KEPT
 from planner.site import ON_CPU
 from planner.solver.problem import Option, Solution
 from planner.solver.solve import Solved, price_of, solve
-from planner.solver.tie_break import break_ties
+from planner.solver.stretches import best_stretches, break_ties
 from planner.workload import ENGINE_BATCH, ENGINE_UBATCH
 
 _AFTER = 4  # CPU alone, record, rules without flags, in terms of pricing a problem and its stock rules
@@ -58,7 +58,7 @@ def _on_all_devices(loading: Loading, settings: EngineSettings, tried: Tried) ->
     solved = Solved("infeasible", None, 0, 0) if refusal else _solved(case, priced, usable)
     if solved.solution is not None:
         loading.bound_ns = solved.bound_ns
-        found = _best_placed(case, priced, solved, solved.solution)
+        found = _best_placed(priced, solved, solved.solution)
         yield found
         yield from _undivided(loading, settings, found, usable)
     for stock in usable:
@@ -86,7 +86,7 @@ def _undivided(
     kept = [c for c in (translated(priced, each, found.priced) for each in usable) if c and c.feasible]
     solved = _solved(whole, priced, kept, 1.0)
     if solved.solution is not None:
-        yield _best_placed(whole, priced, solved, solved.solution)
+        yield _best_placed(priced, solved, solved.solution)
 
 
 def _solved(case: Case, priced: Priced, usable: list[Candidate], share: float = 0.7) -> Solved:
@@ -96,21 +96,18 @@ def _solved(case: Case, priced: Priced, usable: list[Candidate], share: float = 
     return solve(resident_problem(priced), hinted, case.clock.limits(share))
 
 
-def _best_placed(case: Case, priced: Priced, solved: Solved, solution: Solution) -> Chosen:
-    """The answer; or one whose graph has fewer pieces than the problem knows of, where that is faster.
+def _best_placed(priced: Priced, solved: Solved, solution: Solution) -> Chosen:
+    """The answer; or one with the CPU first and each device once, where that is faster.
 
-    Pieces beyond the changes of device come from a CPU behind a GPU and from devices that come twice.
+    Pieces beyond the changes of device, which the problem does not know of, come from a CPU behind a GPU and
+    from devices that come twice.
     """
     best = _chosen(priced, solution, solved)
     if best.evaluation.objective_ns == price_of(priced.problem, best.solution):
         return best
-    gpus = sum(not d.host for d in priced.problem.devices)
-    for most in (gpus + 1, gpus):
-        problem = replace(resident_problem(priced), host_leads=True, max_runs=most)
-        other = solve(problem, None, case.clock.limits())
-        if other.solution is not None:
-            found = _chosen(priced, other.solution, solved)
-            best = min(best, found, key=lambda each: each.evaluation.objective_ns)
+    other = best_stretches(resident_problem(priced), best.evaluation.objective_ns)
+    if other is not None:
+        best = min(best, _chosen(priced, other, solved), key=lambda each: each.evaluation.objective_ns)
     return best
 
 
@@ -238,7 +235,7 @@ def _without_copies(loading: Loading, settings: EngineSettings) -> Iterator[Chos
     solved = _solved(case, plain, usable, 1.0)
     if solved.solution is None:
         return
-    found = _best_placed(case, plain, solved, solved.solution)
+    found = _best_placed(plain, solved, solved.solution)
     if streamed is not None and _copies(streamed, start):
         # The speed of a link and that of a CPU do not share their errors, as two placements do.
         prompt = of_prompt(plain, found.solution, found.evaluation)

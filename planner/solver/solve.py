@@ -1,8 +1,9 @@
 """The cheapest placement under all limits, with a proven bound.
 
-Three ways, quick ones first, each handing its best placement and bound to the next: the frontier search
-along the chain, the counting relaxation, and CP-SAT on the whole problem. One worker, a fixed seed and
-deterministic limits make the answer the same on every machine; a deadline, if there is one, does not.
+Four ways, quick ones first, each handing its best placement and bound to the next: the frontier search along
+the chain, the best with one stretch of layers a device, the counting relaxation, and CP-SAT on the whole
+problem. One worker, a fixed seed and deterministic limits make the answer the same on every machine; a
+deadline, if there is one, does not.
 
 An answer that was not proven the best is bettered where it stands: parts of it are searched again. A search
 of the whole that runs out of work may miss what one of a smaller problem finds, and a pin makes it smaller.
@@ -24,6 +25,7 @@ from planner.solver.cp_sat import ExactModel
 from planner.solver.deadline import Deadline
 from planner.solver.problem import Problem, Solution
 from planner.solver.room import RoomModel
+from planner.solver.stretches import best_stretches
 
 # A search of a problem for something below a price; and whether there is work left.
 Search = Callable[[Problem, int], tuple[Solution | None, bool]]
@@ -67,6 +69,8 @@ def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None 
     best = Solved("unknown", hint, price_of(problem, hint) if hint else 0, 0)
     if frontier.applies(problem) and frontier.simple(problem):
         best = _frontier(problem, best, limits)
+    if best.status == "unknown" and not limits.deadline.over():
+        best = _stretched(problem, best, limits)
     if best.status == "unknown" and counting.applies(problem) and not limits.deadline.over():
         best = _counted(problem, best, limits)
     found = solve_cp(problem, best, limits) if best.status == "unknown" else best
@@ -75,6 +79,13 @@ def solve(problem: Problem, hint: Solution | None = None, limits: Limits | None 
     if found.status not in ("optimal", "infeasible"):
         limits.deadline.ended.add("work")  # which the clock outweighs
     return found
+
+
+def _stretched(problem: Problem, best: Solved, limits: Limits) -> Solved:
+    """The best placement with one stretch of layers a device, where it is cheaper."""
+    below = best.objective_ns if best.solution else None
+    found = best_stretches(problem, below, limits.deadline.over)
+    return best if found is None else Solved("unknown", found, price_of(problem, found), best.bound_ns)
 
 
 def _bettered(problem: Problem, found: Solved, limits: Limits) -> Solved:
