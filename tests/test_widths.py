@@ -11,7 +11,7 @@ from planning_models import real
 from sparse_model import write_sparse
 
 from planner.memory.compute_buffer import compute_bytes
-from planner.memory.kv_cache import kv_bytes
+from planner.memory.kv_cache import kv_bytes, state_bytes
 from planner.model.gguf.reader import read_model
 from planner.model.inventory import Hparam, Inventory
 from planner.model.structure import structure_of
@@ -213,3 +213,48 @@ def test_no_key_that_an_architecture_does_not_read_is_held_against_it(arch: str,
         if isinstance(said, Bytes)
     ]
     assert loaded and not [one for one in loaded if one[2]]
+
+
+def engine_made(tmp_path: Path) -> list[tuple[str, Inventory]]:
+    """Every model that the engine makes from metadata, as a whole file's table with that metadata."""
+    make(tmp_path, ALL)
+    found = []
+    for arch in sorted(set(ALL) - {"qwen4exp"}):  # whose lists are written in another type here
+        saved = read_model(tmp_path / f"{arch}.gguf").inventory.model_copy(update={"hparams": hparams(arch)})
+        found.append((arch, changed(saved)))
+    return found
+
+
+def test_lists_of_a_wrong_length_are_wrong_where_they_are_read(tmp_path: Path) -> None:
+    """Widths of experts, which half of all architectures do not read, and experts that a token uses."""
+    cases = []
+    for arch, model in engine_made(tmp_path):
+        width = model.number("expert_feed_forward_length", 1)
+        cases.append((arch, changed(model, expert_feed_forward_length=(width,))))
+        used = (model.number("expert_used_count", 1),) * model.number("block_count")
+        cases.append((arch, changed(model, expert_used_count=used)))
+    loads = [Load(write_sparse(tmp_path / f"{n}.gguf", one), WORK) for n, (_, one) in enumerate(cases)]
+    loaded = 0
+    for (arch, table), said in zip(cases, attempt(loads), strict=True):
+        loaded += isinstance(said, Bytes)
+        assert bool(load_faults(table)) == (not isinstance(said, Bytes)), (arch, said, load_faults(table))
+    assert loaded > 100
+
+
+def test_a_window_of_nothing_is_what_the_engine_takes_it_for(tmp_path: Path) -> None:
+    """None at all in nine architectures; in others layers slide, and see the batch at hand alone."""
+    work, sliding = Workload(n_ctx=8192, n_ubatch=512), 0
+    models = [model for _, model in engine_made(tmp_path) if "attention.sliding_window" in model.hparams]
+    for arch in ("gemma3n", "gemma4"):
+        generated = write(tmp_path / "generated.gguf", SynthSpec(arch, n_layers=6))
+        models.append(changed(read_model(generated).inventory))
+    tables = [changed(model, attention__sliding_window=0) for model in models]
+    loads = [Load(write_sparse(tmp_path / f"{n}.gguf", one), work) for n, one in enumerate(tables)]
+    for model, table, said in zip(models, tables, attempt(loads), strict=True):
+        assert bool(load_faults(table)) == (not isinstance(said, Bytes)), (model.architecture, said)
+        if isinstance(said, Bytes):
+            structure = structure_of(table)
+            held = sum(kv_bytes(structure, work)) + sum(state_bytes(structure, work))
+            assert held == said.context, model.architecture
+            sliding += held < sum(kv_bytes(structure_of(model), work)) + sum(state_bytes(structure, work))
+    assert sliding >= 12

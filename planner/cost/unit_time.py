@@ -395,7 +395,7 @@ class Prices:
 
     def _attention(self, layer: int, batch: int, depth: int) -> op_time.Case:
         slides = self._slides[layer]
-        if slides and window(self.inventory):
+        if slides:
             depth = min(depth, window(self.inventory))
         n_kv = max(self._heads[layer], 1)
         head_dim = max(head_widths(self.inventory, slides)[0], 1)

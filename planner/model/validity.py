@@ -26,18 +26,21 @@ from planner.model.nextn import drafts_alone
 from planner.model.required_tensors import GLOBAL, knows, missing, missing_keys, required_of
 from planner.model.sliding_window import sliding_layers
 from planner.model.tensor_roles import Role, parts_of
+from planner.model.width_rules import READ_EXPERT_WIDTHS
 from planner.model.widths import shape_faults
 from planner.quoting import short
 from planner.remember import remembered
 
 _NEEDED = ("block_count", "context_length", "embedding_length")  # every architecture reads them
 _MAY_BE_0 = frozenset({"context_length"})
+_WIDTHS_OF_EXPERTS = "expert_feed_forward_length"
+_USE_NONE = frozenset({"hunyuan-dense", "hunyuan_vl"})  # whatever their files say of experts used
 _PER_LAYER = (  # one, or one a layer
     "attention.head_count",
     "attention.head_count_kv",
     "feed_forward_length",
     "expert_used_count",
-    "expert_feed_forward_length",
+    _WIDTHS_OF_EXPERTS,
 )
 _EXCERPT = frozenset({Role.EXPERTS, Role.EXPERT_SMALL, Role.ROUTER, Role.SHARED, Role.LOOKUP})
 # Tensors of which one is no use without the other, within a layer.
@@ -106,10 +109,14 @@ def _keys(inventory: Inventory) -> Iterator[str]:
     count = inventory.number("block_count")
     for key in _PER_LAYER:
         value = hparams.get(key)
-        if isinstance(value, tuple) and len(value) != count:
+        unread = key == _WIDTHS_OF_EXPERTS and required_of(arch) and arch not in READ_EXPERT_WIDTHS
+        if isinstance(value, tuple) and len(value) != count and not unread:
             yield f"{arch}.{key} has {len(value)} values for {count} layers"
     if not whole:
         return
+    most, there = max(inventory.per_layer("expert_used_count", 1)), inventory.number("expert_count")
+    if most > there and arch not in _USE_NONE:
+        yield f"{arch}.expert_used_count is {most}, of {there} experts"
     for key in missing_keys(inventory):
         yield f"{arch}.{key} is missing"
     attends = any(layers_of(inventory).attention)

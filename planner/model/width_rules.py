@@ -30,6 +30,11 @@ ernie4_5-moe exaone-moe glm-dsa glm5-next gpt-oss grovemoe hy_v3 hy_v4 kimi-k3 k
 lfm2moe llama4 mellum mimo2 minimax-m3 mistral4 smallthinker
 """
 OWN_EXPERTS = frozenset(_OWN.split())  # which read the width of one expert, and nothing in its place
+_WIDTHS = """
+gemma4 glm4moe grok minimax-m2 nemotron_h nemotron_h_moe
+bailingmoe2 cohere2moe hunyuan-moe qwen2moe qwen3moe qwen3next qwen3vlmoe qwen35moe qwen4exp
+"""
+READ_EXPERT_WIDTHS = OWN_EXPERTS - {"kimi-linear"} | frozenset(_WIDTHS.split())  # one, or one a layer
 _DENSE = """
 arctic dbrx granitemoe hunyuan-moe jamba minimax-01 minimax-m2 olmoe phimoe
 """

@@ -13,7 +13,7 @@ from planner.model.heads import even_width, is_latent, kv_heads
 from planner.model.inventory import Inventory, Tensor, by_name
 from planner.model.layers import Layers, layers_of, stems_by_layer, weights_by_layer
 from planner.model.required_tensors import KEYS, required_of
-from planner.model.sliding_window import sliding_layers, window
+from planner.model.sliding_window import has_window, sliding_layers, window
 from planner.model.width_rules import (
     ALL_ROTATED,
     DENSE_EXPERTS,
@@ -273,6 +273,8 @@ def _rotated(inventory: Inventory) -> Iterator[str]:
 def _counted(inventory: Inventory) -> Iterator[str]:
     """Single keys that an architecture reads and that may not be 0, or have one value."""
     arch, hparams, number = inventory.architecture, inventory.hparams, inventory.number
+    if arch == "afmoe" and not window(inventory) and inventory.header_digest:
+        yield "afmoe.attention.sliding_window is missing or 0"
     gate, least = hparams.get("expert_gating_func"), LEAST_GATE.get(arch)
     if isinstance(gate, int) and least is not None and not least <= gate <= MOST_GATE:
         yield f"{arch}.expert_gating_func is {gate}, of {least} to {MOST_GATE}"
@@ -302,7 +304,7 @@ def _per_layer_table(inventory: Inventory) -> Iterator[str]:
 def _lengths(inventory: Inventory, layers: Layers) -> Iterator[str]:
     """Lists of another length than their reader takes, or that say nothing of any layer."""
     arch, hparams, n_main = inventory.architecture, inventory.hparams, layers.n_main
-    patterned = "attention.sliding_window_pattern" in hparams and window(inventory) > 0
+    patterned = "attention.sliding_window_pattern" in hparams and has_window(inventory)
     if patterned and not any(sliding_layers(inventory, n_main)):
         yield f"{arch}.attention.sliding_window_pattern lets no layer slide, and there is a window"
     ratios = hparams.get("attention.compress_ratios")
