@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -47,9 +48,8 @@ def made(dense_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     """A profile of the small dense model, its table, and the cache folder it used."""
     folder = tmp_path_factory.mktemp("profile")
     out = folder / "profile.yaml"
-    process = atsplan(
-        dense_model, "-o", out, "--no-calibration", "--ubatch", "32", "--depth", "0", cache=folder
-    )
+    cases = ("--table", folder / "cases.csv", "--no-calibration", "--ubatch", "32", "--depth", "0")
+    process = atsplan(dense_model, "-o", out, *cases, cache=folder)
     table, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     return from_text(out.read_text(), str(out)), table, folder
@@ -63,7 +63,13 @@ def test_a_profile_holds_every_operator_of_the_model(made: tuple[Profile, str, P
     assert {t.batch for t in profile.timings if t.op == "MUL_MAT"} >= {1, 2, 8, 32}
     assert all(t.samples >= 1 and t.time_ns > 0 for t in profile.timings)
     assert "GB/s" in table
-    assert "MUL_MAT q8_0 256x512" in table
+    found = list(csv.DictReader((folder / "cases.csv").read_text().splitlines()))
+    assert any(row["operator"] == "MUL_MAT q8_0 256x512" for row in found)
+    priced = [int(row["time_ns"]) for row in found if row["time_ns"]]
+    assert sorted(priced) == sorted(t.time_ns for t in profile.timings)
+    assert all(row["dropped"] for row in found if not row["time_ns"])
+    assert f"{len(found)} cases measured: " in table or "no kernels for" in table
+    assert table.count("MUL_MAT") < len(found)  # shown are the worst only
     assert list((folder / "atsplan").iterdir()) == []  # nothing is left to continue
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commands.profile.from_results import fitted, refined
-from commands.profile.tables import report, show_profile
+from commands.profile.tables import all_cases, report, show_profile
 from commands.shared import console
 from commands.shared.machine_options import Described, machine_parts, profile_of
 from commands.shared.option_types import Number, Target
@@ -71,6 +71,7 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_n
     help="With --from: the machine that comes nearest, or its parts; with --refine: the profile:",
 )
 @machine_parts
+@click.option("--table", "table", type=Target(), help="Write every case as CSV; shown are the worst.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
     model: Path | None,
@@ -89,6 +90,7 @@ def command(
     results: tuple[str, ...],
     machine: str | None,
     parts: Described,
+    table: Path | None,
     as_json: bool,
 ) -> None:
     """Time every operator of MODEL (a GGUF file or an inventory) on every device, and the links between them.
@@ -120,7 +122,10 @@ def command(
     here = (model, inventory) if model and inventory and not _is_table(model) else None
     measured, profile = _measure(request, cases, here, not no_calibration)
     measured.journal.finish()
-    report(measured, profile, as_json)
+    report(measured, profile, inventory, as_json)
+    if table is not None:
+        console.write_text(table, all_cases(measured.verdicts, measured.streams))
+        console.say(f"wrote {table}")
     _write(profile, out, model)
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from commands.shared import console
 
 if TYPE_CHECKING:
+    from planner.machine.op_time import Case
     from planner.machine.profile import Profile
+    from planner.model.inventory import Inventory
     from profiler.session import Measured
+    from profiler.summarise import Verdict
+
+_SHOWN = 8  # of the worst cases
 
 
 def show_profile(profile: Profile) -> None:
@@ -18,14 +26,14 @@ def show_profile(profile: Profile) -> None:
     _calibrations(profile)
 
 
-def report(measured: Measured, profile: Profile, as_json: bool) -> None:
-    """All that was measured, with the warnings of its profile."""
+def report(measured: Measured, profile: Profile, inventory: Inventory | None, as_json: bool) -> None:
+    """What was measured in short, with the warnings of its profile."""
     if as_json:
         console.out_json(profile.model_dump(mode="json", by_alias=True))
     else:
         _devices(profile, measured.streams)
         _links(profile)
-        _cases(measured)
+        _worst(measured, inventory)
         _calibrations(profile)
         _slots(profile)
     for warning in profile.warnings:
@@ -61,30 +69,69 @@ def _links(profile: Profile) -> None:
     console.out_table(table)
 
 
-def _cases(measured: Measured) -> None:
+def _worst(measured: Measured, inventory: Inventory | None) -> None:
+    """The cases that are worth least, and what of the model is priced by them or without them."""
     from profiler.operators.cases import NOT_SUPPORTED
-    from profiler.summarise import compulsory_bytes, where, without_kernels
+    from profiler.summarise import WIDE, where, without_kernels
 
-    if not measured.verdicts:
+    found = [v for v in measured.verdicts if v.dropped != NOT_SUPPORTED]
+    if not found:
         return
-    table = console.table("operator", "batch", "depth", "where", "time", "spread", "GB/s", "of stream")
-    for verdict in measured.verdicts:
-        case, place, timing = verdict.job.case, verdict.job.place, verdict.timing
-        head = (case.label, str(case.batch), str(case.depth or ""), where(place))
-        if timing is None and verdict.dropped == NOT_SUPPORTED:
-            continue
-        if timing is None:
-            table.add_row(*head, verdict.dropped, "", "", "")
-            continue
-        rate = compulsory_bytes(case) * 1e9 / timing.time_ns
-        stream = measured.streams.get(f"{place.device} {place.buffer}", measured.streams[place.device])
-        share = (f"{rate / 1e9:.1f}", f"{rate / stream:.0%}") if rate else ("", "")
-        table.add_row(
-            *head, f"{timing.time_ns / 1e3:.1f} us", f"{timing.spread_ns / timing.time_ns:.0%}", *share
-        )
-    console.out_table(table)
+    worst = sorted((v for v in found if _spread(v) > WIDE), key=lambda v: -_spread(v))
+    table = console.table("worst of the cases", "batch", "where", "time", "what is wrong", "affects")
+    for v in worst[:_SHOWN]:
+        case, timing = v.job.case, v.timing
+        time = f"{timing.time_ns / 1e3:.1f} us" if timing else "none"
+        why = f"spread {_spread(v):.0%}" if timing else v.dropped
+        table.add_row(case.label, str(case.batch), where(v.job.place), time, why, _affected(case, inventory))
+    refused = sum(v.timing is None for v in found)
+    told = f"{len(found)} cases measured: {len(found) - len(worst)} steady, {len(worst) - refused} unsteady"
+    console.out(f"{told}, {refused} refused; --table FILE writes them all")
+    if worst:
+        console.out_table(table)
     for place_name, products in without_kernels(measured.verdicts).items():
         console.out(f"{place_name}: no kernels for {', '.join(products)}")
+
+
+def _spread(verdict: Verdict) -> float:
+    """Interquartile range over the median; of a case that is refused more than any."""
+    timing = verdict.timing
+    return timing.spread_ns / timing.time_ns if timing else float("inf")
+
+
+def _affected(case: Case, inventory: Inventory | None) -> str:
+    """The tensors of a model that an operator multiplies with, or what else it is for."""
+    if inventory is None:
+        return ""
+    if case.op == "FLASH_ATTN_EXT":
+        return "attention"
+    alike = [t.name for t in inventory.tensors if (t.type, t.shape) == (case.type, case.shape)]
+    if not alike:
+        return "calibration" if case.op.startswith("MUL_MAT") else "small operators"
+    return f"{alike[0]} and {len(alike) - 1} more" if len(alike) > 1 else alike[0]
+
+
+def all_cases(verdicts: Sequence[Verdict], streams: dict[str, int]) -> str:
+    """Every case as CSV: times in nanoseconds, rates in bytes a second, or why there is none."""
+    from profiler.summarise import compulsory_bytes, where
+
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(
+        ("operator", "batch", "depth", "where", "time_ns", "spread_ns", "bytes_per_s", "of_stream", "dropped")
+    )
+    for verdict in verdicts:
+        case, place, timing = verdict.job.case, verdict.job.place, verdict.timing
+        head = (case.label, case.batch, case.depth, where(place))
+        if timing is None:
+            rows.writerow((*head, "", "", "", "", verdict.dropped))
+            continue
+        rate = compulsory_bytes(case) * 10**9 // timing.time_ns
+        stream = streams.get(f"{place.device} {place.buffer}", streams[place.device])
+        rows.writerow(
+            (*head, timing.time_ns, timing.spread_ns, rate or "", f"{rate / stream:.3f}" if rate else "", "")
+        )
+    return text.getvalue()
 
 
 def _calibrations(profile: Profile) -> None:
