@@ -127,14 +127,18 @@ void guests_come_in_one_piece() {
 // Lanes are measured in the first step and, as told there, in the 500th after it, not in between: twenty experts come by the
 // bus then that nobody chose, and are not counted as brought. Costs that are given are never measured.
 void lanes_are_measured_again() {
-    for (const bool given : {false, true}) {
+    const std::string guests = "slots 3\nguests 1\nstage 0\n", none = "slots 3\nguests 0\nstage -1\ncpu_bytes_us 1000000000\n";
+    for (const std::string & settings : {guests, guests + "cpu_bytes_us 1000\nbus_bytes_us 1000\n", none, none + "bus_bytes_us 1000\n"}) {
+        const bool given = settings.find("bus_bytes_us") != std::string::npos;
+        const int tokens = settings.find("guests 0") != std::string::npos ? 2 : 1;  // without guests the bus brings batches only
         Shape shape;
-        Bench bench(std::string("slots 3\nguests 1\nstage 0\n") + (given ? "cpu_bytes_us 1000\nbus_bytes_us 1000\n" : ""), true);
+        Bench bench(settings, true);
         Layer layer(Bench::host(), shape, 0, 5, bench.wrapper->store.type, bench.inner_type);
         Backend * backend = bench.backend();
         {
-            Pass pass(Bench::host(), layer, 1, 2, bench.inner_type);
-            pass.set(backend, std::vector<float>(static_cast<size_t>(shape.n_in), 1.0f), {0, 2});
+            Pass pass(Bench::host(), layer, tokens, 2, bench.inner_type);
+            const std::vector<int32_t> ids{0, 2, 1, 2};
+            pass.set(backend, std::vector<float>(static_cast<size_t>(shape.n_in * tokens), 1.0f), {ids.begin(), ids.begin() + 2 * tokens});
             CHECK(pass.compute(backend) == kSuccess);
             (void)pass.output(backend);
             bench.slow_device.idle = true;  // only what reaches the device counts from here on

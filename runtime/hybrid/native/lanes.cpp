@@ -149,22 +149,48 @@ void Stream::measure_cpu(Region & region) {
 void Stream::measure_bus(Region & region, int32_t n_guests) {
     Group & group = *region.group;
     wait_for(group.guests_read, group.guest_owner);
+    const int64_t counted = group.counters.upload_bytes;
+    time_bus(region, [&](int32_t expert, int32_t i) { bring_guest(region, Upload{expert, group.n_slots + i % n_guests}); });
+    group.counters.upload_bytes = counted;  // the lock is held: nobody else counts
+}
+
+// Without guests the bus brings experts of batches only, into the stage.
+void Stream::measure_bus_by_stage(Region & region, bool events) {
+    std::unique_lock<std::mutex> lock(stage_.mutex, std::try_to_lock);
+    const Stage::Bank & taken = stage_.banks[0];
+    if (!lock.owns_lock() || (!events && taken.owner && taken.owner != this)) {
+        return;
+    }
+    const std::vector<Tensor *> bank = stage_.tensors(region);
+    if (bank.empty()) {
+        return;
+    }
+    wait_for(taken.read, taken.owner);
+    const int32_t room = stage_.room(region);
+    time_bus(region, [&](int32_t expert, int32_t i) {
+        for (size_t n = 0; n < bank.size(); n++) {
+            const Matrix & matrix = *region.products[n].matrix;
+            const size_t each = matrix.tensor->nb[2];
+            set_async(bank[n], matrix.host() + static_cast<size_t>(expert) * each, static_cast<size_t>(i % room) * each, each);
+        }
+    });
+}
+
+void Stream::time_bus(Region & region, const std::function<void(int32_t expert, int32_t i)> & bring_one) {
     int32_t expert = 0;
     const auto best = [&](int32_t n) {
         int64_t found = INT64_MAX;
         for (int turn = 0; turn < kTurns; turn++) {
             const int64_t begin = nanoseconds();
-            for (int32_t i = 0; i < n; i++, expert = (expert + 1) % group.n_experts) {
-                bring_guest(region, Upload{expert, group.n_slots + i % n_guests});
+            for (int32_t i = 0; i < n; i++, expert = (expert + 1) % region.group->n_experts) {
+                bring_one(expert, i);
             }
             synchronize();
             found = std::min(found, nanoseconds() - begin);
         }
         return std::max<int64_t>(found, 1);
     };
-    const int64_t counted = group.counters.upload_bytes;
     const int64_t one = best(1), several = best(3);
-    group.counters.upload_bytes = counted;  // the lock is held: nobody else counts
     const int64_t each = several > one ? (several - one) / 2 : several / 3;
     const Pace::Sample typical = store_.bus_pace.typical(pace_of(region, one, each));
     store_.bus_start_ns = typical.start_ns;

@@ -95,6 +95,9 @@ Status Stream::compute_region(Graph * graph, Region & region, std::string & faul
     Residency::Turn turn(group.residency.get(), choices, chooses(region), n_needed, progress_);
     std::unique_lock<std::mutex> stage(stage_.mutex, std::defer_lock);
     table.n_stage = prefetch_.active() ? 0 : stage_.room(region);
+    if (!group.n_guests && table.n_stage && !store_.config.bus_bytes_us && store_.bus_pace.is_due()) {
+        measure_bus_by_stage(region, events);
+    }
     table.cpu = region.cpu;
     table.may_repeat = may_repeat;
     table.expert_in = &group.expert_in;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -86,6 +87,8 @@ class Stream {
     void measure(Region & region, int32_t n_guests);
     void measure_cpu(Region & region);
     void measure_bus(Region & region, int32_t n_guests);
+    void measure_bus_by_stage(Region & region, bool events);
+    void time_bus(Region & region, const std::function<void(int32_t expert, int32_t i)> & bring_one);
     void measure_device(const Region & region);
     void count(Region & region, const Choices & choices);
     int threads() const;
