@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ COLUMNS = "source,phase,step,layer,ids"
 MAX_USED = 128  # experts of a token; models use up to some 22
 MAX_STEPS = 1 << 31
 DUMMY_RUN = 64  # rows of one layer in a row with the same choice
+_FREQUENT = 5  # of so many rows one with the same choice is too many to be text
+_MANY_CHOICES = 1000  # ways to choose, from which on that holds
 PAD = -1  # in `ids`, where a row has fewer experts than the widest
 
 
@@ -135,6 +138,22 @@ def repeated(trace: Trace) -> NDArray[np.bool_]:
     found = np.zeros(len(order), dtype=bool)
     found[order] = np.repeat(lengths >= DUMMY_RUN, lengths)
     return found
+
+
+def frequent(trace: Trace) -> NDArray[np.bool_]:
+    """Rows whose choice is that of a fifth of all rows of their source and layer, wherever these stand.
+
+    Of 4471 real tokens of one layer (OLMoE) the choice seen most was that of 0.3 %. Padding between real
+    tokens is found by this, not by its runs. Of few experts a fifth may well choose alike: they are left.
+    """
+    found = np.zeros(len(trace.ids), dtype=bool)
+    if math.comb(max(trace.n_expert, trace.n_used), trace.n_used) < _MANY_CHOICES or not len(found):
+        return found
+    columns = np.column_stack([trace.source, trace.layer, trace.ids]).astype(np.int64)
+    _, group, rows = np.unique(columns[:, :2], axis=0, return_inverse=True, return_counts=True)
+    _, choice, alike = np.unique(columns, axis=0, return_inverse=True, return_counts=True)
+    mine = alike[choice.reshape(-1)]
+    return np.asarray((mine >= DUMMY_RUN) & (mine * _FREQUENT >= rows[group.reshape(-1)]))
 
 
 def fault(trace: Trace) -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.errors import FileProblem
 from planner.model.gguf.header import Bytes
@@ -88,19 +89,30 @@ def _counts_of(path: str) -> Iterator[None]:
 
 
 def _without_dummies(trace: Trace | None) -> tuple[Trace | None, tuple[str, ...]]:
-    """The trace without runs of one repeated choice, and what is said of them."""
-    if trace is None:
-        return None, ()
-    dummies = traces.repeated(trace)
+    """The trace without runs of one repeated choice and without choices that no text makes so often, and
+    what is said of them.
+    """
+    notes: tuple[str, ...] = ()
+    if trace is not None:
+        often = "are one choice of a fifth of all tokens, or several such"
+        for found, what in (
+            (traces.repeated, f"repeat one choice for {traces.DUMMY_RUN} tokens and more"),
+            (traces.frequent, often),
+        ):
+            trace, said = _without(trace, found(trace), what)
+            notes += said
+    return trace, notes
+
+
+def _without(trace: Trace, dummies: NDArray[np.bool_], what: str) -> tuple[Trace, tuple[str, ...]]:
     count, rows = int(dummies.sum()), len(dummies)
     if not count:
         return trace, ()
     ids = " ".join(str(i) for i in trace.ids[int(dummies.argmax())].tolist() if i >= 0)
-    what = f"{count} of {rows} rows repeat one choice (experts {ids}) for {traces.DUMMY_RUN} tokens and more"
+    told = f"{count} of {rows} rows {what} (experts {ids}): dummies or one repeated token"
     if count == rows:
-        return trace, (f"{what}: dummies or one repeated token, nothing follows from them",)
-    left = f"{what}: dummies or one repeated token, left out"
-    return traces.select(trace, ~dummies), (left,)
+        return trace, (f"{told}, nothing follows from them",)
+    return traces.select(trace, ~dummies), (f"{told}, left out",)
 
 
 def original_ids(trace: Trace, orders: Mapping[int, Sequence[int]]) -> Trace:
