@@ -39,6 +39,7 @@ TESTS = (
     "paces_are_typical",
     "experts_come_on_demand",
     "begins_ahead",
+    "plans_make_room",
     "guests_come_in_one_piece",
     "lanes_are_measured_again",
     "is_not_cut_where_all_is_resident",

@@ -161,6 +161,39 @@ void begins_ahead() {
     }
 }
 
+// More graphs in turns than plans are kept, and nobody waits in between: what a plan has given to the device, which looks at
+// it until it is waited for, outlives the plan.
+void plans_make_room() {
+    Shape shape;
+    shape.type = kQ8;
+    Bench bench("slots 3\nstage 0\ncpu_bytes_us 1000\nbus_bytes_us 1000\n", true);
+    const Reference cpu(shape, 0);
+    const Layers layers(shape, 2, bench.wrapper->store.type, bench.inner_type), plain(shape, 2, cpu.type, cpu.type);
+    Backend * backend = bench.backend();
+    {
+        std::mt19937 dice(6);
+        std::vector<std::unique_ptr<Pass>> passes;
+        std::vector<std::vector<float>> right;
+        for (int i = 0; i < 20; i++) {
+            const auto x = random_values(dice, static_cast<size_t>(shape.n_in));
+            const auto ids = random_choices(dice, 1, 4, shape.n_experts, true);
+            Pass same(Bench::host(), plain.all, 1, 4, cpu.type, true, true);
+            same.set(cpu.backend, x, ids);
+            CHECK(same.compute(cpu.backend) == kSuccess);
+            right.push_back(same.output(cpu.backend));
+            passes.push_back(std::make_unique<Pass>(Bench::host(), layers.all, 1, 4, bench.inner_type, true, true));
+            passes.back()->set(backend, x, ids);
+        }
+        for (auto & pass : passes) {
+            CHECK(pass->compute(backend) == kSuccess);
+        }
+        for (size_t i = 0; i < passes.size(); i++) {
+            CHECK(difference(right[i], passes[i]->output(backend)) < kClose);
+        }
+    }
+    backend->iface.free(backend);
+}
+
 }  // namespace
 
 const Tests kContexts = {
@@ -168,6 +201,7 @@ const Tests kContexts = {
     {"models_come_and_go", models_come_and_go},
     {"slots_follow", slots_follow},
     {"begins_ahead", begins_ahead},
+    {"plans_make_room", plans_make_room},
 };
 
 }  // namespace trial

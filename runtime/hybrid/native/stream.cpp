@@ -141,7 +141,7 @@ Plan * Stream::plan_of(Graph * graph, std::string & fault) {
     for (size_t i = 0; i < plans_.size();) {
         Plan & plan = *plans_[i];
         if (plan.version != store_.version() || !plan.uid) {
-            plans_.erase(plans_.begin() + static_cast<ptrdiff_t>(i));
+            drop(plans_.begin() + static_cast<ptrdiff_t>(i));
             continue;
         }
         if (plan.uid == graph->uid && plan.n_nodes == graph->n_nodes) {
@@ -156,11 +156,20 @@ Plan * Stream::plan_of(Graph * graph, std::string & fault) {
     }
     made->used = clock_;
     if (plans_.size() >= kMostPlans) {
-        plans_.erase(std::min_element(plans_.begin(), plans_.end(), [](auto & a, auto & b) { return a->used < b->used; }));
+        drop(std::min_element(plans_.begin(), plans_.end(), [](auto & a, auto & b) { return a->used < b->used; }));
     }
     plan_ahead(graph, *made);
     plans_.push_back(std::move(made));
     return plans_.back().get();
+}
+
+// Nodes of its own were given to the device: see Kept.
+void Stream::drop(std::vector<std::unique_ptr<Plan>>::iterator plan) {
+    const auto & regions = (*plan)->regions;
+    if (std::any_of(regions.begin(), regions.end(), [](const auto & region) { return region->ahead != nullptr; })) {
+        synchronize();
+    }
+    plans_.erase(plan);
 }
 
 Status Stream::compute(Graph * graph) {

@@ -53,6 +53,7 @@ class Stream {
 
   private:
     Plan * plan_of(Graph * graph, std::string & fault);
+    void drop(std::vector<std::unique_ptr<Plan>>::iterator plan);
     Status compute_region(Graph * graph, Region & region, std::string & fault);
     void remember_cold(Region & region, const Table & table);
     Status run_device(Graph * graph, Region & region, const std::vector<Tensor *> & banks, uint64_t uid);
