@@ -20,6 +20,8 @@ from processes import descendants, until
 from tiny_moe import EXPERTS, LAYERS, MODEL
 
 import atsplan
+from commands.shared.inputs import known_of_heat
+from planner.model import inventory as inventories
 from planner.model.gguf.reader import read_model
 from planner.model.units import Kind
 from planner.plan import plan as plans
@@ -27,6 +29,7 @@ from planner.plan.plan import LayerRange
 from planner.routing import expert_counts as heats
 from planner.routing import trace as traces
 from planner.routing.expert_counts import Heat, Part, Phase
+from planner.workload import Workload
 from rewriter.rewrite import RewriteOptions, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -339,3 +342,20 @@ def _reads_the_model(pid: int) -> bool:
         return str(MODEL) in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
+
+
+def test_heat_that_does_not_say_its_tokens_is_trusted_alike_by_report_and_solve(
+    tmp_path: Path,
+) -> None:
+    """A tool may write counts alone: the tokens they are of are theirs by the choices of a token."""
+    table = ROOT / "plans" / "inputs" / "Qwen3-30B-A3B-Q4_K_M.inventory.yaml"
+    lines = ["# heat: 1", "# model:", "# experts: 128", "# used: 8", "layer,expert,count"]
+    lines += [
+        f"{la},{e},{20_000 if e < 16 and not la % 2 else 2_800}" for la in range(48) for e in range(128)
+    ]
+    heat = tmp_path / "heat.csv"
+    heat.write_text("\n".join(lines) + "\n")
+    said = json.loads(run("heat", "report", heat, "--model", table, "--json").stdout)["verdict"]
+    inventory = inventories.from_text(table.read_text(), table.name)
+    assert known_of_heat(heat, inventory, Workload(n_ctx=4096)).verdict == said
+    assert "lift 1.6" in said

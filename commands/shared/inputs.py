@@ -210,10 +210,11 @@ def known_of_heat(path: Path, inventory: Inventory, workload: Workload) -> Known
     from planner.records import digest
     from planner.routing.coverage import curves, expected_distinct, hot_order
     from planner.routing.expert_counts import from_text, heat_of_model
+    from planner.routing.formats.detect import with_tokens
     from planner.routing.report import report
 
     text, shape = read_text(path), moe_shape(inventory)
-    heat = heat_of_model(from_text(text, str(path)), shape, str(path))
+    heat = with_tokens(heat_of_model(from_text(text, str(path)), shape, str(path)))
     for warning in outside(heat, workload):
         say(f"{path}: {warning}")
     judged = report(heat, n_group=shape.n_group)  # as `heat report` judges it

@@ -73,9 +73,8 @@ def read(
     if not heat.parts:
         raise FileProblem(path, f"{found.format} without a single routed choice")
     shares = _normalised(heat)
-    if not shares:
-        with _counts_of(path):
-            heat = _count_tokens(heat)
+    with _counts_of(path):
+        heat = with_tokens(heat)
     return Imported(found.format, heat, trace, found.ledger, notes + shares)
 
 
@@ -211,9 +210,12 @@ def _heat(found: Found, n_expert: int) -> Heat:
     return heats.make(found.model, n_expert, found.n_used, parts)
 
 
-def _count_tokens(heat: Heat) -> Heat:
-    """Tokens of parts that do not say, from the layer that saw most."""
-    if not heat.n_used:
+def with_tokens(heat: Heat) -> Heat:
+    """Tokens of parts that do not say, from the layer that saw most; not of shares, which counted none.
+
+    What heat is trusted with hangs on them, so whoever judges heat reads it with these.
+    """
+    if not heat.n_used or _normalised(heat):
         return heat
     parts = [
         p if p.tokens else replace(p, tokens=max(map(sum, p.counts.values())) // heat.n_used)
