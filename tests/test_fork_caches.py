@@ -92,6 +92,7 @@ def test_the_commands_take_it_from_a_profile(tmp_path: Path) -> None:
     assert written.workload.type_k == "turbo4" and written.workload.cache_types == (TURBO,)
     unknown = run(*asked, "--kv-type", "turbo9")
     assert unknown.exit_code == 2 and "--kv-type" in unknown.stderr and "or 'iq4_nl'" in unknown.stderr
+    assert "stated of its machine: machines --kv-fork" in unknown.stderr
     line = run("export", made, "--stock").stdout
     assert "--cache-type-k turbo4" in line and "--cache-type-v turbo4" in line
 

@@ -205,7 +205,8 @@ def workload_of(asked: Stated, inventory: Inventory, profile: Profile) -> Worklo
         first = problem.errors(include_url=False)[0]
         name, value, why = str(first["loc"][0]), first["input"], first["msg"].lower()
         if name in ("type_k", "type_v"):
-            raise OptionProblem("--kv-type", asked.kv_type, f"{value or 'nothing'}: {why}") from None
+            forks = "; a type that a fork adds is stated of its machine: machines --kv-fork" if value else ""
+            raise OptionProblem("--kv-type", asked.kv_type, f"{value or 'nothing'}: {why}{forks}") from None
         spelt = {field: key for key, field in _USE.items()}.get(name, name)
         raise OptionProblem("--workload", f"{spelt}={value}", why) from None
     if workload.needed_cells > workload.cells_each:
