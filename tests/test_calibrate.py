@@ -67,6 +67,19 @@ def test_a_models_calibration_starts_from_the_machines(table: Inventory) -> None
     assert found.calibrations[1].residual_ppm < 2_000
 
 
+def test_changes_of_device_that_no_run_had_are_not_free(table: Inventory) -> None:
+    """A remote device is in no run of a whole model: the CPU alone says nothing of the way to it."""
+    alone = Placement("all on the CPU", ("CPU",) * 25)
+    time = Predictor(table, WORK).evaluate(BASE, alone).decode_ns
+    made = calibrate.model(
+        table, WORK, calibrate.machine(table, WORK, BASE, [Run(alone, time)]), [Run(alone, time)]
+    )
+    assert all(c.split_ns > 0 and c.mixed_ns > 0 for c in made.calibrations)
+    cpu = presets.load("cpu-only-ddr5")
+    (only,) = calibrate.machine(table, WORK, cpu, [Run(alone, time)]).calibrations
+    assert only.split_ns == only.mixed_ns == 0  # of which there are none
+
+
 def test_what_tokens_told_of_a_device_says_nothing_of_prompts(table: Inventory) -> None:
     full = Placement("all on the GPU", ("CUDA0",) * 25)
     found = []

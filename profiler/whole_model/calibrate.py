@@ -67,7 +67,7 @@ def machine(inventory: Inventory, workload: Workload, profile: Profile, runs: Se
     """The profile with the calibration "" and the cost of small operators that explain the runs best."""
     parameters = _parameters(profile, runs, _PRIOR, small=len(runs) >= ENOUGH)
     found, worst = _fit(inventory, workload, profile, runs, parameters)
-    made = _calibration("", profile, found, worst, len(runs))
+    made = _calibration("", profile, _PRIOR, found, worst, len(runs))
     devices = tuple(_with_small(d, found, made) for d in profile.devices)
     kept = tuple(c for c in profile.calibrations if c.model)
     return profile.model_copy(update={"devices": devices, "calibrations": (made, *kept)})
@@ -76,10 +76,11 @@ def machine(inventory: Inventory, workload: Workload, profile: Profile, runs: Se
 def model(inventory: Inventory, workload: Workload, profile: Profile, runs: Sequence[Run]) -> Profile:
     """The profile with a calibration of that model; what the runs do not tell is the machine's."""
     known = next((c for c in profile.calibrations if not c.model), None)
-    parameters = _parameters(profile, runs, _expected(known) if known else _PRIOR, small=False)
+    prior = _expected(known) if known else _PRIOR
+    parameters = _parameters(profile, runs, prior, small=False)
     found, worst = _fit(inventory, workload, profile, runs, parameters)
     digest = inventory.table_digest()
-    made = _calibration(digest, profile, found, worst, len(runs))
+    made = _calibration(digest, profile, prior, found, worst, len(runs))
     kept = tuple(c for c in profile.calibrations if c.model != digest)
     return profile.model_copy(update={"calibrations": (*kept, made)})
 
@@ -93,12 +94,20 @@ def _with_small(device: Device, found: Mapping[str, float], made: Calibration) -
 
 
 def _calibration(
-    model: str, profile: Profile, found: Mapping[str, float], worst: float, runs: int
+    model: str,
+    profile: Profile,
+    prior: Mapping[str, tuple[float, float]],
+    found: Mapping[str, float],
+    worst: float,
+    runs: int,
 ) -> Calibration:
+    """What was fitted; changes of device that no run had are as expected before, not free."""
+    others = any(device.kind != "cpu" for device in profile.devices)
+    expected = {name: prior[name][0] if others else 0.0 for name in ("split", "mixed")}
     return Calibration(
         model=model,
-        split_ns=round(found.get("split", 0)),
-        mixed_ns=round(found.get("mixed", 0)),
+        split_ns=round(found.get("split", expected["split"])),
+        mixed_ns=round(found.get("mixed", expected["mixed"])),
         token_ns=round(found["token"]),
         scale_ppm={d.name: round(found[d.name] * PPM) for d in profile.devices if d.name in found},
         residual_ppm=round(worst * PPM),
