@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from dry_loads import Load, measure
 from engines import python
 from planning_models import machine, moe, plan, sites
 from small_plans import cpu_plan
@@ -24,6 +25,9 @@ from planner.machine.engine_builds import (
     range_of,
 )
 from planner.machine.profile import Profile
+from planner.memory.kv_cache import nextn_kv_bytes
+from planner.model.gguf.reader import read_model
+from planner.model.structure import structure_of
 from planner.passes.refusal import Infeasible
 from planner.plan.load_spec import LoadSpec
 from planner.plan.plan import Plan, from_text, to_text
@@ -93,7 +97,7 @@ def test_a_fault_that_nobody_has_mended_leaves_the_builds_before_it(monkeypatch:
     monkeypatch.setattr(
         "planner.machine.engine_builds.knowledge", lambda: known.model_copy(update={"faults": (broken,)})
     )
-    assert range_of("llama", ["CPU"], cache=False, nextn=True) == EngineRange(least=10434, most=11999)
+    assert range_of("llama", ["CPU"], cache=False, nextn=True) == EngineRange(least=11549, most=11999)
     assert "b12000 cannot run" in Demands("llama", ("CPU",)).refusal("llama.cpp b12000")
     assert Demands("llama", ("CPU",)).refusal("llama.cpp b11999") == ""
 
@@ -298,3 +302,17 @@ def test_a_release_states_its_number(node_engine: Path, tmp_path: Path) -> None:
         .refusal(f"{release} (b11111, 0ad4a86)")
         .startswith("b11111 cannot")
     )
+
+
+@pytest.mark.parametrize("arch", ["deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next"])
+def test_a_speculative_block_has_a_context_of_its_own_from_the_least_build_on(
+    arch: str, server_engine: Path, tmp_path: Path
+) -> None:
+    """b10434 gives that of deepseek2 and glm4moe caches for every layer, which no plan counts."""
+    path, work = tmp_path / "m.gguf", Workload(n_ctx=4096, n_ubatch=128, mtp=True)
+    structure = structure_of(read_model(write(path, SynthSpec(arch, n_layers=4, n_nextn=1))).inventory)
+    least = range_of(arch, ["CPU"], cache=False, nextn=True)
+    assert least is not None
+    for build, engine in ((11549, ""), (10434, str(server_engine))):
+        (said,) = measure([Load(path, work, nextn=True)], engine)
+        assert (said.context == sum(nextn_kv_bytes(structure, work))) == (build >= least.least), build

@@ -22,6 +22,9 @@ from planner.records import Count, Many, Record, load
 _FILE = Path(__file__).with_name("engine_faults.yaml")
 _MOE_CACHE = 11480  # the first build with moe_cache_size
 _NEXTN = 10434  # the first build seen with load_mtp
+_NEXTN_FIRST = frozenset({"qwen3next", "qwen35", "qwen35moe"})  # which had it then
+# The first one seen to draft with other architectures' blocks alone: b10434 gives their contexts every layer.
+_NEXTN_OTHERS = 11549
 # b11549; xllamacpp 2026.10.11549; packages that carry the build as 0.10434.0 or 11434.0.0.
 _NUMBER = re.compile(r"\bb(\d{4,6})\b|\b20\d\d\.\d+\.(\d{4,6})\b|\b0\.(\d{4,6})\b|\b(\d{4,6})\.0\.\d\b")
 # Looked up on the host wherever the rest is, or not loaded.
@@ -150,7 +153,8 @@ def range_of(architecture: str, devices: Iterable[str], *, cache: bool, nextn: b
     faults = faults_of(architecture, devices)
     least = max((f.fixed for f in faults), default=0)
     most = min((f.first - 1 for f in faults if not f.fixed), default=0)
-    least = max(least, _MOE_CACHE if cache else 0, _NEXTN if nextn else 0)
+    drafts = _NEXTN if architecture in _NEXTN_FIRST else _NEXTN_OTHERS
+    least = max(least, _MOE_CACHE if cache else 0, drafts if nextn else 0)
     return EngineRange(least=least, most=most) if least or most else None
 
 
