@@ -98,6 +98,7 @@ def test_a_projector_s_buffer_is_the_engine_s(eyes: Eyes, took: float, inputs: f
     assert projector_compute_bytes(model) / MIB == pytest.approx(took, abs=0.01)
     assert projector_inputs_bytes(model) / MIB == pytest.approx(inputs, abs=0.01)
     assert projector_compute_bytes(model, flash_attn=False) > projector_compute_bytes(model)
+    assert 1 < projector_compute_bytes(model, "Vulkan0") / projector_compute_bytes(model) < 1.3
 
 
 def test_the_nextn_head_computes_and_is_rolled_back_only_on_request(hybrid: Inventory) -> None:

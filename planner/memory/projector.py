@@ -1,8 +1,8 @@
 """Memory of a vision projector: the engine's graph of the picture it reserves for, and the inputs of it.
 
 The graphs of Qwen's projectors and of LLaVA's are followed operator by operator (llama.cpp's `tools/mtmd`);
-their buffers are the engine's to the byte on the CPU and on devices that deal out memory in one piece, and
-the same there. Those of other kinds are an estimate from above. All attend by flash attention; where a device
+their buffers are the engine's to the byte on the CPU, and on devices that keep its order and deal out memory
+in one piece. Those of other kinds are an estimate from above. All attend by flash attention; where a device
 cannot, the engine adds the scores.
 """
 
@@ -22,12 +22,17 @@ _QWEN = frozenset({"qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger"})
 _WEIGHTS = Result(0)  # in memory of their own
 
 
-def projector_compute_bytes(mmproj: Inventory, *, flash_attn: bool = True) -> int:
-    """Compute buffer of a vision projector for the largest image that the engine reserves for."""
+def projector_compute_bytes(mmproj: Inventory, device: str = "", *, flash_attn: bool = True) -> int:
+    """Compute buffer of a vision projector for the largest image that the engine reserves for, on a device.
+
+    Vulkan orders operators anew, which costs up to two vectors of narrow projectors and one of others.
+    """
     number = mmproj.number
     nodes = _graph(mmproj)
     if nodes and flash_attn:
-        return graph_bytes(nodes)
+        vector = 4 * _patches(mmproj) * _width(mmproj)
+        more = max(vector, min(2 * vector, _picture_bytes(mmproj) // 2))
+        return graph_bytes(nodes) + (more if device.startswith("Vulkan") else 0)
     width, inner, patches = _width(mmproj), number("vision.feed_forward_length"), _patches(mmproj)
     scores = 0 if flash_attn else number("vision.attention.head_count") * patches
     layers = 4 * patches * (inner + 4 * width + scores)

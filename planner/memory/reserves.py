@@ -120,7 +120,7 @@ def _projector(extras: Extras, device: str, host: str) -> Iterator[Reserve]:
     if extras.mmproj is None:
         return
     yield _line("projector", device, weight_bytes(extras.mmproj.tensors, GPU_STEP))
-    yield _line("projector compute", device, projector_compute_bytes(extras.mmproj))
+    yield _line("projector compute", device, projector_compute_bytes(extras.mmproj, device))
     yield _line("projector inputs", host, projector_inputs_bytes(extras.mmproj) if device != host else 0)
 
 
