@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,30 @@ def test_a_window_of_nothing_is_what_the_engine_takes_it_for(tmp_path: Path) -> 
             assert held == said.context, model.architecture
             sliding += held < sum(kv_bytes(structure_of(model), work)) + sum(state_bytes(structure, work))
     assert sliding >= 12
+
+
+# Of what a compressor of keys pools the width of its tensors was not asked.
+POOLED = ("deepseek4", "attention.compress_ratios", (0, 0, 8, 256))
+OF_SOME = (
+    "swa|hyper_connection|clamp_|indexer|head_count_kv|value_length|gating|compress|lora|token_shift"
+    "|interleave"
+)
+
+
+@pytest.mark.parametrize(
+    "arch", ["arwkv7", "bailingmoe3", "deepseek4", "dots1", "dots3note", "ernie4_5-moe", "glm5-next", "hy_v4"]
+)
+def test_keys_that_few_architectures_read(arch: str, tmp_path: Path) -> None:
+    """Windows of latent attentions, streams, limits of experts, indexers, gates."""
+    make(tmp_path, [arch])
+    whole = read_model(tmp_path / f"{arch}.gguf").inventory.model_copy(update={"hparams": hparams(arch)})
+    cases = [one for one in one_changed(changed(whole)) if re.search(OF_SOME, one[0]) and one[1] != ()]
+    loads = [Load(write_sparse(tmp_path / f"{n}.gguf", one), WORK) for n, (*_, one) in enumerate(cases)]
+    refused = 0
+    for (key, new, _), load, said in zip(cases, loads, attempt(loads), strict=True):
+        file = read_model(load.path)
+        whys = (*file.refused, *load_faults(file.inventory))
+        if (arch, key, new) not in (POOLED, ("glm5-next", "attention.head_count_kv", None)):
+            assert bool(whys) == (not isinstance(said, Bytes)), (key, new, said, whys)
+        refused += bool(whys)
+    assert refused

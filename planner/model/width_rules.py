@@ -54,7 +54,7 @@ bailingmoe2 bailingmoe3 deepseek32 deepseek4 dots1 dots3note exaone-moe hy_v4 ki
 minimax-m2 minimax-m3 smallthinker
 """
 _GATES_OR_0 = "afmoe cohere2moe deepseek2 glm-dsa glm4moe glm5-next hy_v3 laguna mistral4"
-LEAST_GATE = {**dict.fromkeys(_GATES.split(), 1), **dict.fromkeys(_GATES_OR_0.split(), 0)}
+LEAST_GATE = {**dict.fromkeys(_GATES.split(), 1), **dict.fromkeys(_GATES_OR_0.split(), 0), "deepseek4": 4}
 MOST_GATE = 4
 
 _MAMBA_2 = frozenset({"mamba2", "nemotron_h", "nemotron_h_moe", "granitehybrid", "falcon-h1"})
@@ -140,3 +140,16 @@ def indexer_rules(inventory: Inventory) -> Iterator[Rule]:
     yield Rule("indexer.attn_q_b", 1, (times(heads, key),), "attention.indexer.head_count, key_length")
     yield Rule("indexer.attn_k", 1, (key,), "attention.indexer.key_length")
     yield Rule("indexer.proj", 1, (heads,), "attention.indexer.head_count")
+    if inventory.architecture == "glm5-next":
+        pool = stated(inventory, "attention.indexer.kpool")
+        yield Rule("indexer_compressor_ape", 1, (pool,), "attention.indexer.kpool")
+
+
+def stream_rules(inventory: Inventory) -> Iterator[Rule]:
+    """Hyper-connections: several streams of a row side by side, mixed by products of their own."""
+    count, width = stated(inventory, "hyper_connection.count"), stated(inventory, "embedding_length")
+    rank = stated(inventory, "hyper_connection.low_rank")
+    for part in ("attn", "ffn"):
+        yield Rule(f"hc_{part}_fn", 0, (times(count, width),), "hyper_connection.count")
+        yield Rule(f"hc_{part}_norm", 1, (count,), "hyper_connection.count")
+        yield Rule(f"hc_{part}_down", 1, (rank,), "hyper_connection.low_rank")

@@ -29,6 +29,7 @@ from planner.model.width_rules import (
     indexer_rules,
     mixer_rules,
     stated,
+    stream_rules,
     times,
 )
 
@@ -43,6 +44,16 @@ _LISTS_ONLY: Mapping[str, frozenset[str]] = {
     "attention.compress_ratios": frozenset({"deepseek4"}),
     "attention.indexer.types": frozenset({"dots3note"}),
 }
+# Counts that may not be 0; of these some not missing either.
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "arwkv7": ("token_shift_count",),
+    "deepseek4": ("hyper_connection.sinkhorn_iterations",),
+    "dots1": ("expert_gating_func",),
+    "ernie4_5-moe": ("interleave_moe_layer_step",),
+    "glm5-next": ("hyper_connection.sinkhorn_iterations", "kpool"),
+    "hy_v4": ("expert_gating_func",),
+}
+_SAID = frozenset({"token_shift_count", "expert_gating_func"})
 # Which tell their recurrent layers by key-value heads.
 _HEADED = """
 plamo2 jamba nemotron_h nemotron_h_moe granitehybrid lfm2 lfm2moe bailingmoe3 kimi-k3 glm5-next
@@ -77,8 +88,9 @@ def _rules(
     yield from _experts(inventory, n)
     yield from mixer_rules(inventory, own, n)
     yield from indexer_rules(inventory)
+    yield from stream_rules(inventory)
     if attends:
-        yield from _latent(inventory, n) if is_latent(inventory) else _heads(inventory, n, slides)
+        yield from _latent(inventory, n, slides) if is_latent(inventory) else _heads(inventory, n, slides)
 
 
 def _heads(inventory: Inventory, n: int, slides: bool) -> Iterator[Rule]:
@@ -117,11 +129,15 @@ def _grouped(inventory: Inventory, heads: int, key: int | None) -> Iterator[Rule
     yield Rule("attn_output_b", 0, (times(groups, rank),), "attention.output_group_count, output_lora_rank")
 
 
-def _latent(inventory: Inventory, n: int) -> Iterator[Rule]:
+def _latent(inventory: Inventory, n: int, slides: bool) -> Iterator[Rule]:
+    def local(key: str) -> int | None:
+        """A count that may be another one for layers that slide."""
+        wide = stated(inventory, f"attention.{key}")
+        return stated(inventory, f"attention.{key}_swa", wide) if slides else wide
+
     heads = inventory.per_layer("attention.head_count", n + 1)[n]
-    key, value = (stated(inventory, f"attention.{what}_length_mla") for what in ("key", "value"))
-    kept, rope = stated(inventory, "attention.kv_lora_rank"), stated(inventory, "rope.dimension_count")
-    queries = stated(inventory, "attention.q_lora_rank")
+    key, value, kept = map(local, ("key_length_mla", "value_length_mla", "kv_lora_rank"))
+    rope, queries = stated(inventory, "rope.dimension_count"), stated(inventory, "attention.q_lora_rank")
     yield Rule("attn_q_a", 1, (queries,), "attention.q_lora_rank")
     yield Rule("attn_q_b", 0, (queries,), "attention.q_lora_rank")
     yield Rule("attn_q", 1, (times(heads, key),), "attention.head_count, key_length_mla")
@@ -280,14 +296,42 @@ def _counted(inventory: Inventory) -> Iterator[str]:
         yield f"{arch}.expert_gating_func is {gate}, of {least} to {MOST_GATE}"
     if arch in GATED and hparams.get("full_attention_interval") == 0:
         yield f"{arch}.full_attention_interval is 0"
+    if arch == "deepseek4" and inventory.header_digest:
+        yield from _of_one_key(inventory)
     wide = 2 * number("embedding_length")
     if arch == "jamba" and "ssm.inner_size" in hparams and number("ssm.inner_size") != wide:
         yield f"jamba.ssm.inner_size is {number('ssm.inner_size')}, twice embedding_length is {wide}"
+    if "kpool" in _NEEDS.get(arch, ()):
+        pool, kept = number("attention.indexer.kpool"), number("attention.indexer.top_k")
+        if "attention.indexer.kpool" in hparams and (pool < 2 or kept % pool):
+            yield f"{arch}.attention.indexer.kpool is {pool}, of {kept} cells that are chosen"
+    for key in _NEEDS.get(arch, ()) if inventory.header_digest else ():
+        if key != "kpool" and not number(key) and (key in hparams or key in _SAID):
+            yield f"{arch}.{key} is missing or 0"
     if "rwkv" in arch and "wkv.head_size" in hparams and not number("wkv.head_size"):
         yield f"{arch}.wkv.head_size is 0"
     shifts = {"rwkv7": 2, "arwkv7": 1}.get(arch)
     if shifts and "token_shift_count" in hparams and number("token_shift_count") != shifts:
         yield f"{arch}.token_shift_count is {number('token_shift_count')}, {arch} has {shifts}"
+
+
+def _of_one_key(inventory: Inventory) -> Iterator[str]:
+    """DeepSeek-V4: one head of keys, which are the values too, and streams that are balanced in steps."""
+    number = inventory.number
+    if number("attention.head_count_kv") != 1:
+        yield "deepseek4.attention.head_count_kv is not 1"
+    if "attention.value_length" in inventory.hparams:
+        key, value = number("attention.key_length", even_width(inventory)), number("attention.value_length")
+        if key != value:
+            yield f"deepseek4.attention.value_length is {value}, keys are {key} wide"
+
+
+def _indexed(inventory: Inventory) -> Iterator[str]:
+    """What must be said where layers choose the cells that they attend to."""
+    there = any(".indexer." in tensor.name for tensor in inventory.tensors)
+    for key in ("top_k", "head_count", "key_length", "types") if there and inventory.header_digest else ():
+        if not inventory.hparams.get(f"attention.indexer.{key}"):
+            yield f"{inventory.architecture}.attention.indexer.{key} is missing or 0, and there is an indexer"
 
 
 def _per_layer_table(inventory: Inventory) -> Iterator[str]:
@@ -304,9 +348,18 @@ def _per_layer_table(inventory: Inventory) -> Iterator[str]:
 def _lengths(inventory: Inventory, layers: Layers) -> Iterator[str]:
     """Lists of another length than their reader takes, or that say nothing of any layer."""
     arch, hparams, n_main = inventory.architecture, inventory.hparams, layers.n_main
-    patterned = "attention.sliding_window_pattern" in hparams and has_window(inventory)
+    unread = arch == "deepseek4"  # all of whose layers slide
+    patterned = "attention.sliding_window_pattern" in hparams and has_window(inventory) and not unread
     if patterned and not any(sliding_layers(inventory, n_main)):
         yield f"{arch}.attention.sliding_window_pattern lets no layer slide, and there is a window"
+    of_layers = ["swiglu_clamp_exp", "swiglu_clamp_shexp"]
+    if arch == "hy_v4":
+        of_layers.append("attention.indexer.types")
+        yield from _indexed(inventory)
+    for key in of_layers:
+        limits, count = hparams.get(key), inventory.number("block_count")
+        if isinstance(limits, tuple) and len(limits) != count:
+            yield f"{arch}.{key} has {len(limits)} values for {count} layers"
     ratios = hparams.get("attention.compress_ratios")
     if arch == "deepseek4" and isinstance(ratios, tuple) and len(ratios) < n_main:
         yield f"{arch}.attention.compress_ratios has {len(ratios)} values for {n_main} layers"
@@ -341,11 +394,18 @@ def _latent_keys(inventory: Inventory, layers: Layers, stems: Mapping[int, froze
                 if not number(key):
                     yield f"{arch}.{key} is missing, and attn_k_b and attn_v_b are a latent attention"
         return
+    if inventory.header_digest and not number("attention.q_lora_rank"):
+        divided = [n for n, names in stems.items() if "attn_q_a" in names and "attn_q" not in names]
+        if divided:
+            yield f"{arch}.attention.q_lora_rank is missing or 0, and layer {min(divided)} has attn_q_a"
     heads = kv_heads(inventory, layers.n_main)
     if wrong := {n for n, attends in zip(heads, layers.attention, strict=True) if attends and n != 1}:
         yield f"{arch}.attention.head_count_kv is {min(wrong)}, a latent attention has 1"
-    kept, rope = number("attention.kv_lora_rank"), number("rope.dimension_count")
-    width = number("attention.key_length", even_width(inventory))
-    if kept and "rope.dimension_count" in inventory.hparams and width != kept + rope:
-        sizes = f"{width}, kv_lora_rank and rope.dimension_count say {kept + rope}"
-        yield f"{arch}.attention.key_length is {sizes}"
+    rope = number("rope.dimension_count")
+    local = ("_swa",) if "attention.kv_lora_rank_swa" in inventory.hparams else ()
+    for swa in ("", *local):
+        kept = number(f"attention.kv_lora_rank{swa}")
+        width = number(f"attention.key_length{swa}", number("attention.key_length", even_width(inventory)))
+        if kept and "rope.dimension_count" in inventory.hparams and width != kept + rope:
+            sizes = f"{width}, kv_lora_rank{swa} and rope.dimension_count say {kept + rope}"
+            yield f"{arch}.attention.key_length{swa} is {sizes}"

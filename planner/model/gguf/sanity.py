@@ -104,6 +104,7 @@ def wrong_types(header: Header) -> tuple[str, ...]:
         elif _TOKEN_ID.fullmatch(kv.key):
             wanted[kv.key] = _U32
     elements = {**_ELEMENTS, **{prefix + name: _ELEMENTS_OF_COUNTS for name in _LISTS}}
+    elements |= {prefix + name: frozenset({_F32}) for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp")}
     return tuple(
         short(kv.key)
         for kv in header.kvs
