@@ -75,7 +75,9 @@ def command(
             raise OptionProblem("--routing", str(routing or ""), "give --measured or --routing, and not both")
         _reseat(plan, inputs, routing, output, as_json)
         return
-    samples = [sample for path in measured for sample in samples_in(read_text(path), str(path))]
+    samples = [
+        sample for path in measured for sample in samples_in(read_text(path), str(path), inputs.inventory)
+    ]
     deadline = Deadline(time_limit or math.inf)
     with planning("solving again", deadline.left_s) as watch:
         clock = Clock(deadline=deadline, watch=watch)

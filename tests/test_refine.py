@@ -429,3 +429,12 @@ def test_few_runs_of_a_plan_count_together(made: Plan, tmp_path: Path) -> None:
         few += ["--refine", f"{tmp_path / 'plan.yaml'}={tmp_path / f'run{n}.json'}"]
     assert run(*few).exit_code == 0
     assert "expected PLAN=RESULT" in run(*words, "--refine", "plan.yaml").stderr
+
+
+def test_rows_of_another_model_are_no_measurement_of_the_plan() -> None:
+    size = sum(tensor.size_bytes for tensor in MODEL.tensors)
+    row = {"n_prompt": 0, "n_gen": 64, "n_depth": 0, "avg_ts": 20.0, "samples_ns": [3_200_000_000] * 3}
+    assert samples_in(json.dumps([{**row, "model_size": size}]), "f", MODEL)
+    assert samples_in(json.dumps([row]), "f", MODEL)
+    with pytest.raises(FileProblem, match=r"its model has .* GiB, MODEL has"):
+        samples_in(json.dumps([{**row, "model_size": 2 * size}]), "f", MODEL)

@@ -118,7 +118,8 @@ def _observed(
             raise FileProblem(str(plan_path), f"what it was made from is not here: give {lacks}")
         key = inputs.inventory.table_digest() + profile_digest(inputs.profile)
         used[key] = inputs.inventory, inputs.profile
-        for text, seen in _seen(plan, [result for path, result in pairs if path == plan_path]):
+        results_of = [result for path, result in pairs if path == plan_path]
+        for text, seen in _seen(plan, results_of, inputs.inventory):
             names.append(text)
             observed.append(Observed(plan, inputs.known, seen))
     if len(used) > 1:
@@ -148,14 +149,14 @@ def _pair(text: str) -> tuple[Path, Path]:
     return Path(plan), Path(result)
 
 
-def _seen(plan: Plan, results: list[Path]) -> list[tuple[str, Cleaned]]:
+def _seen(plan: Plan, results: list[Path], inventory: Inventory) -> list[tuple[str, Cleaned]]:
     """What each result says of a plan; those that say too little alone are taken together."""
     from planner.learn.readers import samples_in
     from planner.learn.samples import cleaned
 
     found: list[tuple[str, Cleaned]] = []
     few: list[Path] = []
-    samples = {path: samples_in(console.read_text(path), str(path)) for path in results}
+    samples = {path: samples_in(console.read_text(path), str(path), inventory) for path in results}
     for path in samples:
         seen = cleaned(samples[path], plan.workload.n_seq, plan.workload.n_ctx)
         if seen.token or seen.prompt:

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planner.constants import GIB
+from planner.model.inventory import Inventory
+
+_SAME_MODEL = 0.1  # of its bytes: a block for drafts is a few percent, the next quantisation a fifth
+
 
 class NotACount(ValueError):
     """A field of a row that is no whole number an engine could count to; the message is its name."""
@@ -28,6 +33,14 @@ class BenchTest:
     def at(self) -> int:
         """The depth that its time is for: where a prompt begins, the middle of what is generated."""
         return self.depth + self.gen // 2
+
+
+def another_model(model_bytes: int, inventory: Inventory) -> str:
+    """Why rows of a model of that size are not of this one; "" where they may be, or do not say (0)."""
+    size = sum(tensor.size_bytes for tensor in inventory.tensors)
+    if not model_bytes or abs(model_bytes - size) <= _SAME_MODEL * size:
+        return ""
+    return f"its model has {model_bytes / GIB:.2f} GiB, MODEL has {size / GIB:.2f}"
 
 
 def bench_test(values: Mapping[str, Any]) -> BenchTest:

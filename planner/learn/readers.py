@@ -12,9 +12,10 @@ from typing import Any
 
 from planner.constants import MAX_SEQUENCES
 from planner.errors import FileProblem
-from planner.learn.llama_bench import bench_test
+from planner.learn.llama_bench import another_model, bench_test
 from planner.learn.samples import Kind, Sample
 from planner.llama_server import MOST, figures, nanoseconds, timing, whole
+from planner.model.inventory import Inventory
 
 _LAUNCH = re.compile(r"launch_slot_: id +(\d+) \| task (\d+) \|", re.ASCII)
 _RELEASE = re.compile(r"release: id +(\d+) \| task (\d+) \|", re.ASCII)
@@ -22,13 +23,22 @@ _FEW = 32  # tokens of a prompt: below it a batch is computed as tokens are, not
 _KNOWN = "the JSON of atsplan run, bench or llama-bench, or the log or /metrics of llama-server"
 
 
-def samples_in(text: str, path: str) -> tuple[Sample, ...]:
-    """The measurements of a file; FileProblem where it holds none of a known kind."""
+def samples_in(text: str, path: str, inventory: Inventory | None = None) -> tuple[Sample, ...]:
+    """The measurements of a file.
+
+    FileProblem where it holds none of a known kind, or says another size of its model than `inventory` has.
+    """
     if text.lstrip()[:1] in ("{", "["):
         try:
-            found = tuple(_of_json(json.loads(text)))
+            data = json.loads(text)
+            found = tuple(_of_json(data))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as problem:
             raise FileProblem(path, f"not read as measurements ({problem}): expected {_KNOWN}") from None
+        rows = data if isinstance(data, list) else []
+        sizes = {row["model_size"] for row in rows if isinstance(row.get("model_size"), int)}
+        for size in sorted(sizes):
+            if inventory is not None and (why := another_model(size, inventory)):
+                raise FileProblem(path, why)
     elif "print_timing" in text:
         found = tuple(_of_log(text))
     else:

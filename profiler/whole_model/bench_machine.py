@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.constants import GIB
+from planner.learn.llama_bench import another_model
 from planner.machine.profile import Profile
 from planner.model.inventory import Inventory
 
@@ -20,7 +20,6 @@ _NO_GPU = ("cpu", "blas", "accelerate", "zendnn")
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])iB")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _OFF, _ON = (False, 0, "0", "off", "disabled"), (True, 1, "1", "on", "enabled")
-_SAME_MODEL = 0.1  # of its bytes: a block for drafts is a few percent, the next quantisation a fifth
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +76,19 @@ def refusals(rows: Sequence[tuple[Ran, bool, bool]], inventory: Inventory, profi
 
     Of each row what it ran on, whether it is of a prompt, and whether the CPU computes a part of it.
     """
-    size = sum(tensor.size_bytes for tensor in inventory.tensors)
     there = sum(d.kind == "gpu" for d in profile.devices)
     threads = Counter(on.threads for on, _, mixed in rows if mixed and on.threads)
     usual = max(threads, key=lambda count: (threads[count], count), default=0)
     flashed = any(on.flash for on, _, _ in rows)
-    return [_refusal(row, size, there, usual, flashed) for row in rows]
+    return [_refusal(row, inventory, there, usual, flashed) for row in rows]
 
 
-def _refusal(row: tuple[Ran, bool, bool], size: int, there: int, threads: int, flashed: bool) -> str:
+def _refusal(
+    row: tuple[Ran, bool, bool], inventory: Inventory, there: int, threads: int, flashed: bool
+) -> str:
     on, prompt, mixed = row
-    if on.model_bytes and abs(on.model_bytes - size) > _SAME_MODEL * size:
-        return f"its model has {on.model_bytes / GIB:.2f} GiB, MODEL has {size / GIB:.2f}"
+    if why := another_model(on.model_bytes, inventory):
+        return why
     if on.on_gpu and on.gpus > there > 0:
         return f"it ran on {on.gpus} GPUs, the machine has {there}"
     if on.on_gpu and on.backends and not there:
