@@ -82,6 +82,23 @@ def test_the_device_at_fault_is_found_and_the_plan_kept_where_none_is_better(mad
     assert found.seen.token and token == pytest.approx(found.seen.token.ns, rel=0.03)
 
 
+def test_prompts_are_corrected_apart_from_tokens() -> None:
+    """What large products take is no matter of small ones: neither scale moves by the other's measurement."""
+    whole = plan(MODEL, "8000")
+    (*others, own) = scaled(CPU=1.0).calibrations
+    slow = own.model_copy(update={"prompt_scale_ppm": {"CUDA0": 1_500_000}})
+    found = refined(whole, measured(whole, machine().model_copy(update={"calibrations": (*others, slow)})))
+    assert found.calibrated and found.seen.prompt
+    factors, before, after = found.calibrated.factors, found.calibrated.before, found.calibrated.after
+    assert before.prompt_ns == pytest.approx(found.seen.prompt.ns / 1.5, rel=0.05)
+    assert after.prompt_ns == pytest.approx(found.seen.prompt.ns, rel=0.03)
+    assert after.token_ns == pytest.approx(before.token_ns, rel=0.03)
+    assert factors["CUDA0"] == pytest.approx(1e6, rel=0.03)
+    assert factors["CUDA0 prompts"] == pytest.approx(1.5e6, rel=0.05)
+    again = refined(whole, measured(whole, scaled(CPU=1.0)), found.calibrated.profile)
+    assert again.calibrated and again.calibrated.after.prompt_ns == pytest.approx(before.prompt_ns, rel=0.03)
+
+
 def test_another_plan_is_proposed_for_a_gain_and_not_twice(made: Plan) -> None:
     real = scaled(CPU=0.2)
     found = refined(made, measured(made, real))

@@ -139,7 +139,8 @@ def _calibrations(profile: Profile) -> None:
         return
     table = console.table("calibration", "split", "mixed graph", "token", "scale", "worst residual", "runs")
     for c in profile.calibrations:
-        scales = ", ".join(f"{name} {ppm / 1e6:.2f}" for name, ppm in c.scale_ppm.items())
+        prompts = {f"{name} prompts": ppm for name, ppm in (c.prompt_scale_ppm or {}).items()}
+        scales = ", ".join(f"{name} {ppm / 1e6:.2f}" for name, ppm in (c.scale_ppm | prompts).items())
         table.add_row(
             c.model[:19] or "generated model",
             f"{c.split_ns / 1e3:.1f} us",

@@ -289,8 +289,9 @@ class Prices:
         found = self.operators(unit, device, buffer, batch, depth, outputs)
         total = sum(op.time.ns * op.count for op in found)
         measured = sum(op.time.ns * op.count for op in found if op.time.measured)
-        # Fitted to tokens one by one: what products of a few rows take in a graph says nothing of large ones.
-        scale = self.calibration.scale_ppm.get(device, PPM) if batch <= _FEW_TOKENS else PPM
+        # What products of a few rows take in a graph says nothing of large ones: each has its own.
+        few, many = self.calibration.scale_ppm, self.calibration.prompt_scale_ppm or {}
+        scale = (few if batch <= _FEW_TOKENS else many).get(device, PPM)
         return total * scale // PPM, measured * scale // PPM
 
     def operators(

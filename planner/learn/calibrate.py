@@ -27,7 +27,7 @@ _TRUST = Fraction(3, 10)  # how wrong a factor is expected to be
 _NOISE = Fraction(2, 100)  # and a clean measurement
 _PASSES = 3  # a plan's time is not quite linear: the CPU and a GPU may work at the same time
 _LEAST, _MOST = Fraction(1, 5), Fraction(5)  # a factor beyond is no calibration but another machine
-_SPLIT, _TOKEN = " split", " token"  # no device has such a name
+_SPLIT, _TOKEN, _PROMPT = " split", " token", " prompts"  # no device has such a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,10 @@ def calibrated_together(observed: Sequence[Observed], inventory: Inventory, prof
         made = _with(profile, digest, devices, factors)
         return tuple(predicted(each.plan, inventory, made, each.known, each.seen) for each in observed)
 
+    # What a device takes of tokens and of prompts is told apart: kernels, and what limits them, are others.
     names = [*devices, _SPLIT, _TOKEN]
+    if any(each.seen.prompt for each in observed):
+        names += [name + _PROMPT for name in devices]
     factors = dict.fromkeys(names, Fraction(1))
     before = after = times(factors)
     slopes = {
@@ -118,7 +121,7 @@ def calibrated_together(observed: Sequence[Observed], inventory: Inventory, prof
             for name, each in zip(names, change, strict=True)
         }
         after = times(factors)
-    told = {name: int(factors[name] * PPM) for name in devices}
+    told = {name: int(factors[name] * PPM) for name in names if name not in (_SPLIT, _TOKEN)}
     counted = sum(m.samples for m in measured)
     return Together(_with(profile, digest, devices, factors, counted), before, after, told)
 
@@ -137,19 +140,27 @@ def _with(
 ) -> Profile:
     """The profile with a model's calibration times some factors."""
     old = calibration_for(profile, digest)
-    scales = {name: min(round(old.scale_ppm.get(name, PPM) * factors[name]), MAX_PPM) for name in devices}
+    scales = _scaled(old.scale_ppm, {name: factors[name] for name in devices})
+    prompts = {name: factors[name + _PROMPT] for name in devices if name + _PROMPT in factors}
     # A profile at the bounds of its figures stays one: they can be as large as a file may say.
     made = Calibration(
         model=digest,
         split_ns=min(round(old.split_ns * factors[_SPLIT]), MAX_NS),
         mixed_ns=old.mixed_ns,
         token_ns=min(round(old.token_ns * factors[_TOKEN]), MAX_NS),
-        scale_ppm={**old.scale_ppm, **scales},
+        scale_ppm=scales,
+        prompt_scale_ppm=_scaled(old.prompt_scale_ppm or {}, prompts) or None,
         residual_ppm=old.residual_ppm,
         runs=min(old.runs + runs, MAX_COUNT),
     )
     others = tuple(c for c in profile.calibrations if c.model != digest)
     return profile.model_copy(update={"calibrations": (*others, made)})
+
+
+def _scaled(old: Mapping[str, int], factors: Mapping[str, Fraction]) -> dict[str, int]:
+    """Scales of a calibration times some factors, in ppm."""
+    new = {name: min(round(old.get(name, PPM) * factor), MAX_PPM) for name, factor in factors.items()}
+    return {**old, **new}
 
 
 def _ridge(rows: Sequence[tuple[list[Fraction], Fraction]], moved: Sequence[Fraction]) -> list[Fraction]:

@@ -78,6 +78,7 @@ class Calibration(Record):
     mixed_ns: Nanoseconds  # once per token as soon as any CPU split exists beside a GPU
     token_ns: Nanoseconds  # once per token: sampling, launch, output copy
     scale_ppm: dict[str, Ppm] = Field(default_factory=dict)  # per device: measured over summed operators
+    prompt_scale_ppm: dict[str, Ppm] | None = None  # the same of prompts; absent: nothing was learnt of them
     residual_ppm: Ppm = 0  # worst relative error over the runs it was fitted from
     runs: Count = 0
 
