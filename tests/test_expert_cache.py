@@ -142,10 +142,10 @@ def test_without_copied_prompts_there_is_a_cache_all_the_same() -> None:
     """Decoding goes through it either way; prompts are then computed by the CPU."""
     pins = (Pin("*.experts", "cache"),)
     known = Known(cache=CURVE)
-    made = plan(moe(), "1500", on=linked(3), workload=prompting(8192), pins=pins, known=known)
+    made = plan(moe(), "1500", on=linked(1), workload=prompting(8192), pins=pins, known=known)
     assert not made.op_offload and len(sites(made, "experts")) == 8
     assert all(site.startswith("cache:") for site in sites(made, "experts").values())
-    assert findings(made, moe(), linked(3)) == []
+    assert findings(made, moe(), linked(1)) == []
 
 
 # The command line.

@@ -77,7 +77,7 @@ def test_a_known_spelling_gives_the_plan_of_its_own_one(
         (("-ngl", "20"), "-ngl 20: the plan chooses the layers; --no-cpu demands"),
         (("-ot", "exps=CPU"), "-ot exps=CPU: a plan writes these itself: --pin"),
         (("-t", "8"), "-t 8: the profile says"),
-        (("-b", "256"), "--batch 256: is below -ub 512"),
+        (("-b", "256", "-ub", "512"), "--batch 256: is below -ub 512"),
         (("--budget", "80"), "write 80GiB"),
         (("-fa", "off"), "--flash-attn off: plans are made for flash attention"),
         (("-ts", "3,1"), "-ts 3,1: the plan chooses the split"),
