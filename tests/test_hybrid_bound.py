@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from engines import ROOT
 
 from benchmarks.hybrid import bound
-from benchmarks.rounds.hybrid_contender import hot_orders, slots_of
+from benchmarks.predict.slots import rows
+from benchmarks.rounds.hybrid_contender import hot_orders, is_usual, slots_of
 from benchmarks.rounds.live import WARM_UP
 from benchmarks.rounds.paired import Journal
+from planner.machine.presets import load
 from planner.plan.load_spec import HYBRID_BANKS
 from planner.site import GUESTS
 from profiler.routed.codes import chosen_by_code
@@ -42,6 +46,17 @@ def test_the_bound_follows_from_the_runs(cell: str, monkeypatch: pytest.MonkeyPa
     assert found.bound == pytest.approx(whole + cold / (cpu + link), abs=0.02)
     assert 100 * found.share == pytest.approx(share, abs=1)
     assert 100 * found.share_of_kernels == pytest.approx(of_kernels, abs=1)
+
+
+@pytest.mark.parametrize("other", [{"seqs": 4}, {"depth": 8192}])
+def test_cells_of_another_use_have_no_share_and_no_prediction(other: dict[str, int], tmp_path: Path) -> None:
+    """Neither formula is for them: several sequences, or a deep cache."""
+    record = next(r for r in Journal(bound.LANES).records() if r["kind"] == "run")
+    usual, path = {**record["factors"], "seqs": 1, "depth": None}, tmp_path / "runs.jsonl"
+    assert is_usual(record["factors"]) and is_usual(usual)
+    path.write_text(json.dumps({**record, "contender": bound.OURS, "factors": usual | other}) + "\n")
+    assert bound.shares(path) == []
+    assert list(rows(Journal(path).records(), load("rtx4090-ddr5"))) == []
 
 
 def test_hits_are_those_of_the_stream() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rounds.hybrid_contender import hot_orders, slots_of
+from benchmarks.rounds.hybrid_contender import hot_orders, is_usual, slots_of
 from benchmarks.rounds.live import WARM_UP
 from benchmarks.rounds.paired import Journal
 from planner.plan.load_spec import HYBRID_BANKS
@@ -76,10 +76,10 @@ class Share:
 
 
 def shares(path: Path = LANES) -> list[Share]:
-    """Every cell of a journal that has runs of ours, in its order."""
+    """Every cell of a journal that has runs of ours of the usual use, in its order."""
     records = Journal(path).records()
     machines = {r["visit"]: r["machine"] for r in records if r["kind"] == "visit"}
-    runs = [r for r in records if r["kind"] == "run" and r["contender"] == OURS]
+    runs = [r for r in records if r["kind"] == "run" and r["contender"] == OURS and is_usual(r["factors"])]
     return [
         _share([r for r in runs if r["cell"] == cell], machines)
         for cell in dict.fromkeys(r["cell"] for r in runs)

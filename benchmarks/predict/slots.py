@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.gpu import contenders as rules
 from benchmarks.gpu.generated_models import inventory_of
-from benchmarks.rounds.hybrid_contender import SEEN, hot_orders, slots_of
+from benchmarks.rounds.hybrid_contender import SEEN, hot_orders, is_usual, slots_of
 from benchmarks.rounds.paired import Journal
 from benchmarks.rounds.planned_contender import plan_for
 from planner.constants import CPU
@@ -56,11 +56,13 @@ class Row:
 
 
 def rows(records: list[dict[str, Any]], profile: Profile) -> Iterator[Row]:
-    """Every cell that asks for no other machine than the one that was profiled."""
+    """Every cell that asks for no other machine than the one that was profiled, nor for another use."""
     times: dict[tuple[str, str], list[int]] = defaultdict(list)
     factors: dict[str, dict[str, Any]] = {}
     for record in records:
-        if record["kind"] == "run" and not (record["factors"]["cores"] or record["factors"]["link"]):
+        if record["kind"] != "run" or not is_usual(record["factors"]):
+            continue
+        if not (record["factors"]["cores"] or record["factors"]["link"]):
             times[record["cell"], record["contender"]].append(record["decode_ns"])
             factors[record["cell"]] = record["factors"]
     for (cell, name), measured in times.items():

@@ -7,8 +7,10 @@ Slots hold the experts that are hottest on a stream of the same habits and anoth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +54,11 @@ def slotted(setup: Setup, guests: int, banks: int = HYBRID_BANKS) -> Session:
     return setup.live(
         rules.Contender("hybrid", f"{k} slots, {guests} guests", _spec(setup, shape, k, guests, banks))
     )
+
+
+def is_usual(factors: Mapping[str, Any]) -> bool:
+    """Whether a cell decodes one sequence behind the usual depth; journals of before have no such factors."""
+    return factors.get("seqs", 1) == 1 and factors.get("depth") is None
 
 
 def slots_of(share: float, n_experts: int, n_layers: int, guests: int, banks: int) -> int:
