@@ -32,6 +32,7 @@ Search = Callable[[Problem, int], tuple[Solution | None, bool]]
 
 _LEAST_S = 0.01  # CP-SAT takes no limit of zero for a limit
 _SHARES = {"count": 0.3, "arrange": 0.2, "exact": 0.5, "near": 0.3}  # of the time, for each use of CP-SAT
+_NEAR_SHARE, _NEAR_LEAST_S = 0.25, 0.1  # of the work that is left, for one part: the first may not take all
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def _bettered(problem: Problem, found: Solved, limits: Limits) -> Solved:
         exact = ExactModel(cp, narrowed)
         exact.model.add(exact.objective < below_ns)
         exact.model.add(exact.objective >= found.bound_ns)
-        work = limits.work(max(clock.left_s / 4, 0.1))
+        work = limits.work(max(clock.left_s * _NEAR_SHARE, _NEAR_LEAST_S))
         solver = _solver(cp, work)
         status = _within(cp, solver, exact.model, work)
         clock.left_s -= solver.response_proto.deterministic_time
